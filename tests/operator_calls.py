@@ -708,3 +708,108 @@ def gradients_of_samples(dtype: torch.dtype) -> Iterator[Call]:
     positive = torch.rand(50, 20) + 0.1
     yield call(aten._standard_gamma_grad.default, positive, positive)
     yield call(aten._dirichlet_grad.default, positive, positive, positive)
+
+
+@family
+def triangles(dtype: torch.dtype) -> Iterator[Call]:
+    """Batches of matrices that lie one after another, and others; in place, those that do not lie in one are written
+    through a copy."""
+    heads = torch.randn(3, 20, 4, 24).to(dtype).transpose(1, 2)
+    every_second, first_rows = torch.randn(8, 20, 24).to(dtype)[::2], torch.randn(3, 4, 30, 24).to(dtype)[:, :, :20]
+    shared = torch.randn(20, 24).to(dtype)
+    for x in (heads, every_second, first_rows, heads.mT, torch.randn(3, 4, 20, 24).to(dtype).mT, heads[:1], shared.t()):
+        for target in (aten.tril, aten.triu):
+            yield call(target.default, x)
+            yield call(getattr(aten, f"{target.__name__}_").default, x.clone(memory_format=torch.preserve_format))
+            yield call(getattr(aten, f"{target.__name__}_").default, x, 1)
+    for x in (shared.expand(4, 20, 24), shared.expand(1, 4, 20, 24), shared.expand(3, 4, 20, 24)):
+        yield call(aten.triu.default, x)
+
+
+@family
+def indices_of_32_bits(dtype: torch.dtype) -> Iterator[Call]:
+    base, source = torch.randn(50, 24).to(dtype), torch.randn(60, 30).to(dtype)
+    for kind in (torch.int32, torch.int64):
+        rows, row = torch.randint(24, (40, 20)).to(kind), torch.randint(24, (20,)).to(kind)
+        yield call(aten.gather.default, base, 1, rows)
+        yield call(aten.scatter.src, base, 1, rows, source)
+        yield call(aten.scatter.value, base, 1, rows, 1.0)
+        yield call(aten.scatter.reduce, base, 1, rows, source, reduce="add")
+        yield call(aten.scatter_add.default, base, 1, rows, source)
+        yield call(aten.scatter_add_.default, base.clone(), 1, rows, source)
+        for reduce in ("sum", "mean", "amax"):
+            yield call(aten.scatter_reduce.two, base, 1, rows, source, reduce)
+        for dim, added in ((0, torch.randn(20, 24)), (1, torch.randn(50, 20))):
+            yield call(aten.index_add.default, base, dim, row, added.to(dtype))
+            for reduce in ("mean", "prod", "amax"):
+                for include_self in (False, True):
+                    keywords = {"include_self": include_self}
+                    yield call(aten.index_reduce.default, base, dim, row, added.to(dtype), reduce, **keywords)
+        for offset_kind in (torch.int32, torch.int64):
+            table, ids = torch.randn(30, 6).to(dtype), torch.randint(30, (40,)).to(kind)
+            begin = torch.arange(0, 40, 5).to(offset_kind)
+            out, owner, *_ = aten._embedding_bag.default(table, ids, begin, False, 0, False, torch.rand(40).to(dtype))
+            yield call(aten._embedding_bag_per_sample_weights_backward.default, out, table, ids, begin, owner, 0)
+
+
+@family
+def steps_of_one_operator(dtype: torch.dtype) -> Iterator[Call]:
+    """Operators that ATen composes of others."""
+    for x in (torch.rand(24, 40).to(dtype) + 5, torch.rand(40, 24).to(dtype).t() + 5, torch.rand(()).to(dtype) + 5):
+        for terms in (1, 3):
+            yield call(aten.mvlgamma.default, x, terms)
+            yield call(aten.mvlgamma_.default, x.clone(), terms)
+        yield call(aten.dist.default, x, torch.rand(x.shape).to(dtype))
+        yield call(aten.dist.default, x, torch.rand(x.shape[-1:]).to(dtype), 1.0)
+    yield call(aten.mvlgamma.default, torch.randint(5, 9, (6, 7)), 3)
+    for x in layouts(dtype, 80, 100):
+        yield call(aten.narrow_copy.default, x, 0, 3, 20)
+    table, ids = torch.rand(50, 16).to(dtype), torch.randint(50, (20, 30))
+    yield call(aten.embedding_renorm.default, table, ids, 1.0, 2.0)
+    yield call(aten.embedding_renorm_.default, table, ids.t(), 1.0, 2.0)
+    yield call(aten._efficientzerotensor.default, [24, 40], dtype=dtype)
+    volume, samples = torch.rand(2, 3, 10, 10, 10).to(dtype), torch.rand(2, 3, 3).to(dtype)
+    for x in (volume, volume.mT):
+        yield call(aten.fractional_max_pool3d.default, x, [2] * 3, [5] * 3, samples)
+        pooled, at = aten.fractional_max_pool3d.default(x, [2] * 3, [5] * 3, samples)
+        for grad in (pooled, pooled.mT):
+            yield call(aten.fractional_max_pool3d_backward.default, grad, x, [2] * 3, [5] * 3, at)
+    image, per_channel = torch.rand(4, 8, 10, 10).to(dtype), [torch.rand(8).to(dtype) for _ in range(4)]
+    for x in (image, image.contiguous(memory_format=torch.channels_last)):
+        yield call(aten._batch_norm_with_update_functional.default, x, *per_channel, 0.1, 1e-5)
+    rows, offsets = torch.rand(100, 8).to(dtype), torch.arange(0, 101, 5)
+    for reduce in ("sum", "mean", "max"):
+        reduced = aten.segment_reduce.default(rows, reduce, offsets=offsets)
+        yield call(aten._segment_reduce_backward.default, reduced, reduced, rows, reduce, offsets=offsets)
+
+
+@family
+def decompositions(dtype: torch.dtype) -> Iterator[Call]:
+    """Of square, high and wide matrices, also complex ones, of sizes for which LAPACK wants more and less."""
+    if dtype != torch.float32:
+        return
+    for kind in (torch.float32, torch.complex64):
+        for shape in ((8, 8), (80, 80), (3, 24, 24), (4, 60, 20), (4, 20, 60)):
+            x = torch.randn(shape, dtype=kind)
+            yield call(aten.linalg_pinv.atol_rtol_tensor, x)
+            for mode in ("reduced", "complete", "r"):
+                yield call(aten.linalg_qr.default, x, mode)
+            yield call(aten.geqrf.default, x)
+            yield call(aten.linalg_lu.default, x)
+            factors, pivots, _ = aten.linalg_lu_factor_ex.default(x)
+            yield call(aten.lu_unpack.default, factors, pivots)
+            reflectors, scales = aten.geqrf.default(x)
+            yield call(aten.ormqr.default, reflectors, scales, x)
+            yield call(aten.ormqr.default, reflectors.contiguous(), scales, x)
+            if shape[-1] <= shape[-2]:
+                yield call(aten.linalg_householder_product.default, reflectors, scales)
+            if shape[-1] != shape[-2]:
+                continue
+            definite = x @ x.mH + shape[-1] * torch.eye(shape[-1])
+            yield call(aten.linalg_eig.default, x)
+            yield call(aten.linalg_eigvals.default, x)
+            yield call(aten._linalg_eigvals.default, x)
+            yield call(aten.linalg_ldl_factor_ex.default, definite)
+            yield call(aten.cholesky.default, definite)
+            yield call(aten.cholesky_inverse.default, definite)
+            yield call(aten.cholesky_solve.default, x, definite)

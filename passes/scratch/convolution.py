@@ -96,6 +96,8 @@ def operands(
 def convolution_nbytes(o: Operands) -> int:
     """Bytes that a convolution holds inside, beyond its result."""
     c = o.numbers
+    if o.image.numel() == 0:
+        return _copies(c, o.image, o.filters)
     in_aten = _runs_in_aten(o)
     if in_aten and c.itemsize >= SUM_ITEMSIZE:
         return _in_aten_nbytes(o, None, ())
@@ -114,6 +116,8 @@ def convolution_backward_nbytes(o: Operands, grad: Tensor, outputs: Sequence[Ten
         outputs: gradients of images, filters and bias; None for those not asked for.
     """
     c = o.numbers
+    if o.image.numel() == 0:
+        return _copies(c, o.image, o.filters, grad)
     in_aten = _runs_in_aten(o)
     if in_aten and c.itemsize >= SUM_ITEMSIZE:
         return _in_aten_nbytes(o, grad, outputs)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from chunkc.passes.cuda_memory import rounded_nbytes
 from chunkc.passes.scratch import cuda_cub
 from chunkc.passes.scratch.cuda_reduction import MULTIPROCESSORS
-from chunkc.passes.scratch.cuda_rules import Call, contiguous, is_dense, nbytes_of
+from chunkc.passes.scratch.cuda_rules import Call, cast, contiguous, is_dense, nbytes_of
 
 _FEW_INDICES = 3072
 _ROWS_PER_PART = 10
@@ -115,12 +115,20 @@ def masked_index_put(call: Call) -> list[int]:
 
 def scatter(call: Call) -> list[int]:
     """`ATen/native/TensorAdvancedIndexing.cpp`, `_scatter_via_index_put`: in deterministic code an index for each
-    dimension of the result, or that of the place in all of it, sorted. A bound there."""
+    dimension of the result, or that of the place in all of it, sorted. A bound there. Indices are converted."""
+    position = call.tensor("index")
+    converted = cast(position, torch.int64)
     if not torch.are_deterministic_algorithms_enabled():
-        return contiguous(call)
-    num, result = call.tensor("index").numel(), call.outputs[0]
+        return [*contiguous(call), *converted]
+    num, result = position.numel(), call.outputs[0]
     places = [8 * num] * (2 * result.dim() + 5)
-    return [*contiguous(call), *places, result.itemsize * num, cuda_cub.radix_sort(num, 8, 8, 64, call.capability)]
+    return [
+        *contiguous(call),
+        *converted,
+        *places,
+        result.itemsize * num,
+        cuda_cub.radix_sort(num, 8, 8, 64, call.capability),
+    ]
 
 
 def scatter_reduce(call: Call) -> list[int]:
@@ -131,6 +139,21 @@ def scatter_reduce(call: Call) -> list[int]:
         result = call.outputs[0]
         counted = [nbytes_of(call.tensor("src")), nbytes_of(result), result.numel()]
     return [*counted, *scatter(call)]
+
+
+def gather(call: Call) -> list[int]:
+    """`ATen/native/TensorAdvancedIndexing.cpp`: indices as int64."""
+    return cast(call.tensor("index"), torch.int64)
+
+
+def index_reduce(call: Call) -> list[int]:
+    """`Indexing.cu`, `index_reduce_func_cuda_impl`: for means, ones to be counted, counts, and which of them are none;
+    before that, indices as int64, by which the result is filled."""
+    counted = []
+    if call.arguments["reduce"] == "mean":
+        result = call.outputs[0]
+        counted = [nbytes_of(call.tensor("source")), nbytes_of(result), result.numel()]
+    return [*counted, *cast(call.tensor("index"), torch.int64), *index_add(call)]
 
 
 def embedding(call: Call) -> list[int]:

@@ -159,6 +159,20 @@ def magnitude(call: Call) -> list[int]:
     return [nbytes_of(source)] if source.dtype.is_complex else []
 
 
+def log_gamma(call: Call) -> list[int]:
+    """`ATen/native/UnaryOps.cpp`, `mvlgamma`: operands of each of `p` terms, and the `p` numbers."""
+    result, terms = call.outputs[0], call.arguments["p"]
+    return [terms * nbytes_of(result), terms * result.itemsize, nbytes_of(result)]
+
+
+def difference(call: Call) -> list[int]:
+    """`ATen/native/ReduceOps.cpp`, `dist`: the difference, which is reduced."""
+    shape = torch.broadcast_shapes(call.tensor("self").shape, call.tensor("other").shape)
+    difference = call.outputs[0].new_empty(()).expand(shape)
+    reduced = Call(torch.ops.aten.norm.Scalar, (difference,), {}, call.outputs)
+    return [nbytes_of(difference), *reduction(reduced)]
+
+
 def one_number(call: Call) -> list[int]:
     """`ATen/native/Pow.cpp`: a base that is a number comes to the device."""
     return [] if isinstance(call.arguments["self"], Tensor) else [call.outputs[0].itemsize]

@@ -55,6 +55,13 @@ LAPACK = Inexact(
     "LAPACK says only when it runs how much workspace it wants",
     "a copy of the matrices, pivots, and LAPACK's usual block of 64 columns",
 )
+WORKSPACE = Inexact(
+    "always",
+    "LAPACK says only when it runs how much workspace it wants, and of small matrices it wants little",
+    "a copy of the matrices where there is one, and for each row or column of one matrix the most numbers that MKL was "
+    "seen to want",
+    loose=True,
+)
 POWERS = Inexact(
     "always", "the norm of each matrix says how many of its powers are made", "the most: twelve matrices", loose=True
 )

@@ -21,6 +21,19 @@ def _channels_last(image: Tensor) -> bool:
     return image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
 
 
+def _channels_come_last(image: Tensor) -> bool:
+    """Whether strides are in that order, be there gaps or not: ATen's `is_channels_last_strides_2d`."""
+    if image.dim() != 4 or image.stride(1) == 0:
+        return False
+    least = 0
+    for dim in (1, 3, 2, 0):
+        size, stride = image.shape[dim], image.stride(dim)
+        if size == 0 or stride < least or (dim == 0 and least == image.stride(1)):
+            return False
+        least = stride * size if size > 1 else stride
+    return True
+
+
 def _dense(image: Tensor) -> bool:
     """Whether an image kernel reads it in place: contiguous, or with channels last."""
     return image.is_contiguous() or _channels_last(image)
@@ -39,9 +52,10 @@ def image_backward_rule(call: Call) -> int:
     source = call.arguments.get("self", call.arguments.get("input"))
     read = [t for t in call.tensors if t is not source]
     copies = sum(contiguous_copy_nbytes(t) for t in read)
-    if source is None or source.is_contiguous() or not _channels_last(source):
+    if source is None or source.is_contiguous() or not _channels_come_last(source):
         return copies
-    return 0 if _channels_last(call["grad_output"]) else copies + nbytes_of(call.outputs[0])
+    grad = call["grad_output"]
+    return 0 if _channels_last(grad) and not grad.is_contiguous() else copies + nbytes_of(call.outputs[0])
 
 
 def upsample_rule(call: Call) -> int:
@@ -72,6 +86,16 @@ def upsample_smooth_rule(call: Call) -> int:
     taps = 4 if "bicubic" in call.target._schema.name else 2
     shrinking = max(1.0, *(a / b for a, b in zip(image.shape[2:], result.shape[2:], strict=True)))
     return between + sum(result.shape[2:]) * (int(taps * shrinking + 2) * (image.itemsize + 4) + 24)
+
+
+def sampler_backward_rule(call: Call) -> int:
+    """`grid_sampler_2d_backward`: a contiguous copy of the gradient."""
+    return contiguous_copy_nbytes(call["grad_output"])
+
+
+def fractional_backward_rule(call: Call) -> int:
+    """Contiguous copies of all but the operand, of which only the shape is read."""
+    return contiguous_copy_nbytes(call["grad_output"]) + contiguous_copy_nbytes(call["indices"])
 
 
 def unfold_rule(call: Call) -> int:

@@ -18,9 +18,15 @@ def embedding_rule(call: Call) -> int:
     return contiguous_copy_nbytes(call["indices"])
 
 
+def converted_nbytes(index: Tensor) -> int:
+    """Bytes of indices as int64, where they are not."""
+    return nbytes_of(index, 8) if index.dtype != torch.int64 else 0
+
+
 def scatter_rule(call: Call) -> int:
-    """Low precision is scattered into a float32 copy."""
-    return nbytes_of(call["self"], 4) if call["self"].dtype in LOW_PRECISION else 0
+    """Low precision is scattered into a float32 copy; indices are converted."""
+    low = nbytes_of(call["self"], 4) if call["self"].dtype in LOW_PRECISION else 0
+    return low + converted_nbytes(call["index"])
 
 
 def scatter_reduce_rule(call: Call) -> int:
@@ -29,11 +35,25 @@ def scatter_reduce_rule(call: Call) -> int:
     if call["reduce"] != "mean":
         return scatter_rule(call)
     zero = source.numel() + 8 + source.itemsize
-    return nbytes_of(source) + call["index"].numel() * source.itemsize + max(scatter_rule(call), zero)
+    return nbytes_of(source) + nbytes_of(call["src"]) + max(scatter_rule(call), zero)
+
+
+def index_reduce_rule(call: Call) -> int:
+    """A mean also counts: an array of counts, and ones that are added to it. What the result starts from is written by
+    converted indices, unless that is the operand itself."""
+    source = call["self"]
+    filling = 0 if call["include_self"] else converted_nbytes(call["index"])
+    filling += 0 if source.dim() else source.itemsize
+    if call["reduce"] != "mean":
+        return filling
+    zero = source.numel() + 8 + source.itemsize
+    return max(filling, nbytes_of(source) + max(nbytes_of(call["source"]) + index_add_rule(call), zero))
 
 
 def gather_rule(call: Call) -> int:
-    return nbytes_of(call.outputs[0], 4) if call["self"].dtype in LOW_PRECISION else 0
+    """Low precision is gathered into a float32 copy; indices are converted."""
+    low = nbytes_of(call.outputs[0], 4) if call["self"].dtype in LOW_PRECISION else 0
+    return low + converted_nbytes(call["index"])
 
 
 def index_select_rule(call: Call) -> int:
@@ -44,12 +64,13 @@ def index_select_rule(call: Call) -> int:
 
 
 def index_add_rule(call: Call) -> int:
-    """In low precision: along the first dimension a float32 slice per thread, along the last one a float32 copy."""
+    """In low precision: along the first dimension a float32 slice per thread, along the last one a float32 copy. By
+    indices that are not int64, neither."""
     source, dim = call["self"], call["dim"] % max(1, call["self"].dim())
-    if source.dtype not in LOW_PRECISION or source.dim() < 2:
+    if source.dtype not in LOW_PRECISION or source.dim() < 2 or call["index"].dtype != torch.int64:
         return 0
     if dim == 0:
-        return call.num_threads * (source.numel() // source.shape[0]) * 4
+        return call.num_threads * math.prod(source.shape[1:]) * 4
     return nbytes_of(source, 4) if dim == source.dim() - 1 else 0
 
 
@@ -93,4 +114,4 @@ def masked_scatter_rule(call: Call) -> int:
 def masked_scatter_backward_rule(call: Call) -> int:
     """Bound: what the mask selects, at most all; of many elements also their positions, as two 64-bit integers."""
     grad = call["grad_output"]
-    return 2 * nbytes_of(grad) + nbytes_of(grad, 16) + 64
+    return nbytes_of(grad) + max(nbytes_of(grad), nbytes_of(call.outputs[0])) + nbytes_of(grad, 16) + 64

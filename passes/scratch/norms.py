@@ -67,6 +67,8 @@ def batch_norm_rule(call: Call) -> int:
     factors = 2 * channels * max(4, statistics)
     training = call.arguments.get("training", call.arguments.get("train", "no_training" not in str(call.target)))
     form = _format(source)
+    if form == "strided" and channels == 1:
+        return factors + (nbytes_of(source, 4) + 4 if source.dtype in LOW_PRECISION else 2 * statistics)  # a bound
     if form == "strided":
         low = nbytes_of(source, 4) if source.dtype in LOW_PRECISION else 0
         return low + channels * 4 if training and low else 0 if training else 3 * channels * statistics
@@ -87,7 +89,9 @@ def norm_outputs(call: Call) -> dict[int, int]:
     """Saved mean and inverse deviation, whose dtype fake tensors get wrong for mixed precision."""
     itemsize = _statistics_itemsize(call)
     found = {position: nbytes_of(t, itemsize) for position, t in enumerate(call.outputs[1:3], 1)}
-    for position, t in enumerate(call.outputs[3:5], 3):  # new running mean and variance
+    for position, t in enumerate(
+        call.outputs[3:], 3
+    ):  # new running mean and variance; or what cuDNN reserves, here nothing
         found[position] = nbytes_of(t, call["running_mean"].itemsize)
     return found
 
@@ -129,7 +133,8 @@ def nll_loss_backward_rule(call: Call) -> int:
 def safe_softmax_rule(call: Call) -> int:
     """A mask of the inputs that are -inf, and whether a whole row is; before that, a contiguous copy."""
     source, result = call["self"], call.outputs[0]
-    rows = result.numel() // result.shape[call["dim"]] if result.dim() and result.numel() else 0
+    dim = call["dim"] % max(1, result.dim())
+    rows = math.prod(size for number, size in enumerate(result.shape) if number != dim)
     cast = nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
     return max(result.numel() + rows + result.itemsize, contiguous_copy_nbytes(source) + cast)
 
@@ -165,7 +170,23 @@ def embedding_bag_outputs(call: Call) -> dict[int, int]:
 def embedding_bag_rule(call: Call) -> int:
     """Bound: rows of a bag are counted, or weighted."""
     indices, bags = call["indices"], call["offsets"].shape[0]
-    return 0 if call["mode"] == 0 and _strided_nbytes(*call.tensors) == 0 else nbytes_of(indices, 8) + 16 * bags
+    return 0 if call["mode"] == 0 and _strided_nbytes(*call.tensors) == 0 else nbytes_of(indices, 8) + 16 * bags + 64
+
+
+def embedding_bag_weights_rule(call: Call) -> int:
+    """Offsets and indices in one dtype; the bag of each index twice, where the forward did not return it."""
+    indices, offsets = call["indices"], call["offsets"]
+    itemsize = max(indices.itemsize, offsets.itemsize)
+    casts = sum(nbytes_of(t, itemsize) for t in (indices, offsets) if t.itemsize != itemsize)
+    if call["offset2bag"].numel() or not indices.numel():
+        return casts
+    num_places = indices.numel() + 1
+    return casts + itemsize * (num_places + max(num_places, offsets.numel()))
+
+
+def embedding_renorm_rule(call: Call) -> int:
+    """Bound: of one row at a time its norm, and the factor that it is scaled by."""
+    return contiguous_copy_nbytes(call["indices"]) + 8 + 2 * call["self"].itemsize
 
 
 def embedding_bag_backward_rule(call: Call) -> int:
@@ -185,7 +206,8 @@ def distance_rule(call: Call) -> int:
     copies = _strided_nbytes(first, second)
     if not (by_product and far):
         return copies
-    return copies + 2 * (nbytes_of(first) + nbytes_of(second)) + 4 * (first.numel() // first.shape[-1]) * 4
+    squares = 4 * first.itemsize * max(math.prod(points.shape[:-1]) for points in (first, second))
+    return copies + 2 * (nbytes_of(first) + nbytes_of(second)) + squares + 16
 
 
 def weight_norm_rule(call: Call) -> int:

@@ -55,10 +55,14 @@ def find(target: torch._ops.OpOverload) -> Operator:
     """The record of an operator; an empty one where there is none. One that works in place (`add_`) takes inside what
     the other (`add`) does; its result it takes from its caller, so `outputs` are not its own."""
     name = target._schema.name
-    if name.endswith("_") and not name.endswith("__") and name[:-1] in OPERATORS:
-        name = name[:-1]
-        return replace(OPERATORS[name], outputs=None, cuda_outputs=None)
-    return OPERATORS.get(name, _UNKNOWN)
+    found = OPERATORS.get(_out_of_place(name), _UNKNOWN)
+    return found if _out_of_place(name) == name else replace(found, outputs=None, cuda_outputs=None)
+
+
+def _out_of_place(name: str) -> str:
+    """The operator whose record is that of the operator `name`, which may work in place."""
+    in_place = name.endswith("_") and not name.endswith("__") and name[:-1] in OPERATORS
+    return name[:-1] if in_place else name
 
 
 def is_exact(name: str, dtype: torch.dtype) -> bool:
@@ -66,7 +70,7 @@ def is_exact(name: str, dtype: torch.dtype) -> bool:
 
     For tests, which hold every operator to what this says of it.
     """
-    found = EXCEPTIONS.get(name)
+    found = EXCEPTIONS.get(_out_of_place(name))
     return found is None or (found.only_low_precision and dtype not in LOW_PRECISION)
 
 
@@ -88,8 +92,8 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (
         Operator(rules.nothing_rule, cuda_rules.nothing),
         """
-        masked_fill linalg_cross grid_sampler_3d grid_sampler_2d_backward grid_sampler_3d_backward rot90 tril
-        triu flip unfold_backward rand_like randn_like diagonal_copy _local_scalar_dense
+        masked_fill linalg_cross grid_sampler_3d grid_sampler_3d_backward rot90
+        flip unfold_backward rand_like randn_like diagonal_copy _local_scalar_dense
         _prelu_kernel _prelu_kernel_backward _unsafe_view addr alias_copy arange as_strided_copy
         as_strided_scatter cauchy complex constant_pad_nd diag_embed diagonal_backward diagonal_scatter
         _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async _functional_assert_scalar
@@ -112,9 +116,9 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (
         Operator(rules.nothing_rule),
         """
-        index_reduce _pdist_forward _pdist_backward _conj_physical
-        linalg_cholesky_ex linalg_lu_factor_ex _ctc_loss _embedding_bag_per_sample_weights_backward
-        fractional_max_pool2d_backward _logcumsumexp _standard_gamma_grad _dirichlet_grad segment_reduce
+        _efficientzerotensor _pdist_forward _pdist_backward _conj_physical
+        linalg_lu_factor_ex _ctc_loss
+        _logcumsumexp _standard_gamma_grad _dirichlet_grad segment_reduce
         block_diag polygamma _reshape_alias put normal_functional random poisson _standard_gamma binomial
         rrelu_with_noise_backward prims::iota prims::convert_element_type prims::rev prims::where
         prims::device_put prims::normal prims::cat prims::empty_strided prims::empty_permuted prims::full_like
@@ -146,7 +150,10 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.contiguous_rule, cuda_rules.contiguous), "bucketize searchsorted log_sigmoid_forward"),
     (
         Operator(rules.contiguous_rule),
-        "multi_margin_loss multi_margin_loss_backward fractional_max_pool2d _cdist_backward",
+        """
+        multi_margin_loss multi_margin_loss_backward fractional_max_pool2d fractional_max_pool3d _cdist_backward
+        _segment_reduce_backward
+        """,
     ),
     (Operator(indexing.membership_rule, inexact=exceptions.REPEATED), "isin"),
     (
@@ -170,6 +177,10 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         """,
     ),
     (Operator(rules.copy_rule, cuda_rules.nothing), "clone copy _to_copy contiguous lift_fresh_copy"),
+    (Operator(rules.triangle_rule, cuda_rules.nothing), "tril triu"),
+    (Operator(rules.log_gamma_rule, cuda_rules.log_gamma), "mvlgamma"),
+    (Operator(rules.distance_rule, cuda_rules.difference), "dist"),
+    (Operator(rules.narrow_copy_rule, cuda_rules.nothing), "narrow_copy"),
     (Operator(rules.select_rule, cuda_rules.where), "where"),
     (Operator(rules.scaled_rule), "deg2rad rad2deg"),
     (
@@ -232,6 +243,8 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(norms.embedding_bag_backward_rule, inexact=exceptions.STEPS),
         "_embedding_bag_backward _embedding_bag_dense_backward",
     ),
+    (Operator(norms.embedding_bag_weights_rule), "_embedding_bag_per_sample_weights_backward"),
+    (Operator(norms.embedding_renorm_rule, inexact=exceptions.STEPS), "embedding_renorm"),
     (Operator(linear_algebra.trilinear_rule, inexact=exceptions.PRODUCT), "_trilinear"),
     (Operator(norms.distance_rule, inexact=exceptions.STEPS), "_cdist_forward _euclidean_dist"),
     (
@@ -246,7 +259,10 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(
             norms.batch_norm_rule, cuda_rules.batch_norm, outputs=norms.norm_outputs, inexact=exceptions.STATISTICS
         ),
-        "native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update",
+        """
+        native_batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional _batch_norm_with_update
+        _batch_norm_with_update_functional
+        """,
     ),
     (
         Operator(norms.batch_norm_rule, cuda_rules.batch_norm, inexact=exceptions.STATISTICS),
@@ -271,12 +287,13 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     # --- indexing ---
     (Operator(indexing.scatter_rule, cuda_indexing.scatter), "scatter scatter_add"),
     (Operator(indexing.scatter_reduce_rule, cuda_indexing.scatter_reduce), "scatter_reduce"),
+    (Operator(indexing.index_reduce_rule, cuda_indexing.index_reduce), "index_reduce"),
     (Operator(indexing.index_select_rule, cuda_rules.nothing), "index_select"),
     (Operator(indexing.index_add_rule, cuda_indexing.index_add), "index_add"),
     (Operator(indexing.masked_scatter_rule, cuda_sorting.masked_scatter), "masked_scatter"),
     (Operator(indexing.masked_scatter_backward_rule, inexact=exceptions.SELECTED), "masked_scatter_backward"),
     (Operator(indexing.embedding_rule, cuda_indexing.embedding), "embedding"),
-    (Operator(indexing.gather_rule, cuda_rules.nothing), "gather"),
+    (Operator(indexing.gather_rule, cuda_indexing.gather), "gather"),
     (Operator(indexing.index_rule, cuda_indexing.index), "index _unsafe_index"),
     (Operator(indexing.index_rule, cuda_indexing.index_put), "index_put _unsafe_index_put"),
     (Operator(indexing.masked_index_rule, cuda_indexing.masked_index, inexact=exceptions.MASK), "_unsafe_masked_index"),
@@ -334,6 +351,8 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(images.pooling_offsets_rule, cuda_rules.pooling_offsets, inexact=exceptions.MASK),
         "prims::_low_memory_max_pool_with_offsets prims::_low_memory_max_pool_offsets_to_indices",
     ),
+    (Operator(images.sampler_backward_rule, cuda_rules.nothing), "grid_sampler_2d_backward"),
+    (Operator(images.fractional_backward_rule), "fractional_max_pool2d_backward fractional_max_pool3d_backward"),
     (Operator(images.unfold_rule, cuda_rules.im2col), "im2col"),
     (Operator(images.affine_grid_rule, inexact=exceptions.PRODUCT), "affine_grid_generator"),
     # --- random numbers ---
@@ -348,7 +367,19 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         "linalg_inv_ex linalg_solve_triangular linalg_lu_solve triangular_solve cholesky_solve",
     ),
     (Operator(linear_algebra.pivots_rule, inexact=exceptions.LAPACK), "_linalg_det _linalg_slogdet _linalg_solve_ex"),
-    (Operator(linear_algebra.decomposition_rule, inexact=exceptions.LAPACK), "linalg_qr _linalg_svd _linalg_eigh"),
+    (Operator(linear_algebra.decomposition_rule, inexact=exceptions.LAPACK), "_linalg_svd _linalg_eigh"),
+    (Operator(linear_algebra.qr_rule, inexact=exceptions.WORKSPACE), "linalg_qr"),
+    (Operator(linear_algebra.reflectors_rule, inexact=exceptions.WORKSPACE), "geqrf"),
+    (Operator(linear_algebra.householder_product_rule, inexact=exceptions.WORKSPACE), "linalg_householder_product"),
+    (Operator(linear_algebra.reflected_product_rule, inexact=exceptions.WORKSPACE), "ormqr"),
+    (Operator(linear_algebra.eigenvectors_rule, inexact=exceptions.WORKSPACE), "linalg_eig"),
+    (Operator(linear_algebra.eigenvalues_rule, inexact=exceptions.WORKSPACE), "_linalg_eigvals linalg_eigvals"),
+    (Operator(linear_algebra.pseudoinverse_rule, inexact=exceptions.LAPACK), "linalg_pinv"),
+    (Operator(linear_algebra.cholesky_rule, inexact=exceptions.WORKSPACE), "cholesky cholesky_inverse"),
+    (Operator(linear_algebra.cholesky_factor_rule, inexact=exceptions.LAPACK), "linalg_cholesky_ex"),
+    (Operator(linear_algebra.ldl_rule, inexact=exceptions.WORKSPACE), "linalg_ldl_factor_ex"),
+    (Operator(linear_algebra.lu_unpack_rule, inexact=exceptions.LAPACK), "lu_unpack"),
+    (Operator(linear_algebra.lu_rule, inexact=exceptions.LAPACK), "linalg_lu"),
     (Operator(linear_algebra.matrix_exp_rule, inexact=exceptions.POWERS), "linalg_matrix_exp"),
     (Operator(fourier.transform_rule), "_fft_r2c _fft_c2c"),
     (Operator(fourier.to_real_rule), "_fft_c2r"),
@@ -370,7 +401,6 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(cuda=cuda_rules.magnitude), "abs angle"),
     # --- operators that only CUDA devices have ---
     (Operator(cuda=cuda_rules.layer_norm_backward), "_fused_rms_norm_backward"),
-    (Operator(cuda=cuda_rules.batch_norm), "_batch_norm_with_update_functional"),
     (Operator(cuda=cuda_rules.batch_norm_backward), "batch_norm_backward"),
     (Operator(cuda=cuda_rules.cudnn_batch_norm), "cudnn_batch_norm cudnn_batch_norm_backward"),
     (Operator(cuda=cuda_indexing.index_put), "_index_put_impl"),

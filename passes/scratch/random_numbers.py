@@ -5,6 +5,8 @@ Sources: ATen's `DistributionTemplates.h`, `Distributions.cpp`, `Dropout.cpp`, `
 
 from __future__ import annotations
 
+import math
+
 from chunkc.passes.scratch.copies import contiguous_copy_nbytes, nbytes_of
 from chunkc.passes.scratch.rules import Call
 
@@ -14,8 +16,10 @@ def multinomial_rule(call: Call) -> int:
     source, wanted = call["self"], call["num_samples"]
     if call["replacement"] and wanted > 1:
         return source.shape[-1] * source.itemsize
-    best = source.numel() // source.shape[-1] * wanted * source.itemsize if wanted > 1 else 0
-    return nbytes_of(source) + best + 2 * source.itemsize + 2
+    num_rows = math.prod(source.shape[:-1])
+    best = num_rows * wanted * source.itemsize if wanted > 1 else 0
+    checked = num_rows * (source.itemsize + 1) + source.itemsize + 17  # whether a row's sum is 0
+    return max(nbytes_of(source) + best + 2 * source.itemsize + 2, checked)
 
 
 def permutation_rule(call: Call) -> int:

@@ -90,9 +90,9 @@ def _is_flat(source: Tensor) -> bool:
 
 
 def variance_rule(call: Call) -> int:
-    """Over everything, `var` and `std` of full precision go a way of their own, with two float64 scalars."""
+    """To one element, `var` and `std` of full precision go a way of their own, with two float64 scalars."""
     source = call["self"]
-    everything = len(_reduced_dims(call)) == source.dim() and "mean" not in call.target._schema.name
+    everything = call.outputs[0].numel() == 1 and "mean" not in call.target._schema.name
     return 16 if everything and source.dtype in (torch.float32, torch.float64) else 0
 
 
@@ -102,11 +102,13 @@ def norm_rule(call: Call) -> int:
 
 
 def logsumexp_rule(call: Call) -> int:
-    """The exponentials and the maxima, while they are summed."""
+    """The exponentials and the maxima, while they are summed; before that, which maxima are infinite."""
     source, result = call["self"], call.outputs[0]
     cast = nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
     exponentials = torch.empty_like(source, dtype=result.dtype, device="meta")
-    return cast + nbytes_of(exponentials) + nbytes_of(result) + _sum_nbytes(call, exponentials, result.dtype)
+    infinite = result.numel() + 8 + result.itemsize
+    summing = nbytes_of(exponentials) + _sum_nbytes(call, exponentials, result.dtype)
+    return cast + nbytes_of(result) + max(infinite, summing)
 
 
 def median_rule(call: Call) -> int:
@@ -140,4 +142,7 @@ def renorm_rule(call: Call) -> int:
 
 def count_nonzero_rule(call: Call) -> int:
     """Along dimensions: what is not zero, as booleans, which are summed up as int64."""
-    return 9 * call["self"].numel() if call.target._overloadname == "dim_IntList" else 0
+    source = call["self"]
+    if call.target._overloadname != "dim_IntList":
+        return 0
+    return max(9 * source.numel(), source.numel() + 8 + source.itemsize)

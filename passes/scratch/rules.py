@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,6 +151,47 @@ def select_rule(call: Call) -> int:
     return _casts(call, operands) + numbers_nbytes(call, _common_dtype(call, operands))
 
 
+def triangle_rule(call: Call) -> int:
+    """`tril`, `triu`: a copy of matrices that do not lie one after another in memory; in place, the result too."""
+    source, in_place = call["self"], call.target._schema.is_mutable
+    if source.is_contiguous():  # maybe with other strides along dimensions of one element
+        usual = all(s == math.prod(source.shape[dim + 1 :]) for dim, s in enumerate(source.stride()))
+        return nbytes_of(source) if in_place and not usual else 0
+    if in_place and source.dim() <= 3:
+        return 0
+    distance = source.shape[-1] * source.shape[-2]
+    for dim in reversed(range(source.dim() - 2)):
+        if in_place and dim == 0 and (source.stride(0) == 0 or source.shape[0] == 1):
+            continue
+        if source.stride(dim) != distance:
+            return nbytes_of(source) * (2 if in_place else 1)
+        distance = distance * source.shape[dim]
+    return 0
+
+
+def log_gamma_rule(call: Call) -> int:
+    """`mvlgamma`: operands of each of `p` terms, and a number that is added to their sum; in place, the result too.
+    Terms of few elements, or of none, are made beside `p` numbers."""
+    result, terms = call.outputs[0], call["p"]
+    number = 8 + (result.itemsize if result.dtype != torch.float64 else 0)
+    made = nbytes_of(result) if call.target._schema.is_mutable else 0
+    return terms * nbytes_of(result) + max(made + number, terms * result.itemsize - nbytes_of(result))
+
+
+def distance_rule(call: Call) -> int:
+    """`dist`: the difference."""
+    shape = torch.broadcast_shapes(call["self"].shape, call["other"].shape)
+    return math.prod(shape) * call.outputs[0].itemsize + _casts(call, call.tensors)
+
+
+def narrow_copy_rule(call: Call) -> int:
+    """A contiguous copy of all; the block through which a matrix is transposed is gone before the result exists."""
+    source = call["self"]
+    if source.is_contiguous():
+        return 0
+    return max(nbytes_of(source), contiguous_copy_nbytes(source) - nbytes_of(call.outputs[0]))
+
+
 def scaled_rule(call: Call) -> int:
     """`deg2rad`, `rad2deg`: a product with a number."""
     dtype = call.outputs[0].dtype
@@ -158,8 +200,9 @@ def scaled_rule(call: Call) -> int:
 
 
 def ldexp_rule(call: Call) -> int:
-    """A power of two for every exponent."""
-    return nbytes_of(call["other"], call.outputs[0].itemsize)
+    """A power of two for every exponent; before that, the number 2."""
+    itemsize = call.outputs[0].itemsize
+    return max(nbytes_of(call["other"], itemsize), 8 + itemsize)
 
 
 def isinf_rule(call: Call) -> int:
@@ -220,7 +263,8 @@ def dropout_backward_rule(call: Call) -> int:
 
 
 def dropout_rule(call: Call) -> int:
-    return nbytes_of(call["input"])
+    """The mask in the operand's dtype; before that, the number by which it is scaled."""
+    return max(nbytes_of(call["input"]), 8 + call["input"].itemsize)
 
 
 def matrix_product_rule(call: Call) -> int:

@@ -157,11 +157,19 @@ def test_constants_are_not_allocated_by_the_segment() -> None:
 
 
 def test_what_an_unknown_operator_takes_is_said_to_be_a_guess() -> None:
-    gm = trace(lambda x: (torch.cholesky_inverse(x),), torch.randn(8, 8))
+    with torch.library._scoped_library("chunkc_segment_memory", "DEF") as library:
+        library.define("unknown(Tensor x) -> Tensor")
+        library.impl("unknown", torch.clone, "CompositeExplicitAutograd")
+        gm = trace(lambda x: (torch.ops.chunkc_segment_memory.unknown(x),), torch.randn(8, 8))
+        check_guess(gm)
+
+
+def check_guess(gm: torch.fx.GraphModule) -> None:
     for node in gm.graph.nodes:
         node.meta["nn_module_stack"] = {"m": ("L['self']._modules['mix']", torch.nn.Module)}
     (step,) = eager_memory(gm.graph, 1).steps
-    assert step == MemoryStep("aten.cholesky_inverse", "mix", 3 * 256, 0, Estimate("aten::cholesky_inverse", 2 * 256))
+    name = "chunkc_segment_memory::unknown"
+    assert step == MemoryStep(name.replace("::", "."), "mix", 3 * 256, 0, Estimate(name, 2 * 256))
 
 
 # --- Inductor ---

@@ -44,7 +44,7 @@ def test_fake_tensors_give_the_same_answer() -> None:
 
 def test_of_an_operator_nobody_looked_at_operands_and_results_once_more_are_a_guess() -> None:
     x = torch.randn(64, 64)
-    target = aten.cholesky_inverse.default
+    target = aten.linalg_ldl_solve.default
     assert not cpu.is_known(target)
     assert cpu.scratch_nbytes(target, (x,), {}, x, 2) == 2 * 64 * 64 * 4
     row = torch.randn(64)
@@ -73,22 +73,22 @@ def test_assertions_take_nothing(target: torch._ops.OpOverload, args: tuple) -> 
 @pytest.mark.usefixtures("_declarations")
 def test_a_declaration_is_used() -> None:
     x = torch.randn(64, 64)
-    target = aten.cholesky_inverse.default
+    target = aten.linalg_ldl_solve.default
     declared.declare_scratch(
-        "aten::cholesky_inverse", lambda args, kwargs, outputs, num_threads: args[0].numel() * num_threads
+        "aten::linalg_ldl_solve", lambda args, kwargs, outputs, num_threads: args[0].numel() * num_threads
     )
     assert cpu.is_known(target)
     assert cpu.scratch_nbytes(target, (x,), {}, x, 3) == 3 * 64 * 64
-    declared.declare_scratch("aten::cholesky_inverse", lambda *_: 0)
+    declared.declare_scratch("aten::linalg_ldl_solve", lambda *_: 0)
     assert cpu.scratch_nbytes(target, (x,), {}, x, 3) == 0
 
 
 @pytest.mark.parametrize("answer", [None, -1, 1.5, True, "8"])
 @pytest.mark.usefixtures("_declarations")
 def test_a_declaration_that_returns_no_bytes_is_refused(answer: object) -> None:
-    declared.declare_scratch("aten::cholesky_inverse", lambda *_: answer)  # type: ignore[arg-type, return-value]
-    with pytest.raises(OptionsError, match=r"aten::cholesky_inverse.*returned.*bytes"):
-        cpu.scratch_nbytes(aten.cholesky_inverse.default, (torch.ones(2, 2),), {}, torch.ones(2, 2), 1)
+    declared.declare_scratch("aten::linalg_ldl_solve", lambda *_: answer)  # type: ignore[arg-type, return-value]
+    with pytest.raises(OptionsError, match=r"aten::linalg_ldl_solve.*returned.*bytes"):
+        cpu.scratch_nbytes(aten.linalg_ldl_solve.default, (torch.ones(2, 2),), {}, torch.ones(2, 2), 1)
 
 
 @pytest.mark.parametrize(("name", "function"), [("mm", len), ("a::b::c", len), ("::mm", len), (3, len), ("a::b", 0)])
