@@ -112,9 +112,9 @@ class ChunkStore(ChunkPlaces):
         to_home, to_tier = self._leaving(layout, resident)
         leaving = {s.spec.name for group in to_home for s in group.slices}
         known = self.readable() | dict(parameters) if leaving else {}
-        gradients = {name: gradient_of(p) for name, p in known.items() if name in leaving}
-        refuse_without_memory(gradients)
-        self.reserve(layout, resident, [name for name, gradient in gradients.items() if gradient is not None])
+        refuse_without_memory({name: gradient_of(p) for name, p in known.items() if name in leaving})
+        # No gradient may be kept in a variable here: `is_held` would take it for the user's.
+        self.reserve(layout, resident, [n for n, p in known.items() if n in leaving and gradient_of(p) is not None])
         former = dict(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
         from_home = {name: p for group in to_tier for name, p in self._parameters_of(group.index).items()}
