@@ -25,9 +25,10 @@ _MIB = 1 << 20
 
 def embedding_backward(call: Call) -> list[int]:
     """`Embedding.cu`, `EmbeddingBackwardKernel.cu`: up to 3,072 indices, unless gradients are scaled, are added as they
-    come. More are sorted, with their origins, beside numbers in order. Then there are the result, where equal indices
-    begin, how often each is there if that scales, and the sorted ones once more. Last, of each such segment how many
-    parts it has and where they begin, and sums in fp32 per part (see `_sums_of_parts`)."""
+    come. More are sorted, with their origins, beside numbers in order; before PyTorch 2.13 by all
+    their bits, then by as many as numbers of weights have. Then there are the result, where equal indices begin, how
+    often each is there if that scales, and the sorted ones once more. Last, of each such segment how many parts it has
+    and where they begin, and sums in fp32 per part (see `_sums_of_parts`)."""
     indices, grad = call.tensor("indices"), call.tensor("grad_output")
     num, size = indices.numel(), indices.itemsize
     copies = [nbytes_of(tensor) for tensor in (grad, indices) if not tensor.is_contiguous()]
@@ -37,7 +38,8 @@ def embedding_backward(call: Call) -> list[int]:
     num_weights = call.arguments["num_weights"]
     held = [size * num, size * num, *copies]
     begins = [size * num, 8, *([size * num] if counts else [])]
-    sorting = cuda_cub.radix_sort(num, size, size, _num_bits(num_weights), call.capability)
+    num_bits = _num_bits(num_weights) if TorchVersion(torch.__version__) >= "2.13" else 8 * size
+    sorting = cuda_cub.radix_sort(num, size, size, num_bits, call.capability)
     unique = cuda_cub.unique_by_key(num, size, call.capability)
     num_segments = min(num, num_weights)
     segments = [size * num_segments, size * num_segments, 8]
@@ -50,8 +52,8 @@ def embedding_backward(call: Call) -> list[int]:
 
 def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
     """Where each part begins. Its sum; or, where few segments would leave the device idle, its segment: then parts are
-    added to the result, or to one in fp32. Whether they are depends on how many multiprocessors there are, and on
-    PyTorch's version: the larger counts where that decides."""
+    added to the result, or to one in fp32. Whether they are depends on how many multiprocessors there are: the larger
+    counts where that decides."""
     grad, size = call.tensor("grad_output"), call.tensor("indices").itemsize
     width = grad.shape[-1] if grad.dim() else 1
     begins = size * num_parts
@@ -63,7 +65,7 @@ def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
         return sums
     wide = [4 * call.arguments["num_weights"] * width] if grad.itemsize < 4 else []
     added = [begins, size * num_parts, *wide]
-    return added if num_blocks < least and TorchVersion(torch.__version__) >= "2.13" else largest(sums, added)
+    return added if num_blocks < least else largest(sums, added)
 
 
 def largest(*moments: list[int]) -> list[int]:

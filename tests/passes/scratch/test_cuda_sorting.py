@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
@@ -50,6 +51,20 @@ def test_in_symbols_as_in_numbers(name: str) -> None:
     found = cuda_scratch_nbytes(op, given, {}, results, capability=HOPPER)
     assert isinstance(found, torch.SymInt)
     assert int(found) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("version", "nbytes"), [("2.11.0+cu130", 2_652_672), ("2.12.1", 2_652_672), ("2.13.0+cu130", 2_099_200)]
+)
+def test_embeddings_are_sorted_by_all_bits_before_2_13(
+    monkeypatch: pytest.MonkeyPatch, version: str, nbytes: int
+) -> None:
+    """As 2.11.0 and 2.13.0 asked the allocator for it; 2.12 is taken for the one that needs more."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    gradient, positions = meta(65_536, 1), meta(65_536, dtype=torch.int64)
+    args = (gradient, positions, 255, -1, False)
+    found = cuda_scratch_nbytes(aten.embedding_dense_backward.default, args, {}, meta(255, 1), capability=HOPPER)
+    assert found == nbytes
 
 
 def test_deterministic_code_sorts_all_that_is_written_by_index() -> None:
