@@ -77,20 +77,23 @@ def groups(small: bool) -> list[Group]:
         device("view-zero", 10.0, "view_copies", "zero"),
         device("view-triton", 25.0),
         device("expandable-segments"),
+        device("unpin-in-capture"),
         device("pageable-memory", 25.0),
     ]
 
 
 class Report:
-    """Prints each fact, and keeps the file of all so far: it is replaced as a whole."""
+    """Prints each fact, and keeps the file of all so far, with when each came: it is replaced as a whole."""
 
     def __init__(self, path: Path | None) -> None:
         self.path, self.facts = path, list[Fact]()
+        self._at_s = list[float]()
         self._begin_s = time.monotonic()
         self.save(is_complete=False)
 
     def add(self, fact: Fact) -> None:
         self.facts.append(fact)
+        self._at_s.append(round(time.monotonic() - self._begin_s, 1))
         print(fact.line(), flush=True)
         print(json.dumps(asdict(fact)), flush=True)
         self.save(is_complete=False)
@@ -101,7 +104,7 @@ class Report:
         content = {
             "is_complete": is_complete,
             "seconds": round(time.monotonic() - self._begin_s, 1),
-            "facts": [asdict(fact) for fact in self.facts],
+            "facts": [asdict(fact) | {"at_s": at_s} for fact, at_s in zip(self.facts, self._at_s, strict=True)],
         }
         fresh = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         try:
@@ -116,17 +119,17 @@ def run(
     report: Report,
     limit_s: float,
     small: bool,
-    prepare: Callable[[Group], bool] | None = None,
+    prepare: Callable[[], bool] | None = None,
 ) -> bool:
     """Run groups one after the other; whether each was begun.
 
     Args:
         limit_s: of all together.
-        prepare: whether a group may run in a fork of this process, once it has been prepared.
+        prepare: imports what groups need, and says whether they may run in forks of this process.
     """
     prepare = prepare or _prepare
     deadline_s = time.monotonic() + limit_s
-    forks, has_device, all_begun = False, True, True
+    forks, slow, has_device, all_begun = False, False, True, True
     for group in wanted:
         left_s = deadline_s - time.monotonic()
         if left_s < _LEAST_S:
@@ -136,32 +139,32 @@ def run(
         if group.needs_device and not has_device:
             report.add(info(group.name, "no CUDA device"))
             continue
-        forks = forks or prepare(group)
+        if not (forks or group.cold or slow):
+            forks = prepare()
+            slow = not forks
+            if slow:
+                report.add(info("processes", "CUDA does not work in forks of this process: children import anew"))
         is_fork = forks and not group.cold
         group_s = min(group.limit_s + (0 if is_fork or group.cold else _IMPORTS_S), left_s)
         for fact in run_group(group, group_s, () if is_fork else _command(group, small, group_s)):
             report.add(fact)
+            if group.cold and fact.status == "FAIL" and fact.name == group.name and "num_found" in fact.figures:
+                slow = True  # what an interpreter of its own did not survive, this one is not to import
             if fact.name == "device" and fact.figures.get("num_devices") == 0:
                 has_device = False
     return all_begun
 
 
-def _prepare(group: Group) -> bool:
+def _prepare() -> bool:
     """Import what groups need, once for all forks; whether forks may be made."""
-    if group.cold:
-        return False
     with contextlib.suppress(Exception):  # the child says why, as it cannot import it either
-        _import_without_asking_for_a_gpu()
-        importlib.import_module("host_facts")
-        importlib.import_module("device_facts")
+        torch = importlib.import_module("torch")
+        # Modules of torch's ask CUDA for devices when they are imported: `utils.cpp_extension` to print a warning,
+        # Inductor's `runtime.benchmarking` to choose a clock. After that, CUDA works in no fork.
+        with mock.patch.object(torch.cuda, "is_available", return_value=True):
+            importlib.import_module("host_facts")
+            importlib.import_module("device_facts")
     return not _has_touched_a_gpu()
-
-
-def _import_without_asking_for_a_gpu() -> None:
-    """torch's module for extensions asks CUDA for devices when it is imported, only to print a warning."""
-    torch = importlib.import_module("torch")
-    with mock.patch.object(torch.cuda, "is_available", return_value=True):
-        importlib.import_module("torch.utils.cpp_extension")
 
 
 def _has_touched_a_gpu() -> bool:

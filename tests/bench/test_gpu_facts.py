@@ -103,13 +103,26 @@ def test_the_end_of_a_process_is_a_fact(tmp_path: Path):
 
 def test_groups_behind_the_limit_are_named():
     report = gpu_facts.Report(None)
-    assert not gpu_facts.run([group(hanging), group(good)], report, 1.5, small=True, prepare=lambda group: True)
+    assert not gpu_facts.run([group(hanging), group(good)], report, 1.5, small=True, prepare=lambda: True)
     assert [(fact.status, fact.name) for fact in report.facts] == [
         ("INFO", "before-hanging"),
         ("FAIL", "hanging"),
         ("INFO", "good"),
     ]
     assert "time is over" in report.facts[-1].problem
+
+
+def test_what_an_interpreter_of_its_own_did_not_survive_is_not_imported_here():
+    report = gpu_facts.Report(None)
+    wanted = [Group("unknown", good, cold=True, needs_device=False), group(good)]
+    assert gpu_facts.run(wanted, report, 30.0, small=True, prepare=lambda: pytest.fail("imported"))
+    assert [(fact.status, fact.name) for fact in report.facts] == [("FAIL", "unknown"), ("FAIL", "good")]
+
+
+def test_children_import_anew_where_forks_cannot_use_cuda():
+    report = gpu_facts.Report(None)
+    gpu_facts.run([group(good)], report, 30.0, small=True, prepare=lambda: False)
+    assert [(fact.status, fact.name) for fact in report.facts] == [("INFO", "processes"), ("FAIL", "good")]
 
 
 @pytest.mark.second_tier

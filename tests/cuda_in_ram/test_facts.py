@@ -31,6 +31,7 @@ def test_every_fact_is_found(tmp_path: Path) -> None:
     failed = {name: fact["problem"] for name, fact in found.items() if fact["status"] == "FAIL"}
     assert not failed
     assert code == 0
+    assert "processes" not in found, "an import has asked CUDA for devices"
     listed = subprocess.run([sys.executable, SCRIPT, "--list"], capture_output=True, text=True, check=True)
     prefixes = {"host": "memory", "attention-flash": "attention-flash-backward"}
     prefixes["attention-efficient"] = "attention-efficient-backward"
