@@ -50,7 +50,7 @@ def prepare(fmt: UpdateFormat, hyper: Any) -> Callable[[list[Tensor]], None]:
         A function of a list [param, grad, moments] and, where the format has one, master, as `chunk_update` wants them.
         It empties the list, checks nothing and leaves version counters alone: both are the caller's.
     """
-    scalars = _scalars(hyper, fmt.wide_dtype)
+    scalars = _scalars(fmt, hyper)
     l2 = hyper.scalars().l2 != 0
 
     passes: dict[bool, Pass] = {}
@@ -197,9 +197,10 @@ def _cut_where_low_bits_wrap(spans: Sequence[Span], first_element: int) -> Itera
 
 
 @functools.lru_cache(maxsize=_NUM_CACHED_HYPERS)
-def _scalars(hyper: Any, dtype: torch.dtype) -> Tensor:
+def _scalars(fmt: UpdateFormat, hyper: Any) -> Tensor:
     """The scalars as `[num_scalars]`, cached."""
-    return host_tensor(hyper.scalars(), np.float64 if dtype == torch.float64 else np.float32)
+    with disable_current_modes():
+        return fmt.scalar_table([hyper])[0]
 
 
 def _pass_of(key: UpdatePass) -> Pass:

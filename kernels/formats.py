@@ -27,7 +27,15 @@ from chunkc.ir.states import (
     scale_of,
 )
 from chunkc.kernels import adam
-from chunkc.kernels.hyper import GRAD_DTYPES, AdamScalars, takes_gradients, wide_dtype
+from chunkc.kernels.hyper import (
+    GRAD_DTYPES,
+    AdamHyper,
+    AdamScalars,
+    AmsgradScalars,
+    table_of_rows,
+    takes_gradients,
+    wide_dtype,
+)
 
 MomentsFormat = Literal["float32", "bfloat16", "int8"]
 Rounding = Literal["nearest", "stochastic"]
@@ -169,6 +177,15 @@ class UpdateFormat(ABC):
             root: what takes square roots.
         """
 
+    @classmethod
+    def scalars_of(cls, hyper: Any) -> Any:
+        """The `scalars` that the rule's hyper-parameters come to."""
+        return hyper.scalars()
+
+    def scalar_table(self, hypers: Sequence[Any]) -> Tensor:
+        """The scalars of several groups as `[num_groups, num_scalars]` of the `wide_dtype` on the CPU."""
+        return table_of_rows([self.scalars_of(hyper) for hyper in hypers], self.wide_dtype)
+
     @property
     def wide_dtype(self) -> torch.dtype:
         """The dtype of all arithmetic, and of the scalars."""
@@ -220,7 +237,7 @@ class AdamSlots(Slots):
 class AdamFormat(UpdateFormat):
     """What an Adam update reads and writes."""
 
-    scalars = AdamScalars
+    scalars: ClassVar[type[Any]] = AdamScalars
     slots = AdamSlots
     triton_kernel = "chunkc.kernels.adam_triton_kernel:adam_kernel"
     loop = adam.LOOP
@@ -247,9 +264,14 @@ class AmsgradSlots(AdamSlots):
 class AmsgradFormat(AdamFormat):
     """What such an update reads and writes, in runs of elements that use `max_exp_avg_sq` and in others."""
 
+    scalars = AmsgradScalars
     slots = AmsgradSlots
     triton_kernel = ""
     loop = adam.AMSGRAD_LOOP
+
+    @classmethod
+    def scalars_of(cls, hyper: AdamHyper) -> AmsgradScalars:
+        return hyper.amsgrad_scalars()
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -377,8 +399,7 @@ def check_update(
     """Check all that an update takes, but for its spans (see `check_spans`).
 
     Args:
-        scalars: `[num_groups, num_scalars]` of the `wide_dtype` on the slots' device, see
-            `chunkc.kernels.hyper.scalar_table`.
+        scalars: `[num_groups, num_scalars]` on the slots' device, see `UpdateFormat.scalar_table`.
         key: for stochastic rounding, else None.
         first_element: index in the chunk group of the tile's first element.
 

@@ -43,11 +43,34 @@ class AdamScalars(NamedTuple):
     bias_correction2_sqrt: float
     eps: float
     neg_step_size: float  # -lr / (1 - beta1 ** step)
-    amsgrad: float  # 1: the largest second moment so far divides; else 0, and it stays as it is
 
     @classmethod
     def of(cls, row: Tensor) -> AdamScalars:
         """A row of `scalar_table`, each scalar a 0-dim tensor."""
+        scalars: Any = row.unbind()
+        return cls(*scalars)
+
+
+class AmsgradScalars(NamedTuple):
+    """The same, and whether the largest second moment so far divides: 1; else 0, and it stays as it is.
+
+    A table of its own, since the rows of Triton's kernels have as many scalars as these read.
+    """
+
+    grad_sign: float
+    decay: float
+    l2: float
+    lerp_weight: float
+    beta2: float
+    one_minus_beta2: float
+    bias_correction2_sqrt: float
+    eps: float
+    neg_step_size: float
+    amsgrad: float
+
+    @classmethod
+    def of(cls, row: Tensor) -> AmsgradScalars:
+        """A row of a table, each scalar a 0-dim tensor."""
         scalars: Any = row.unbind()
         return cls(*scalars)
 
@@ -106,16 +129,23 @@ class AdamHyper:
             bias_correction2_sqrt=(1 - self.beta2**self.step) ** 0.5,
             eps=self.eps,
             neg_step_size=-(self.lr / (1 - self.beta1**self.step)),
-            amsgrad=float(self.amsgrad),
         )
 
+    def amsgrad_scalars(self) -> AmsgradScalars:
+        """The same for formats with `max_exp_avg_sq`."""
+        return AmsgradScalars(*self.scalars(), amsgrad=float(self.amsgrad))
 
-def scalar_table(hypers: Sequence[Any], dtype: torch.dtype = torch.float32) -> Tensor:
-    """The scalars of several groups as `[num_groups, num_scalars]` on the CPU; runs name a row of it.
+
+def scalar_table(hypers: Sequence[Any]) -> Tensor:
+    """The scalars of several groups as fp32 `[num_groups, num_scalars]` on the CPU; runs name a row of it."""
+    return table_of_rows([hyper.scalars() for hyper in hypers], torch.float32)
+
+
+def table_of_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
+    """Scalars, a row for each group, on the CPU, in numpy's memory: nothing is charged to a limited allocator.
 
     Args:
-        dtype: in which the update computes (`wide_dtype`).
+        dtype: fp32 or fp64.
     """
-    rows = [hyper.scalars() for hyper in hypers]  # in numpy's memory: nothing is charged to a limited allocator
     table = np.array(rows, dtype=np.float64 if dtype == torch.float64 else np.float32)
     return torch.from_numpy(table.reshape(len(rows), -1 if rows else 0))

@@ -49,7 +49,7 @@ def chunk_update(
     rounded.
 
     Args:
-        scalars: `[num_groups, num_scalars]` of the `wide_dtype`, see `chunkc.kernels.hyper.scalar_table`.
+        scalars: `[num_groups, num_scalars]`, see `UpdateFormat.scalar_table`.
         scale: what gradients are multiplied by, and whether to skip the update.
         key: what stochastic rounding derives its bits from; None without it.
         first_element: index in the chunk group of the tile's first element.

@@ -22,7 +22,7 @@ from chunkc.kernels.distances import Draws
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
 from chunkc.kernels.elementwise_triton import WorkTable, work_of_tensors, work_table
 from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Slots, Span, UpdateFormat, rounding_key
-from chunkc.kernels.hyper import COMPLEX_DTYPES, GRAD_DTYPES, scalar_table
+from chunkc.kernels.hyper import COMPLEX_DTYPES, GRAD_DTYPES
 from chunkc.optim.formats import Formats
 from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, StepScalars, upload
 from chunkc.optim.rule import Extent, Groups, GroupWork, Rule, Spans, Staying, TileUpdate, Updater
@@ -186,7 +186,7 @@ class ByTriton(Elementwise):
         work = self._kept(sizes, lambda: work_of_tensors(sizes, batch.fmt), batch.fmt)
         draws = [self._draws(of) for of in batch.tensors] if batch.fmt.stochastic else []
         distances = self.order.reads(self.distances.of(batch, sizes, draws))
-        slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self.order.reads(self._scalars.table())
+        slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self.order.reads(self._scalars.table(batch.fmt))
         first, key = draws[0] if draws else (0, None)
         elementwise_triton.update(
             batch.fmt, slots, work, scalars, scale=scale, key=key, first_element=first, distances=distances
@@ -229,7 +229,7 @@ class ByTriton(Elementwise):
                     continue
                 first = at.first_element if key is not None else 0
                 with self.order.turn():
-                    table = self.order.reads(self._scalars.table(fmt.wide_dtype))
+                    table = self.order.reads(self._scalars.table(fmt))
                     if fmt.by_reference:
                         reference.chunk_update(fmt, part, rows, table, scale=scale, key=key, first_element=first)
                         continue
@@ -248,7 +248,7 @@ def update_on_cpu(
         in_rows = [Span(begin, end, rows[hyper]) for begin, end, hyper in part]
         if in_rows:
             first = extent.first_element if key is not None else 0
-            table = scalar_table(hypers, fmt.wide_dtype)
+            table = fmt.scalar_table(hypers)
             chunk_update(fmt, slots, in_rows, table, scale=scale, key=key, first_element=first)
 
 

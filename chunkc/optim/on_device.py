@@ -12,12 +12,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.formats import UpdateFormat
 from chunkc.optim.doubts import decided
 
 TABLE_NBYTES = 2 << 20
@@ -102,7 +101,7 @@ class StepScalars:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rows: dict[Any, int] = {}
-        self._tables: dict[torch.dtype, torch.Tensor] = {}
+        self._tables: dict[tuple[type, torch.dtype], torch.Tensor] = {}
 
     def row(self, hyper: Any) -> int:
         """The row of these hyper-parameters, which may be in doubt; a new one if need be."""
@@ -112,9 +111,9 @@ class StepScalars:
             self._tables.clear()
         return found
 
-    def table(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """All rows so far, `[num_rows, num_scalars]`, for updates that compute in a dtype."""
-        if dtype not in self._tables:
-            table_of = partial(scalar_table, dtype=dtype)
-            self._tables[dtype] = decided(list(self._rows), table_of, lambda table: upload(table, self._device))
-        return self._tables[dtype]
+    def table(self, fmt: UpdateFormat) -> torch.Tensor:
+        """All rows so far, `[num_rows, num_scalars]`, as updates of a format read them."""
+        key = fmt.scalars, fmt.wide_dtype
+        if key not in self._tables:
+            self._tables[key] = decided(list(self._rows), fmt.scalar_table, lambda table: upload(table, self._device))
+        return self._tables[key]

@@ -26,7 +26,7 @@ import chunkc
 from chunkc.ir.states import num_entries
 from chunkc.kernels import elementwise_cpu, reference
 from chunkc.kernels.formats import AdamFormat, AmsgradFormat, GradScale, Span, UpdateFormat, rounding_key
-from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.hyper import AdamHyper
 from chunkc.kernels.sgd import MomentumFormat, SgdHyper
 from chunkc.optim import chunked_optimizer
 from chunkc.optim.adam import AdamRule
@@ -89,7 +89,7 @@ def test_a_pass_has_the_reference_s_bits(name: str) -> None:
     """Also in a chunk of which only a part uses the largest second moment."""
     fmt = FORMATS[name]
     expected, found = slots_of(fmt), slots_of(fmt)
-    scalars = scalar_table(hypers_of(fmt), fmt.wide_dtype)
+    scalars = fmt.scalar_table(hypers_of(fmt))
     assert scalars.dtype == fmt.wide_dtype
     spans = [Span(0, 1000, 0), Span(1024, 2048, 1), Span(2048, NUM_ELEMENTS, 0)]
     scale = GradScale(torch.tensor(0.5), torch.tensor(0.7), torch.tensor(0.0))
