@@ -200,9 +200,10 @@ def scaled_rule(call: Call) -> int:
 
 
 def ldexp_rule(call: Call) -> int:
-    """A power of two for every exponent; before that, the number 2."""
-    itemsize = call.outputs[0].itemsize
-    return max(nbytes_of(call["other"], itemsize), 8 + itemsize)
+    """A power of two for every exponent; with the number 2, before there is a result."""
+    result = call.outputs[0]
+    powers = nbytes_of(call["other"], result.itemsize)
+    return max(powers, powers + 8 + result.itemsize - nbytes_of(result))
 
 
 def isinf_rule(call: Call) -> int:

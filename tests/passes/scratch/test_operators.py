@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 
@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from chunkc.passes.scratch import cpu, operators
+from chunkc.passes.scratch import cpu, cuda, operators
 from chunkc.passes.segment_storages import CLONES_OF_WHOLE_STORAGES
 from chunkc.torch_private.versions import WHOLE
 
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.usefixtures("metered")
 SLACK_NBYTES = 4096
 """A bound may be twice the truth and so much more."""
 IS_WHOLE = torch.__version__.startswith(WHOLE)
+MAY_CRASH_WITHOUT_ELEMENTS = {"norms", "weight_norms", "pools", "lookups", "gradients_of_samples"}
+"""Of these families not every kernel of ATen survives operands of no elements: it divides by their sizes, or reads."""
 EXACT_LATER = {"aten::multinomial"}
 """Up to PyTorch 2.11 they take a few bytes less than in the version that all tests run on."""
 
@@ -141,6 +143,56 @@ def test_symbolic_sizes_get_the_same_answer(name: str, dtype: torch.dtype, every
         if found != expected:
             wrong.append(f"{target} {describe(args)}: {expected} not {found}")
     assert not wrong, "\n".join(wrong[:20])
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("name", FAMILIES)
+def test_operands_of_no_element_one_or_no_dimension(name: str) -> None:
+    """Each kind of call with one of its sizes made 0, or 1, and with no dimensions: what ATen takes, rules do too."""
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    wrong, seen, num_compared = [], set(), 0
+    for target, args, kwargs in FAMILIES[name](torch.float32):
+        key = (target, *(kind_of(value) for value in tree_leaves((args, kwargs))))
+        if key in seen or torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd"):
+            continue
+        seen.add(key)
+        for shrink in shrinkings((args, kwargs), to_none=name not in MAY_CRASH_WITHOUT_ELEMENTS):
+            fewer, fewer_kwargs = tree_map_only(Tensor, shrink, (args, kwargs))
+            try:
+                measured, outputs = measure(target, fewer, fewer_kwargs)
+            except Exception:
+                continue  # ATen refuses it
+            num_compared += 1
+            called = f"{target} {describe(fewer)} {fewer_kwargs}"
+            try:
+                predicted = cpu.scratch_nbytes(target, fewer, fewer_kwargs, outputs, 2)
+                cuda.cuda_scratch_nbytes(target, fewer, fewer_kwargs, outputs)
+            except Exception as error:
+                wrong.append(f"{called}: {type(error).__name__}: {error}")
+                continue
+            if predicted < measured:
+                wrong.append(f"{called}: measured {measured}, table {predicted}")
+    assert not wrong, "\n".join([f"{len(wrong)} of {num_compared}", *wrong[:40]])
+    assert num_compared or name == "assertions"
+
+
+def shrinkings(arguments: object, *, to_none: bool) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Functions of one operand each that make all operands of a call smaller alike. Indices become 0; where there are
+    some, no size does, since not every kernel checks them."""
+    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    to_none = to_none and not any(tensor.dtype in (torch.int32, torch.int64) for tensor in tensors)
+    for size in sorted({size for tensor in tensors for size in tensor.shape if size > 1}):
+        for smaller in (0, 1) if to_none else (1,):
+            yield partial(shrunk, size=size, smaller=smaller)
+    yield lambda tensor: tensor.new_ones(()) if tensor.dtype.is_floating_point else tensor.new_zeros(())
+
+
+def shrunk(tensor: Tensor, *, size: int, smaller: int) -> Tensor:
+    for dim, given in enumerate(tensor.shape):
+        if given == size:
+            tensor = tensor.narrow(dim, 0, smaller)
+    return tensor if tensor.dtype.is_floating_point or tensor.dtype.is_complex else torch.zeros_like(tensor)
 
 
 def kind_of(value: object) -> object:
