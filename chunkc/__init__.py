@@ -8,7 +8,7 @@ from chunkc import checkpoint, optim
 from chunkc.checkpoint.training import Checkpoint
 from chunkc.distribute import distribute
 from chunkc.engine import initialize_engine
-from chunkc.explaining.explain import explain
+from chunkc.explaining.explain import explain, minimum_of_call
 from chunkc.files.load import load
 from chunkc.files.save import save
 from chunkc.init import init
@@ -32,6 +32,7 @@ from chunkc.passes.scratch.declared import declare_scratch
 from chunkc.place import place
 from chunkc.process_group import init_process_group
 from chunkc.report import Report, report
+from chunkc.whole_step import trace_with
 
 __all__ = [
     "BudgetError",
@@ -63,3 +64,5 @@ __all__ = [
     "save",
     "synchronize",
 ]
+
+trace_with(minimum_of_call)

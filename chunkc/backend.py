@@ -41,6 +41,7 @@ from chunkc.update_graphs import is_between_calls
 from chunkc.user_names import GraphNames
 from chunkc.variants import Variant, Variants
 from chunkc.whole_parameters import has_own_meshes, with_own_meshes, with_whole_parameters
+from chunkc.whole_step import completed
 
 
 def chunkc(
@@ -107,7 +108,7 @@ def _served(
     def compile_for(inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]:
         return compile_graph(gm, inputs, names, settings, options, arguments, is_part=is_part)
 
-    variants = Variants(compile_for, COMPILING)
+    variants = Variants(compile_for, COMPILING, partial(completed, options=settings))
     try:
         if not _is_symbolic(gm, example_inputs):
             variants.compile(example_inputs)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
 
-from chunkc.torch_private.dynamo import CONVERTS_FRAMES, EVALUATES_FRAMES
+from chunkc.torch_private.dynamo import (
+    CONVERTS_FRAMES,
+    EVALUATES_FRAMES,
+    OptimizedModule,
+    is_compiled_in_place,
+    unwrapped,
+)
 
 _TORCH = str(Path(torch.__file__).parent)
 _MODULES = str(Path(nn.__file__).parent / "modules")
@@ -23,6 +31,26 @@ def called_modules() -> Iterator[nn.Module]:
     for frame in _frames():
         if frame.f_code is nn.Module._wrapped_call_impl.__code__:
             yield frame.f_locals["self"]
+
+
+@dataclass(frozen=True)
+class CalledModule:
+    """A compiled module, as it is called now."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def compiled_call() -> CalledModule | None:
+    """The outermost call of a compiled module on the stack; None where a function was compiled, or a backward runs."""
+    found = None
+    for frame in _frames():
+        if frame.f_code is nn.Module._wrapped_call_impl.__code__:
+            module, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
+            if isinstance(module, OptimizedModule) or is_compiled_in_place(module):
+                found = CalledModule(unwrapped(module), args, kwargs)
+    return found
 
 
 def runs_inside_the_compiled_call() -> bool:

@@ -266,7 +266,8 @@ def _build(
         held = _held_now(session, step.captured, inputs if arguments is None else arguments)
         form = leanest_form(step.captured, options.activations, layout)
         needs = needs_of_step(form, session.trained, layout, held)
-        raise session.known.named(error, layout, needs, session.num_graphs + 1) from None
+        num_graphs, trained = session.num_graphs + 1, session.trained | step.captured.trained
+        raise session.known.named(error, layout, needs, num_graphs, trained, begins=True) from None
     planned = planned_step(session, step.captured, decision.request)  # verified before anything moves
     layout = decision.situation.layout
     code = None if session.transport is None else _code_of(capture)

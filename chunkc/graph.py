@@ -133,7 +133,7 @@ class CompiledGraph:
             try:
                 decision = decide(session.situation, SizesCalled(step.captured, self._around(frozenset()).spent))
             except BudgetError as error:
-                raise self._named(error, step, Held(0, 0)) from None
+                raise self._named(FORWARD, error, step, Held(0, 0)) from None
             if session.transport is None:  # ranks let go together, when the forward begins
                 stay(session, decision.situation)
             step.admitted = session.situation.staying
@@ -168,7 +168,7 @@ class CompiledGraph:
         found: PlannedStep | None = step.plans.find(plan_key(session, asked.key))
         if found is not None:
             return found
-        decision = self._decided(step, held_nbytes, beside, around, held)
+        decision = self._decided(phase, step, held_nbytes, beside, around, held)
         stay(session, decision.situation)
         step.become(decision.captured)
         request = decision.request
@@ -202,6 +202,7 @@ class CompiledGraph:
 
     def _decided(
         self,
+        phase: str,
         step: SizedStep,
         held_nbytes: int,
         beside: Callable[[], int],
@@ -220,15 +221,18 @@ class CompiledGraph:
             return decide(situation, PhaseCalled(step.forms, beside(), around))
         except BudgetError as error:
             known = Held(beside(), beside()) if held is None else held()
-            raise self._named(error, step, known, around) from None
+            raise self._named(phase, error, step, known, around) from None
 
-    def _named(self, error: BudgetError, step: SizedStep, held: Held, around: Around = ALONE) -> BudgetError:
+    def _named(
+        self, phase: str, error: BudgetError, step: SizedStep, held: Held, around: Around = ALONE
+    ) -> BudgetError:
         """The error to raise, with all that is known of the smallest budget."""
         situation, (*_, in_segments) = self.session.situation, step.forms
         form = leanest_form(in_segments, situation.activations, situation.layout)
         seen = around.seen_by(form if around.absent is None else in_segments)
         needs = needs_of_step(seen, situation.trained, situation.layout, held)
-        return self.session.known.named(error, situation.layout, needs, situation.num_graphs)
+        num_graphs, trained, begins = situation.num_graphs, situation.trained, phase == FORWARD
+        return self.session.known.named(error, situation.layout, needs, num_graphs, trained, begins=begins)
 
     # --- running ---
 

@@ -7,14 +7,14 @@ have saved, and brings parameters that stay on the compute tier in all of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from chunkc.captured import Captured, profile
 from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Position
-from chunkc.ir.program import FORWARD
+from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.passes.planning import everything, fixed_nbytes, needed_nbytes
 from chunkc.passes.update_planning import smallest_tiles, update_positions
 from chunkc.situation import Around
@@ -104,6 +104,9 @@ class NotedNeeds:
         """A phase has run in these surroundings, beside so many bytes of others' values."""
         self._runs[phase, around] = max(held_nbytes, self._runs.get((phase, around), 0))
 
+    def has_run(self, phase: str) -> bool:
+        return any(ran == phase for ran, _ in self._runs)
+
     def least(self, layout: ChunkLayout) -> Needs:
         """The most that the runs need in whichever form takes less: a step is whole only where nothing moves."""
         if self._in_segments is None:
@@ -138,17 +141,30 @@ class KnownNeeds:
             known |= noted.least(layout)
         return max(self._named_nbytes, known.minimum_nbytes(layout) if known != Needs() else 0)
 
-    def named(self, error: BudgetError, layout: ChunkLayout, needs: Needs, num_graphs: int) -> BudgetError:
+    def named(
+        self,
+        error: BudgetError,
+        layout: ChunkLayout,
+        needs: Needs,
+        num_graphs: int,
+        trained: Collection[str],
+        *,
+        begins: bool = False,
+    ) -> BudgetError:
         """The error to raise: its minimum is that of all that is known, and no less than an earlier one's.
 
         Args:
             needs: of what lacks room, cut into segments, beside all that is held.
             num_graphs: that were compiled so far, with the one that lacks room.
+            trained: parameters whose gradients these make.
+            begins: it is a forward that lacks room.
         """
         for noted in self._noted:
             needs |= Needs(0, noted.most.staying_nbytes) if noted.whole else noted.most
         self._named_nbytes = max(self._named_nbytes, error.minimum_nbytes, needs.minimum_nbytes(layout))
+        evaluates = not trained and any(spec.trainable for spec in layout.specs().values())
+        grown = begins and any(noted.has_run(BACKWARD) for noted in self._noted)
         covers = ""
         if self.has_parts or num_graphs > 1:
             covers = "the graph compiled so far" if num_graphs == 1 else f"the {num_graphs} graphs compiled so far"
-        return error.covering(self._named_nbytes, covers)
+        return error.covering(self._named_nbytes, covers, evaluates=evaluates, grown=grown)

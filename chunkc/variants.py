@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc.ir.errors import ChunkcError
+from chunkc.ir.errors import BudgetError, ChunkcError
 
 MAX_SHAPES = 64
 """Variants for the same parameters that are kept; the one that was not used for longest goes."""
+
+
+def _as_it_is(error: BudgetError) -> BudgetError:
+    return error
 
 
 class Variants:
@@ -30,9 +34,15 @@ class Variants:
         self,
         compile_for: Callable[[Sequence[Any]], Callable[..., Any]],
         lock: AbstractContextManager[Any] | None = None,
+        completed: Callable[[BudgetError], BudgetError] = _as_it_is,
     ) -> None:
-        """`lock`: held while a call compiles."""
+        """
+        Args:
+            lock: held while a call compiles.
+            completed: gives the error to raise, asked while the call is on the stack.
+        """
         self.compile_for = compile_for
+        self._completed = completed
         self._lock = lock or nullcontext()
         self._variants: list[Variant] = []
         self._num_calls = 0
@@ -57,6 +67,18 @@ class Variants:
         return variant
 
     def __call__(self, *args: Any) -> Any:
+        try:
+            return self._call(args)
+        except BudgetError as error:
+            full = self._completed(error)
+            if full is error:
+                raise
+        try:
+            raise full
+        finally:
+            del full  # an error keeps this frame, and would keep itself
+
+    def _call(self, args: tuple[Any, ...]) -> Any:
         variant = self._serving(args)
         if variant is None:
             with self._lock:  # another thread may have compiled it meanwhile

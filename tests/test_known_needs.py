@@ -31,6 +31,7 @@ def laid_out(*specs: ParamSpec, before: ChunkLayout = EMPTY_LAYOUT) -> ChunkLayo
     return extended(before, specs, (), 4096)
 
 
+TRAINED = {"a.weight"}
 LAYOUT = laid_out(spec("a.weight", 1024), spec("b.weight", 1024), spec("a.bias", 8))
 
 
@@ -81,20 +82,22 @@ def test_an_error_names_all_that_is_known_and_no_less_than_one_before() -> None:
     known, noted = KnownNeeds(), NotedNeeds()
     known.note(noted, Needs.of(POSITIONS, LAYOUT, 5000))
     most = known.minimum_nbytes(LAYOUT)
-    first = known.named(refused(10), LAYOUT, Needs(), num_graphs=1)
+    first = known.named(refused(10), LAYOUT, Needs(), num_graphs=1, trained=TRAINED)
     assert (first.minimum_nbytes, first.covers) == (most, "")
-    second = known.named(refused(most + 7), LAYOUT, Needs(), num_graphs=2)
+    second = known.named(refused(most + 7), LAYOUT, Needs(), num_graphs=2, trained=TRAINED)
     assert (second.minimum_nbytes, second.covers) == (most + 7, "the 2 graphs compiled so far")
-    third = known.named(refused(most + 1), LAYOUT, Needs.of(POSITIONS, LAYOUT, 2), num_graphs=2)
+    third = known.named(refused(most + 1), LAYOUT, Needs.of(POSITIONS, LAYOUT, 2), num_graphs=2, trained=TRAINED)
     assert third.minimum_nbytes == most + 7 == known.minimum_nbytes(LAYOUT)
-    fourth = known.named(refused(10), LAYOUT, Needs.of(POSITIONS, LAYOUT, 9000), num_graphs=2)
+    fourth = known.named(refused(10), LAYOUT, Needs.of(POSITIONS, LAYOUT, 9000), num_graphs=2, trained=TRAINED)
     assert fourth.minimum_nbytes == most + 4000
 
 
 def test_a_first_graph_that_is_a_part_says_so() -> None:
     known = KnownNeeds()
     known.has_parts = True
-    assert known.named(refused(10), LAYOUT, Needs(), num_graphs=1).covers == "the graph compiled so far"
+    assert (
+        known.named(refused(10), LAYOUT, Needs(), num_graphs=1, trained=TRAINED).covers == "the graph compiled so far"
+    )
 
 
 def test_a_whole_graph_may_need_less_than_all_its_chunks_at_once() -> None:
@@ -106,7 +109,7 @@ def test_a_whole_graph_may_need_less_than_all_its_chunks_at_once() -> None:
     for is_whole, positions in ((True, whole), (False, cut)):
         known, noted = KnownNeeds(), NotedNeeds(never_described if is_whole else None)
         known.note(noted, Needs.of(positions, LAYOUT))
-        error = known.named(refused(1), LAYOUT, Needs.of(cut, LAYOUT), num_graphs=1)
+        error = known.named(refused(1), LAYOUT, Needs.of(cut, LAYOUT), num_graphs=1, trained=TRAINED)
         assert error.minimum_nbytes == check_minimum(cut, LAYOUT, 1 << 40, 0)
 
 

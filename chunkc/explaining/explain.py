@@ -185,6 +185,30 @@ def minimum_budget(
     return replay.minimum_nbytes(replay.fitting(budget_of(options, machine)))
 
 
+@no_automatic_collection()
+def minimum_of_call(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    options: Options,
+    hardware: Hardware,
+    trains: bool | None = None,
+) -> int:
+    """The smallest budget, in bytes, of a step that calls a model so, compiled with these options.
+
+    Args:
+        trains: in training mode, or in evaluation mode; None: in the mode that the model is in. Whether gradients are
+            made is up to the caller's grad mode.
+
+    Raises:
+        UnsupportedError: the model cannot be captured.
+    """
+    chosen = ADAMW.of(model)
+    step = step_on(hardware, model, args, kwargs, options, state_format_of=chosen.state_format_of, trains=trains)
+    return Replay(step, options, training_in(hardware, step.graphs), Updates.of(ADAMW, chosen)).fitting(1).budget_nbytes
+
+
 def step_on(
     hardware: Hardware,
     model: nn.Module,
@@ -195,10 +219,11 @@ def step_on(
     dynamic: bool = False,
     state_format_of: StateFormatOf = state_format_of,
     zero_stage: ZeroStage | None = None,
+    trains: bool | None = None,
 ) -> OfflineStep:
     """One training step of a model, as the hardware would run it: on several devices, as rank 0 of them would.
 
-    With `dynamic`, dimensions that are marked so are traced in symbols.
+    With `dynamic`, dimensions that are marked so are traced in symbols; `trains`: as in `capture_offline`.
 
     Raises:
         OptionsError: other ranks compute layers together than devices of the hardware do.
@@ -209,7 +234,7 @@ def step_on(
     def capture() -> OfflineStep:
         return capture_offline(
             model, args, kwargs, codegen=options.codegen, loss_tile_rows=options.loss_tile_rows,
-            repeatable=options.may_repeat, dynamic=dynamic, state_format_of=state_format_of,
+            repeatable=options.may_repeat, dynamic=dynamic, state_format_of=state_format_of, trains=trains,
         )  # fmt: skip
 
     try:

@@ -108,6 +108,7 @@ def capture_offline(
     repeatable: bool = False,
     dynamic: bool = False,
     state_format_of: Callable[[nn.Parameter], StateFormat] = state_format_of,
+    trains: bool | None = None,
 ) -> OfflineStep:
     """The graphs that one call of `model` compiles to, and how a training step runs them.
 
@@ -120,6 +121,7 @@ def capture_offline(
         loss_tile_rows: as in `torch.compile`'s options.
         repeatable: as in `capture_graph`.
         state_format_of: in what form an optimizer keeps states for a parameter of `model`.
+        trains: in training mode, or in evaluation mode; None: in the mode that `model` is in.
 
     Raises:
         UnsupportedError: the model cannot be copied or captured, or needs real values between two graphs
@@ -135,7 +137,7 @@ def capture_offline(
             "PyTorch traces no DTensors whose sizes are symbols: explain a model that parallelize_module has cut for "
             "one size at a time, without torch._dynamo.mark_dynamic"
         )
-    fake_model = copied.model
+    fake_model = copied.model if trains is None else copied.model.train(trains)
     named = {without_wrapper(name): parameter for name, parameter in model.named_parameters()}
     staying = {name for name, parameter in named.items() if not may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), (tuple(args), dict(kwargs)))

@@ -32,6 +32,11 @@ _WHERE_VALUES_FILL_IT = (
     "model, loss_tile_rows=1024 need less, if they are not set yet."
 )
 
+_EARLIER_CALLS_NEEDED_LESS = (
+    "\nEarlier calls fitted. Where calls grow, as with longer sequences or more calls before a backward, make the "
+    "largest one first: its minimum is enough for all."
+)
+
 _NOTHING_RAN = "Nothing has run: the step would run out of memory."
 """By the last words others know what a smaller batch may mend: `accelerate.utils.find_executable_batch_size`."""
 
@@ -46,6 +51,10 @@ class BudgetError(ChunkcError):
         module: the user's module that operation belongs to ("" for the model itself).
         contents: what fills the memory at the peak, as (label, bytes), largest first.
         covers: what the minimum holds for, where that is not the whole of the step.
+        evaluates: the minimum is that of an evaluation, of a model that could be trained.
+        training_nbytes: the smallest budget of a whole training step, where it was traced as the minimum covered less.
+            The minimum is no less then, unless it is an evaluation's.
+        grown: earlier steps have fitted, and this call needs more than they did.
         elsewhere: what would fit the budget, and why it is no choice, if anything would.
     """
 
@@ -59,6 +68,9 @@ class BudgetError(ChunkcError):
         contents: Sequence[tuple[str, int]],
         covers: str = "",
         elsewhere: str = "",
+        evaluates: bool = False,
+        training_nbytes: int | None = None,
+        grown: bool = False,
     ) -> None:
         self.minimum_nbytes = minimum_nbytes
         self.budget_nbytes = budget_nbytes
@@ -67,24 +79,52 @@ class BudgetError(ChunkcError):
         self.contents = tuple(contents)
         self.covers = covers
         self.elsewhere = elsewhere
+        self.evaluates = evaluates
+        self.training_nbytes = training_nbytes
+        self.grown = grown
         filled = "".join(f"\n  {format_nbytes(nbytes):>36}  {label}" for label, nbytes in self.contents)
-        scope = (
-            f" for {covers}: what comes later may need more, and chunkc explain says the minimum of the whole step"
-            if covers
-            else ""
-        )
+        so_far = " so far" if covers else ""
         most_nbytes = sum(nbytes for _, nbytes in self.contents) // 2
         full = f"\n{elsewhere}" if elsewhere else ""
         advice = _WHERE_VALUES_FILL_IT if dict(self.contents).get(VALUES, 0) > most_nbytes else ""
+        later = _EARLIER_CALLS_NEEDED_LESS if grown else ""
         super().__init__(
             f"memory_budget is {format_nbytes(budget_nbytes)}; the smallest that works is "
-            f"{format_nbytes(minimum_nbytes)}{scope}. The peak is at {moment} in {module or 'the model'}, filled by:"
-            f"{filled}{full}\n{_NOTHING_RAN}{advice}"
+            f"{format_nbytes(minimum_nbytes)}{self._scope()}. "
+            f"The peak{so_far} is at {moment} in {module or 'the model'}, filled by:"
+            f"{filled}{full}\n{_NOTHING_RAN}{advice}{later}"
         )
 
-    def covering(self, minimum_nbytes: int, covers: str) -> BudgetError:
+    def _scope(self) -> str:
+        """What the minimum is for, where that does not go without saying."""
+        training_nbytes = self.training_nbytes
+        if self.evaluates:
+            of = f"{self.covers} of an evaluation" if self.covers else "an evaluation"
+            needs = "more, as chunkc explain says" if training_nbytes is None else format_nbytes(training_nbytes)
+            return f" for {of}, which makes no gradients; a training step with this batch needs {needs}"
+        if self.covers and training_nbytes is not None:
+            return " for a whole training step of the compiled module, which was traced, as other graphs may follow"
+        if self.covers:
+            return (
+                f" for {self.covers}: what comes later may need more, and chunkc explain says the minimum of the whole "
+                "step, as chunkc.report does after a step in a larger budget"
+            )
+        return ""
+
+    def covering(
+        self, minimum_nbytes: int, covers: str, *, evaluates: bool = False, grown: bool = False
+    ) -> BudgetError:
         """The same error with what else is known: a minimum that is not smaller, and what that holds for."""
-        return self._with(minimum_nbytes=max(minimum_nbytes, self.minimum_nbytes), covers=covers)
+        minimum_nbytes = max(minimum_nbytes, self.minimum_nbytes)
+        return self._with(minimum_nbytes=minimum_nbytes, covers=covers, evaluates=evaluates, grown=grown)
+
+    def of_step(self, training_nbytes: int, evaluation_nbytes: int | None = None) -> BudgetError:
+        """The same error with the smallest budgets of a whole training step, and of a whole evaluation."""
+        if evaluation_nbytes is not None:
+            whole = self.covering(evaluation_nbytes, "", evaluates=True, grown=self.grown)
+            return whole._with(training_nbytes=training_nbytes)
+        minimum_nbytes = self.minimum_nbytes if self.evaluates else max(self.minimum_nbytes, training_nbytes)
+        return self._with(minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes)
 
     def beside(self, elsewhere: str) -> BudgetError:
         """The same error with what would fit elsewhere."""
@@ -95,7 +135,8 @@ class BudgetError(ChunkcError):
 
     @property
     def _fields(self) -> dict[str, Any]:
-        names = ("minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers", "elsewhere")
+        names = ["minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers", "elsewhere"]
+        names += ["evaluates", "training_nbytes", "grown"]
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple:

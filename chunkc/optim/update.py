@@ -92,7 +92,9 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
         try:
             decision = decide(situation, UpdateDue(in_order, held_nbytes, num_stages, spent))
         except BudgetError as error:
-            raise session.known.named(error, situation.layout, Needs(), situation.num_graphs) from None
+            raise session.known.named(
+                error, situation.layout, Needs(), situation.num_graphs, situation.trained
+            ) from None
         if decision.request is None:
             stay(session, decision.situation)
             raise ResidentsLeft

@@ -18,6 +18,7 @@ from plain_modules import FeedForward
 from torch import Tensor, nn
 
 import chunkc
+from chunkc import whole_step
 from chunkc.cli import DOES_NOT_FIT, main
 from chunkc.explaining.explain import minimum_budget
 from chunkc.ir.errors import BudgetError
@@ -166,8 +167,21 @@ NUM_GRAPHS = {"loop": 5, "unrolled": 3, "idle experts": 3, "recurrent": 5}
 
 
 @pytest.mark.parametrize("name", rungs(MODELS, QUICK, SECOND_TIER))
-def test_errors_name_more_and_more_up_to_what_explain_says(name: str) -> None:
+def test_the_first_error_names_what_the_whole_step_needs(name: str) -> None:
+    (error,) = refusals(lambda budget: train(name, budget))
+    assert error.minimum_nbytes == error.training_nbytes == explained(name)
+    assert error.covers == "the graph compiled so far"
+    assert "for a whole training step of the compiled module, which was traced" in str(error)
+
+
+def _untraced(*args: Any, **kwargs: Any) -> int:
+    raise RuntimeError("the model's code does not run on fake tensors")
+
+
+@pytest.mark.parametrize("name", rungs(MODELS, QUICK, SECOND_TIER))
+def test_untraced_errors_name_more_and_more_up_to_what_explain_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And there are no more of them than graphs: at each, all that was known was named."""
+    monkeypatch.setattr(whole_step, "_traced_with", [_untraced])
     reports: list[chunkc.Report] = []
     errors = refusals(lambda budget: reports.append(train(name, budget)))
     named = [error.minimum_nbytes for error in errors]
@@ -230,11 +244,7 @@ def test_parts_compiled_apart() -> None:
             take_step(model(batch(step)), optimizer)
 
     named = [error.minimum_nbytes for error in refusals(train_pair)]
-    is_whole = torch.__version__ >= (
-        2,
-        14,
-    )  # before, Dynamo runs an `nn.Sequential` that is compiled in place as it stands
-    assert len(named) == (2 if is_whole else 3)  # one for each of the two, or for each block
+    assert len(named) == 2  # one for each of the two: a step of it is traced
     assert named == sorted(named)
     torch.manual_seed(0)
     whole = Pair()
@@ -242,6 +252,76 @@ def test_parts_compiled_apart() -> None:
     minimum = minimum_budget(whole, batch(0), memory_budget=1)  # the loss is in a graph, too
     assert named[-1] <= minimum
     train_pair(minimum)
+
+
+# --- an evaluation that comes first ---
+
+
+@pytest.mark.parametrize("name", ["unrolled", "one graph"])
+def test_a_first_evaluation_s_error_names_its_own_minimum_and_training_s(name: str) -> None:
+    def built() -> nn.Module:
+        torch.manual_seed(0)
+        return build(name) if name in MODELS else nn.Sequential(FeedForward(WIDTH), nn.Dropout(0.1), FeedForward(WIDTH))
+
+    def evaluate(budget_nbytes: int) -> tuple[nn.Module, Callable[..., Tensor]]:
+        torch._dynamo.reset()
+        model = built().eval()
+        call = torch.compile(model, backend="chunkc", options=options(budget_nbytes))
+        with torch.no_grad():
+            call(batch(0))
+        return model, call
+
+    (error,) = refusals(evaluate)
+    assert (error.evaluates, error.covers) == (True, "")
+    training_nbytes = minimum_budget(built(), batch(0), memory_budget=1)
+    assert error.training_nbytes == training_nbytes > error.minimum_nbytes
+    assert "for an evaluation, which makes no gradients; a training step with this batch needs" in str(error)
+    assert f"{training_nbytes:,} bytes" in str(error)
+    with pytest.raises(BudgetError) as refused:
+        evaluate(error.minimum_nbytes - 1)
+    assert refused.value.minimum_nbytes == error.minimum_nbytes
+    model, call = evaluate(training_nbytes)
+    take_step(call(batch(1)).square().mean(), adamw(model.train().parameters()))
+
+
+def test_what_can_only_be_evaluated_has_one_minimum() -> None:
+    torch._dynamo.reset()
+    model = build("unrolled").requires_grad_(False)
+    with pytest.raises(BudgetError) as refused:
+        torch.compile(model, backend="chunkc", options=options(TINY))(batch(0))
+    assert not refused.value.evaluates
+    assert "evaluation" not in str(refused.value)
+
+
+def test_a_compiled_function_is_not_traced() -> None:
+    """Whose arguments nobody knows; its error says what it covers."""
+    torch._dynamo.reset()
+    model = build("unrolled")
+    with pytest.raises(BudgetError) as refused:
+        torch.compile(lambda x: model(x), backend="chunkc", options=options(TINY))(batch(0))
+    assert refused.value.training_nbytes is None
+    assert "what comes later may need more" in str(refused.value)
+
+
+def test_a_call_that_has_grown_says_how_to_leave_room() -> None:
+    """As in longer episodes: made first, the largest call names what all need."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = FeedForward(WIDTH)
+    (first,) = refusals(lambda budget: _episodes(model, budget, ROWS))
+    assert not first.grown
+    with pytest.raises(BudgetError, match="make the largest one first: its minimum is enough for all") as refused:
+        _episodes(model, first.minimum_nbytes, ROWS, 2 * ROWS)
+    assert refused.value.grown
+    torch._dynamo.reset()
+    (largest,) = refusals(lambda budget: _episodes(FeedForward(WIDTH), budget, 4 * ROWS))
+    _episodes(FeedForward(WIDTH), largest.minimum_nbytes, 4 * ROWS, ROWS, 2 * ROWS, 3 * ROWS)
+
+
+def _episodes(model: nn.Module, budget_nbytes: int, *rows: int) -> None:
+    call = torch.compile(model, backend="chunkc", options=options(budget_nbytes), dynamic=False)
+    for num_rows in rows:
+        call(torch.ones(num_rows, WIDTH)).square().mean().backward()
 
 
 # --- a loop that catches the error goes on ---
@@ -274,7 +354,11 @@ def went_on(budget_nbytes: int, mend: Callable[[nn.Module, BudgetError], int]) -
     return losses, grads, weights(model)
 
 
-def test_refused_by_a_later_graph_the_model_is_as_it_was_and_goes_on_with_more() -> None:
+@pytest.mark.parametrize("traced", [True, False], ids=["traced", "untraced"])
+def test_refused_the_model_is_as_it_was_and_goes_on_with_more(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Untraced, later graphs refuse, too."""
+    if not traced:
+        monkeypatch.setattr(whole_step, "_traced_with", [_untraced])
     refused: list[int] = []
 
     def mend(model: nn.Module, error: BudgetError) -> int:
@@ -286,7 +370,7 @@ def test_refused_by_a_later_graph_the_model_is_as_it_was_and_goes_on_with_more()
         return error.minimum_nbytes
 
     found = went_on(TINY, mend)
-    assert len(refused) == 3
+    assert len(refused) == (1 if traced else 3)
     assert not differences(found, uninterrupted())
 
 
