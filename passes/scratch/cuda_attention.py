@@ -48,14 +48,15 @@ def flash_forward(call: Call) -> list[int]:
 
 
 def flash_backward(call: Call) -> list[int]:
-    """`mha_bwd`: fp32 sums of the query's gradient (once per block of keys where deterministic), row sums of
-    `grad * out`, gradients of keys and values per query head where heads are shared, copies as in the forward, and of
-    `grad_out` and `out` where heads do not come behind rows in memory (`attention_backward.cu`)."""
+    """`mha_bwd`: fp32 sums of the query's gradient (in deterministic code as many as keep each multiprocessor at work,
+    which are added up in order), row sums of `grad * out`, gradients of keys and values per query head where heads are
+    shared, copies as in the forward, and of `grad_out` and `out` where heads do not come behind rows in memory
+    (`attention_backward.cu`)."""
     query, key = call.tensor("query"), call.tensor("key")
     batch, heads, _, width = query.shape
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    copies_of_sum = max(1, -(-key.shape[2] // 64)) if deterministic else 1
-    dq_sum = copies_of_sum * batch * heads * _rows(query, 2) * _padded(width) * 4
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    num_sums = max(1, -(-MULTIPROCESSORS // max(1, batch * heads))) if is_deterministic else 1
+    dq_sum = num_sums * batch * heads * _rows(query, 2) * _padded(width) * 4
     row_sums = batch * heads * _rows(query, 2) * 4
     expanded = 2 * batch * heads * key.shape[2] * _padded(width) * key.itemsize if key.shape[1] != heads else 0
     names = ("grad_out", "query", "key", "value", "out")
@@ -111,23 +112,25 @@ def efficient_outputs(call: Call) -> dict[int, int]:
 
 
 def cudnn_forward(call: Call) -> list[int]:
-    """`cudnn/MHA.cpp`: the graph's own workspace, of which the frontend says only that it is small in the forward.
-
-    cuDNN is asked for it when it runs: 32 MiB are a policy, as for `cuda_rules.convolution`, here and in the backward.
+    """`cudnn/MHA.cpp`: the workspace of cuDNN's graph. The frontend (`node/scaled_dot_product_flash_attention.h`) takes
+    nothing of it in the forward; what the engine that cuDNN chooses takes, it says when it runs. 32 MiB stand for that
+    here and in the backward: a policy, as for `cuda_rules.convolution`, and no bound.
     """
     return [_CUDNN_NBYTES, *contiguous(call)]
 
 
 def cudnn_backward(call: Call) -> list[int]:
-    """`cudnn/MHA.cpp`; cuDNN's frontend, `CompositeSDPABackwardNode`: a workspace with fp32 sums of the query's
-    gradient and row sums, gradients of keys and values per query head where heads are shared, and copies of operands
-    whose strides it does not take."""
-    query, key, value = (call.tensor(name) for name in ("query", "key", "value"))
+    """`cudnn/MHA.cpp`; the frontend's `CompositeSDPABackwardNode`: a workspace with fp32 sums of the query's gradient
+    and row sums, gradients of keys and values per query head where heads are shared, and the engine's own. Since cuDNN
+    9 there is none for the gradient of probabilities. `grad_out` is copied where its last dimension has gaps; before
+    cuDNN 9.5.1, where it does not lie as `out` does."""
+    query, key, value, gradient = (call.tensor(name) for name in ("query", "key", "value", "grad_out"))
     rows = query.numel() // max(1, query.shape[-1])
     shared = key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]
     per_head = query.shape[0] * query.shape[1] * _rows(key, 2) * (_padded(key.shape[-1]) + _padded(value.shape[-1]))
     expanded = 4 * per_head if shared else 0
-    copies = _padded_operands(call, ("grad_out", "out"))
+    is_copied = gradient.stride(-1) != 1 or gradient.stride() != call.tensor("out").stride()
+    copies = [nbytes_of(gradient)] if is_copied else []
     return [_CUDNN_NBYTES, 4 * _padded_numel(query), 8 * rows, expanded, *copies]
 
 

@@ -224,6 +224,25 @@ RESULTS: dict[str, Callable[[], Call]] = {
 }  # fmt: skip
 
 
+DETERMINISTIC = [(1, 2, 64, 64), (1, 12, 256, 64), (2, 8, 512, 128), (4, 32, 128, 64), (1, 1, 512, 96)]
+"""Batch, heads, rows, width: from few heads, which leave multiprocessors without one, to many."""
+
+
+@pytest.mark.parametrize("kind", ["flash", "efficient"])
+@pytest.mark.parametrize("shape", DETERMINISTIC)
+def test_deterministic_attention_takes_no_more_than_its_bound(kind: str, shape: tuple[int, int, int, int]) -> None:
+    """FlashAttention then adds up the query's gradient apart for each of several blocks, and has room for each."""
+    try:
+        torch.use_deterministic_algorithms(True)
+        op, arguments = attention(kind, backward=True, shape=shape)
+        taken, results = taken_nbytes(op, arguments, {})
+        known = cuda_scratch_nbytes(op, arguments, {}, results)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    print(f"{kind} {shape}: takes {taken:,}, bound {known:,}")
+    assert taken <= known
+
+
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_take_what_their_fake_tensors_say_or_what_is_known_better(name: str) -> None:
     """Of an operator that saves bytes for the backward, what its results take is in every later moment."""
