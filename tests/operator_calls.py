@@ -768,6 +768,15 @@ def steps_of_one_operator(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten.embedding_renorm.default, table, ids, 1.0, 2.0)
     yield call(aten.embedding_renorm_.default, table, ids.t(), 1.0, 2.0)
     yield call(aten._efficientzerotensor.default, [24, 40], dtype=dtype)
+    for target in (aten.squeeze_.default, aten.t_.default, aten.unsqueeze_.default):
+        yield call(target, torch.rand(24, 40).to(dtype), *([0] if target is aten.unsqueeze_.default else []))
+    for first, second in (((2, 1, 30, 6), (3, 40, 6)), ((5, 6), (4, 7, 6)), ((4, 5, 6), (4, 7, 6))):
+        if dtype == torch.float32:
+            left, right = torch.rand(first), torch.rand(second)
+            for norm in (1.0, 2.0):
+                distances = aten._cdist_forward.default(left, right, norm, None)
+                yield call(aten._cdist_forward.default, left, right, norm, None)
+                yield call(aten._cdist_backward.default, distances, left, right, norm, distances)
     volume, samples = torch.rand(2, 3, 10, 10, 10).to(dtype), torch.rand(2, 3, 3).to(dtype)
     for x in (volume, volume.mT):
         yield call(aten.fractional_max_pool3d.default, x, [2] * 3, [5] * 3, samples)

@@ -197,17 +197,33 @@ def embedding_bag_backward_rule(call: Call) -> int:
     return 4 * nbytes_of(call["indices"], 8) + nbytes_of(grad) + 64
 
 
+def _points_nbytes(call: Call) -> tuple[list[int], int]:
+    """Bytes of both operands of `cdist` in batches of one shape, and of those of them that are copies."""
+    points = call["x1"], call["x2"]
+    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in points))
+    whole = [math.prod(batch) * math.prod(t.shape[-2:]) * t.itemsize for t in points]
+    is_copy = [t.shape[:-2] != batch or not t.is_contiguous() for t in points]
+    return whole, sum(nbytes for nbytes, copied in zip(whole, is_copy, strict=True) if copied)
+
+
 def distance_rule(call: Call) -> int:
-    """Euclidean distances of many points by a matrix product of points with squares appended."""
-    first, second = call["x1"], call["x2"]
-    rows = first.shape[-2], second.shape[-2]
+    """Copies in one batch; Euclidean distances of many points by a matrix product of points with squares appended."""
+    whole, copies = _points_nbytes(call)
+    rows = call["x1"].shape[-2], call["x2"].shape[-2]
     by_product = call.arguments.get("p", 2.0) == 2.0 and call.arguments.get("compute_mode", 1) != 2
     far = max(rows) > 25 or call.arguments.get("compute_mode", 1) == 1
-    copies = _strided_nbytes(first, second)
     if not (by_product and far):
         return copies
-    squares = 4 * first.itemsize * max(math.prod(points.shape[:-1]) for points in (first, second))
-    return copies + 2 * (nbytes_of(first) + nbytes_of(second)) + squares + 16
+    points = call["x1"], call["x2"]
+    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in points))
+    squares = 4 * points[0].itemsize * math.prod(batch) * max(rows)
+    return copies + 2 * sum(whole) + squares + 16
+
+
+def distance_backward_rule(call: Call) -> int:
+    """Copies of operands in one batch, and of distances and their gradients in rows."""
+    _, copies = _points_nbytes(call)
+    return copies + _strided_nbytes(call["grad"], call["cdist"])
 
 
 def weight_norm_rule(call: Call) -> int:

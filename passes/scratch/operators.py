@@ -109,6 +109,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         zeros_like
         """,
     ),
+    (Operator(rules.nothing_rule, cuda_rules.nothing), "squeeze transpose unsqueeze t swapaxes swapdims as_strided"),
     (Operator(rules.nothing_rule, cuda_sorting.bounded_sort), "mode"),
     (Operator(rules.nothing_rule, cuda_sorting.topk), "topk"),
     (Operator(rules.nothing_rule, cuda_indexing.index_copy), "index_copy"),
@@ -151,7 +152,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (
         Operator(rules.contiguous_rule),
         """
-        multi_margin_loss multi_margin_loss_backward fractional_max_pool2d fractional_max_pool3d _cdist_backward
+        multi_margin_loss multi_margin_loss_backward fractional_max_pool2d fractional_max_pool3d
         _segment_reduce_backward
         """,
     ),
@@ -246,6 +247,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(norms.embedding_bag_weights_rule), "_embedding_bag_per_sample_weights_backward"),
     (Operator(norms.embedding_renorm_rule, inexact=exceptions.STEPS), "embedding_renorm"),
     (Operator(linear_algebra.trilinear_rule, inexact=exceptions.PRODUCT), "_trilinear"),
+    (Operator(norms.distance_backward_rule, inexact=exceptions.STEPS), "_cdist_backward"),
     (Operator(norms.distance_rule, inexact=exceptions.STEPS), "_cdist_forward _euclidean_dist"),
     (
         Operator(norms.loss_rule, cuda_rules.loss, inexact=exceptions.STEPS),
