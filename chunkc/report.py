@@ -46,7 +46,8 @@ class Report:
         estimates: operators whose inner memory is a guess, each with the most that plans reckon with.
         num_allocator_retries: how often a GPU's allocator gave back what it had cached to find room, so far: each one
             halts computation; a smaller budget leaves it more.
-        overhead_nbytes: the part of every prediction that no plan moves: workspaces of libraries on a GPU.
+        overhead_nbytes: the part of every prediction that no plan moves: on a GPU, workspaces of libraries and room for
+            the optimizer's tables of work (`machines.devices.TABLES_NBYTES`), of which small models fill little.
     """
 
     memory_budget_nbytes: int
@@ -79,7 +80,7 @@ class Report:
             ("predicted peak", format_nbytes(self.predicted_peak_nbytes)),
             ("measured peak", "not metered" if measured is None else format_nbytes(measured)),
             *(self._divided() if self.unplanned_nbytes else ()),
-            *([("for libraries", format_nbytes(self.overhead_nbytes))] if self.overhead_nbytes else []),
+            *([("libraries, tables", format_nbytes(self.overhead_nbytes))] if self.overhead_nbytes else []),
             *([("allocator retries", str(self.num_allocator_retries))] if self.num_allocator_retries else []),
             *(("guessed inside", f"{e.operator}, {format_nbytes(e.nbytes)}") for e in self.estimates),
             ("at home", format_nbytes(self.home_nbytes)),
