@@ -23,6 +23,7 @@ def install(launch: Callable[[Callable[[], None]], None], alias: Callable[[Tenso
     except ImportError:
         return
     device_libdevice.install(interpreter)
+    _index_by_arrays_of_one(interpreter)
     executor = interpreter.GridExecutor
     run_at_once = executor.__call__
 
@@ -46,3 +47,15 @@ def install(launch: Callable[[Callable[[], None]], None], alias: Callable[[Tenso
     executor._init_args_hst = initialised
     executor._restore_args_dev = lambda self, *_: None
     executor.__call__ = call
+
+
+def _index_by_arrays_of_one(interpreter: Any) -> None:
+    """Let a scalar, which is an array of one element there, bound a loop: numpy 2.4 takes none for a number, as Triton
+    3.6 still does."""
+    patch = interpreter._patch_lang_tensor
+
+    def then_index(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = then_index
