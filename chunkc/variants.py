@@ -72,11 +72,12 @@ class Variants:
         except BudgetError as error:
             full = self._completed(error)
             if full is error:
+                del full  # an error keeps this frame, and would keep itself
                 raise
         try:
             raise full
         finally:
-            del full  # an error keeps this frame, and would keep itself
+            del full
 
     def _call(self, args: tuple[Any, ...]) -> Any:
         variant = self._serving(args)
