@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.torch_private.engine import is_zero_tensor
 from chunkc.torch_private.fake import without_values
 
 
@@ -100,7 +101,7 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, GradientElsewhere):
         return None
-    if gradient._is_zerotensor() or gradient.is_neg():
+    if is_zero_tensor(gradient) or gradient.is_neg():
         # Autograd makes such tensors: zeros without memory (of `sgn`), and memory of which the elements are the
         # negative. The tensor object stays, since others may have it.
         gradient.data = gradient.detach().clone().resolve_neg()

@@ -82,3 +82,8 @@ def tensor_use_count(tensor: torch.Tensor) -> int:
 def hooks_of(tensor: torch.Tensor) -> Mapping[int, Any] | None:
     """The hooks that `Tensor.register_hook` registered; None or empty where there are none."""
     return tensor._backward_hooks
+
+
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for zeros and has no memory, as autograd makes them (the gradient of `sgn`)."""
+    return tensor._is_zerotensor()
