@@ -81,24 +81,35 @@ class Size:
     codegen: str = "inductor"
 
 
-def _cases(name: str, length: int, batch_size: int, *budgets: int) -> tuple[Case, ...]:
+def cases(name: str, length: int, batch_size: int, *budgets: int) -> tuple[Case, ...]:
     return tuple(Case(ModelChoice(name, length), batch_size, budget * GB) for budget in budgets)
 
 
 FULL = Size(
     (
-        *_cases("llama3-8b", 2048, 1, 6),
-        *_cases("gpt-1b", 1024, 4, 6),
-        *_cases("llama3-8b", 2048, 2, 12, 24),
-        *_cases("gpt-1b", 1024, 4, 12, 24, 32),
-        *_cases("llama3-8b", 2048, 4, 32),
-        *_cases("gpt-4b", 1024, 4, 6, 12, 24, 32),
-        *_cases("hf-qwen3-4b", 1024, 2, 6, 12, 24),
-        *_cases("palm-8b", 2048, 1, 12, 24),
+        *cases("llama3-8b", 2048, 1, 6),
+        *cases("gpt-1b", 1024, 4, 6),
+        *cases("llama3-8b", 2048, 2, 12, 24),
+        *cases("gpt-1b", 1024, 4, 12, 24, 32),
+        *cases("llama3-8b", 2048, 4, 32),
+        *cases("gpt-4b", 1024, 4, 6, 12, 24, 32),
+        *cases("hf-qwen3-4b", 1024, 2, 6, 12, 24),
+        *cases("palm-8b", 2048, 1, 12, 24),
     ),
     num_rounds=4,
     num_steps=3,
 )
+
+
+PEERS = Size(
+    (
+        *(replace(case, systems=(CHUNKC, FSDP2)) for case in cases("gpt-1b", 1024, 4, 6)),
+        *(replace(case, systems=(CHUNKC, PLAIN, CHECKPOINTING)) for case in cases("gpt-1b", 1024, 4, 32)),
+    ),
+    num_rounds=3,
+    num_steps=2,
+)
+"""What a few minutes of a GPU have room for."""
 
 
 def small(device: str) -> Size:
@@ -121,22 +132,27 @@ class Outcome:
     is_failure: bool = False
 
 
-def run(context: Context) -> Iterator[Section]:
-    """Measure; yields each case's section as soon as it is there."""
-    size = small(context.device) if context.is_small else FULL
-    cases = [case for case in size.cases if context.wants_case(case.name)]
-    num_parts = sum(len(_systems(context, case)) for case in cases) * (1 + size.num_rounds)
+def run(context: Context, full: Size = FULL) -> Iterator[Section]:
+    """Measure; yields each case's section whenever there is news of it."""
+    size = small(context.device) if context.is_small else full
+    wanted = [case for case in size.cases if context.wants_case(case.name)]
+    num_parts = sum(len(_systems(context, case)) for case in wanted) * (1 + size.num_rounds)
     progress = Progress(context.show, 1 + num_parts)
     with context.code_cache() as cache:
         progress("measuring the machine")
         hardware = measure(
             RatesSpec(context.device, context.is_small), cache, timeout_s=context.reply_timeout(REPLY_TIMEOUT_S)
         )
-        for case in cases:
+        for case in wanted:
             if context.is_out_of_time:
                 return
             for outcomes in states_of_case(context, case, size, _systems(context, case), cache, progress):
                 yield _section(context, case, size, outcomes, hardware)
+
+
+def run_peers(context: Context) -> Iterator[Section]:
+    """The suite `peers`: the same, of two cases with few other systems."""
+    return run(context, PEERS)
 
 
 def _systems(context: Context, case: Case) -> list[str]:
@@ -197,10 +213,12 @@ def states_of_case(
     yield state()
 
 
-def warm_up(process: SubjectProcess, outcome: Outcome) -> None:
-    """Train the first steps, which compile; they are not timed."""
-    outcome.losses += process.step(NUM_WARM_STEPS).losses
+def warm_up(process: SubjectProcess, outcome: Outcome) -> Turn:
+    """Train the first steps, which compile, and ask for a report."""
+    turn = process.step(NUM_WARM_STEPS)
+    outcome.losses += turn.losses
     outcome.report = process.report()
+    return turn
 
 
 def train_turn(process: SubjectProcess, outcome: Outcome, num_settling: int, num_steps: int) -> None:
@@ -388,20 +406,30 @@ def metrics_of(
     """A system's figures; chunkc's also against its prediction and the bound."""
     metrics: dict[str, Metric] = {}
     if outcome.turns:
+        if subject is not None and len(subject.turns) == len(outcome.turns) and outcome is not subject:
+            mine, its = ([turn.step_s for turn in o.turns] for o in (outcome, subject))
+            metrics["time to chunkc's"] = paired_ratios(mine, its)
+        if outcome.system == CHUNKC:
+            metrics["bound"] = one("s", bound.step_s)
+            samples = [sample for turn in outcome.turns for sample in turn.step_s]
+            metrics["of bound"] = Metric("ratio", tuple(bound.step_s / sample for sample in samples))
+            metrics |= _link_metrics(outcome.turns, hardware)
+            metrics |= _host_metrics(outcome.turns, hardware.kind == "cuda")
+    if subject is not None and outcome is not subject and outcome.losses and subject.losses:
+        metrics["loss difference"] = one("number", loss_difference(outcome, subject))
+    return own_metrics(outcome, case, counts) | metrics
+
+
+def own_metrics(outcome: Outcome, case: Case, counts: Sizes) -> dict[str, Metric]:
+    """A system's speed and memory, compared with nothing but its own prediction."""
+    metrics: dict[str, Metric] = {}
+    if outcome.turns:
         step = flat("s", [turn.step_s for turn in outcome.turns])
         flops = counts.flops_per_step(case.batch_size, case.model.length)
         tokens = case.batch_size * case.model.length
         metrics["step"] = step
         metrics["tokens/s"] = Metric("per_s", tuple(tokens / sample for sample in step.samples))
         metrics["arithmetic"] = Metric("flops_per_s", tuple(flops / sample for sample in step.samples))
-        if subject is not None and len(subject.turns) == len(outcome.turns) and outcome is not subject:
-            mine, its = ([turn.step_s for turn in o.turns] for o in (outcome, subject))
-            metrics["time to chunkc's"] = paired_ratios(mine, its)
-        if outcome.system == CHUNKC:
-            metrics["bound"] = one("s", bound.step_s)
-            metrics["of bound"] = Metric("ratio", tuple(bound.step_s / sample for sample in step.samples))
-            metrics |= _link_metrics(outcome.turns, hardware)
-            metrics |= _host_metrics(outcome.turns, hardware.kind == "cuda")
     for name, key in (
         ("predicted peak", "predicted_peak_nbytes"),
         ("measured peak", "measured_peak_nbytes"),
@@ -418,8 +446,6 @@ def metrics_of(
     if "predicted peak" in metrics and "measured peak" in metrics:
         ratio = outcome.report["measured_peak_nbytes"] / outcome.report["predicted_peak_nbytes"]
         metrics["measured to predicted"] = one("ratio", ratio)
-    if subject is not None and outcome is not subject and outcome.losses and subject.losses:
-        metrics["loss difference"] = one("number", loss_difference(outcome, subject))
     return metrics
 
 

@@ -27,6 +27,7 @@ class Context:
         deadline_s: of `time.monotonic`; cases that would begin later are left out, and say so. None: no limit.
         case_pattern: cases whose names match are run, as in a shell: `llama3-8b@6*`.
         systems: those to run, names or patterns; empty for all.
+        facts: what `gpu_facts.py` has written about this machine, if there is such a file.
     """
 
     is_small: bool
@@ -35,6 +36,7 @@ class Context:
     deadline_s: float | None = None
     case_pattern: str = "*"
     systems: tuple[str, ...] = ()
+    facts: Path | None = None
 
     def left_s(self, at_most_s: float) -> float:
         """Seconds until the deadline, not more than `at_most_s`, and 0 once it has passed."""
@@ -44,10 +46,13 @@ class Context:
 
     @contextmanager
     def code_cache(self) -> Iterator[Path]:
-        """A folder for compiled code: a fresh one, or for a rehearsal one that stays, so that it is quick next time."""
+        """A folder for compiled code: Inductor's own if the environment names one, else a fresh one, or for a rehearsal
+        one that stays, so that it is quick next time."""
+        if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+            yield Path(named)
+            return
         if self.is_small:
-            own = Path(tempfile.gettempdir()) / f"chunkc-bench-{getpass.getuser()}"
-            yield Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR") or own)
+            yield Path(tempfile.gettempdir()) / f"chunkc-bench-{getpass.getuser()}"
             return
         with tempfile.TemporaryDirectory(prefix="chunkc-bench-") as folder:
             yield Path(folder)

@@ -119,6 +119,14 @@ def _plain(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def _suites(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+    """A file's results, each with a name: one suite's, or those of a call (`gpu_calls.py`)."""
+    content = json.loads(path.read_text())
+    if "suites" not in content:
+        return [(path.stem, content)]
+    return [(f"{path.stem}-{name}", result) for name, result in content["suites"].items()]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the files named, one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
@@ -130,14 +138,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for path in args.results:
         if not path.is_file():
             parser.error(f"there is no file {path}")
-        result = json.loads(path.read_text())
-        plot = None
-        if args.plots is not None:
-            from plots import draw
+        for name, result in _suites(path):
+            plot = None
+            if args.plots is not None:
+                from plots import draw
 
-            args.plots.mkdir(parents=True, exist_ok=True)
-            plot = draw(result, args.plots / f"{path.stem}.png")
-        print(markdown(result, plot))
+                args.plots.mkdir(parents=True, exist_ok=True)
+                plot = draw(result, args.plots / f"{name}.png")
+            print(markdown(result, plot))
     return 0
 
 

@@ -2,7 +2,7 @@
 
     python bench/run.py [SUITE ...] [--small] [--out FILE.json]
 
-Suites (all, where none is named):
+Suites (all but `promise` and `peers`, where none is named):
 
     fits    everything fits: time per step and cold compilation beside plain torch.compile
     disk    reads of a disk home; smaller and smaller budgets, model data in RAM or on disk
@@ -10,6 +10,8 @@ Suites (all, where none is named):
     budget  models under budgets of 6 to 32 GB beside other systems that offload
     bound   the same models: how much of what the machine could do is reached
     scale   the largest model that trains under a budget
+    promise   the largest model that the machine can hold under 6 GB, as long as there is time
+    peers   two cases of budget, for a GPU that is at hand for minutes
     checkpoint   what saving a checkpoint every 50 steps costs
     ranks   several processes on gloo, or on all GPUs on NCCL: beside DDP and FSDP2
     prediction   bytes planned from CPU and from CUDA fakes beside measured ones
@@ -45,6 +47,7 @@ import disk
 import fits
 import machine
 import prediction
+import promise
 import ranks
 import scale
 from context import Context
@@ -65,9 +68,15 @@ SUITES: Mapping[str, Suite] = {
     "bound": bound.run,
     "scale": scale.run,
     "prediction": prediction.run,
+    "promise": promise.run,
+    "peers": budget.run_peers,
     "checkpoint": checkpoint.run,
     "ranks": ranks.run,
 }
+
+
+IN_MINUTES = ("promise", "peers")
+"""Suites for a GPU that is at hand for minutes; run where they are named."""
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -82,11 +91,12 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--time-limit", type=_seconds, metavar="SECONDS", help="begin no case later than this")
     parser.add_argument("--case", default="*", metavar="PATTERN", help='cases to run, such as "llama3-8b@6*"')
     parser.add_argument("--systems", default="", metavar="PATTERN,...", help="subject and peers (default: all)")
+    parser.add_argument("--facts", type=Path, metavar="FILE.json", help="what bench/gpu_facts.py found here")
     parsed = parser.parse_args(arguments)
     for name in parsed.suites:
         if name not in SUITES:
             parser.error(f"there is no suite {name!r}; there are {', '.join(SUITES)}")
-    parsed.suites = list(dict.fromkeys(parsed.suites)) or list(SUITES)
+    parsed.suites = list(dict.fromkeys(parsed.suites)) or [name for name in SUITES if name not in IN_MINUTES]
     if parsed.out is not None and len(parsed.suites) > 1:
         parser.error("--out is for one suite; name it")
     if parsed.device == "cuda" and not torch.cuda.is_available():
@@ -120,6 +130,7 @@ def run_suite(
     deadline_s: float | None = None,
     case_pattern: str = "*",
     systems: tuple[str, ...] = (),
+    facts: Path | None = None,
 ) -> dict[str, Any]:
     """Run a suite under a progress bar and write its result, after every section anew; returns it."""
     result: dict[str, Any] = {
@@ -146,7 +157,7 @@ def run_suite(
         def show(what: str, num_done: int, num_parts: int) -> None:
             progress.update(task, description=what, completed=num_done, total=num_parts)
 
-        context = Context(is_small, device, show, deadline_s, case_pattern, systems)
+        context = Context(is_small, device, show, deadline_s, case_pattern, systems, facts)
         _write(out, result)
         sections: dict[str, Any] = {}
         for section in SUITES[name](context):
@@ -196,6 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 deadline_s=deadline_s,
                 case_pattern=args.case,
                 systems=args.systems,
+                facts=args.facts,
             )
         except TimedOut as error:
             console.print(str(error), markup=False, highlight=False)

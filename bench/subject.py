@@ -6,6 +6,7 @@ Every command, a line on standard input, is answered by one line of JSON on stan
 
     step N      trains N steps: seconds and loss of each, and chunkc's counters since the start
     report      the model's memory, measured and predicted
+    lift        from now on the allocator takes what it wants
 
 The first line comes unasked, when the model is ready. Everything printed by others goes to standard error.
 Where the limit is hit the answer is {"out_of_memory": ...}, where a budget is too small {"minimum_nbytes": ...}, where
@@ -181,6 +182,9 @@ def _obey(trainer: Trainer, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
             return {"steps": steps, "counters": trainer.counters()}
         case ["report"]:
             return trainer.report()
+        case ["lift"]:
+            _lift_limit(trainer.spec.device)
+            return {}
     raise ValueError(f"unknown command {' '.join(words)!r}")
 
 
@@ -198,6 +202,13 @@ def _cpu_limit(spec: SubjectSpec) -> AbstractContextManager[Any]:
     if spec.device != "cpu" or spec.limit_nbytes is None:
         return nullcontext()
     return cpu_allocator.hard_limit(spec.limit_nbytes)
+
+
+def _lift_limit(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    else:
+        cpu_allocator.set_limit(None)
 
 
 def _reset_peak(device: str) -> None:

@@ -165,6 +165,12 @@ class Process:
         stack.push(self.__exit__)
         return self
 
+    def ended(self) -> ExitStack:
+        """A context that ends the process."""
+        stack = ExitStack()
+        self.start_in(stack)
+        return stack
+
     def __enter__(self) -> Any:
         try:
             self.ready = self._reply()

@@ -1,5 +1,6 @@
 """The script for a machine with a GPU, on one without: it rehearses, keeps its time, and always ends with a table."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,83 +11,46 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STEPS = [
-    "environment",
-    "tests",
-    "sanitizer",
-    "adam",
-    "budget",
-    "prediction",
-    "fits",
-    "scale",
-    "peers",
-    "bound",
-    "ranks",
-]
+STEPS = {
+    "first": ["environment", "facts", "gpu", "kernels", "training", "adam", "scratch", "sanitizer"],
+    "second": ["environment", "promise", "flash", "cudnn"],
+    "third": ["environment", "peers", "memcheck", "ranks", "files"],
+}
 
 
-def _run(out: Path, *arguments: str, **variables: str) -> tuple[subprocess.CompletedProcess[str], dict[str, list[str]]]:
-    """The finished script and its table: name to (seconds, exit code)."""
+def _run(out: Path, *arguments: str, **variables: str) -> tuple[str, dict[str, dict[str, object]]]:
+    """What the finished script printed, and its steps by name."""
     environment = dict(os.environ, OUT=str(out), PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="", **variables)
-    done = subprocess.run(
-        [str(ROOT / "bench/on_gpu.sh"), *arguments], env=environment, capture_output=True, text=True, timeout=300
-    )
-    lines = (out / "table.txt").read_text().splitlines()
-    return done, {words[0]: words[1:] for line in lines if (words := line.split())}
+    command = [str(ROOT / "bench/on_gpu.sh"), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    content = json.loads((out / f"{arguments[0]}.json").read_text())
+    return done.stdout, {step["name"]: step for step in content["steps"]}
 
 
 @pytest.mark.second_tier
 @pytest.mark.timeout(300)
-def test_it_ends_in_time_with_a_table(tmp_path: Path):
+@pytest.mark.parametrize("call", STEPS)
+def test_it_ends_in_time_with_a_table(tmp_path: Path, call: str):
     start_s = time.monotonic()
-    done, table = _run(tmp_path, "12")
-    assert time.monotonic() - start_s < 12 + 20
-    assert done.returncode == 0
-    assert "device: cpu" in done.stdout
-    assert [name for name in table if name not in ("step", "total", "memcheck")] == STEPS
-    assert table["scale"] == ["0", "-"]
-    assert done.stdout.rstrip().splitlines()[-1].startswith("total")
+    printed, steps = _run(tmp_path, call, "25")
+    assert time.monotonic() - start_s < 25 + 20
+    assert "device: cpu" in printed
+    assert list(steps) == STEPS[call]
+    assert steps["environment"]["code"] in (0, 124)
+    assert printed.rstrip().splitlines()[-1].startswith("total")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names <= {"facts.json", f"{call}.json", f"{call}.log", f"{call}.md"}
 
 
-def test_a_limit_that_is_no_number(tmp_path: Path):
-    done, table = _run(tmp_path, "0")
-    assert done.returncode == 0
-    assert all(table[name][1] == "-" for name in STEPS)
-    assert "whole number" in _usage(tmp_path)
-
-
-def _usage(out: Path) -> str:
-    """What it says to a limit that is none; stopped as soon as it has said so."""
-    environment = dict(os.environ, OUT=str(out), PYTHON=sys.executable, CUDA_VISIBLE_DEVICES="")
-    with subprocess.Popen(
-        [str(ROOT / "bench/on_gpu.sh"), "soon"],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-        stdout=subprocess.DEVNULL,
-    ) as process:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        process.terminate()
-    return line
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize(
-    ("part", "expected"),
-    [
-        ("first", ["tests", "sanitizer", "adam"]),
-        ("second", STEPS[4:7]),
-        ("third", ["scale", "peers", "bound", "ranks"]),
-    ],
-)
-def test_a_part_alone(tmp_path: Path, part: str, expected: list[str]):
-    _, table = _run(tmp_path, "0", part)
-    assert [name for name in table if name not in ("step", "total", "memcheck")] == ["environment", *expected]
+@pytest.mark.parametrize("arguments", [[], ["soon"], ["540", "first"]])
+def test_a_call_that_there_is_not(arguments: list[str]):
+    done = subprocess.run([str(ROOT / "bench/on_gpu.sh"), *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: ")
 
 
 def test_wheels_are_installed_and_what_is_too_old_ends_it(tmp_path: Path):
-    """A wheel of an old pydantic: found before the installed one, and reported; nothing else is begun."""
+    """A wheel of an old pydantic: found before the installed one, and reported; nothing but facts is begun."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     info = "pydantic-1.0.dist-info"
@@ -98,7 +62,7 @@ def test_wheels_are_installed_and_what_is_too_old_ends_it(tmp_path: Path):
         )
         wheel.writestr(f"{info}/RECORD", "")
     out = tmp_path / "out"
-    _, table = _run(out, "100", WHEELS=str(wheels))
-    assert table["environment"][1] == "1"
-    assert "needed here: pydantic 2.0 or newer" in (out / "log.txt").read_text()
-    assert all(table[name][1] == "-" for name in STEPS if name != "environment")
+    _, steps = _run(out, "second", "200", WHEELS=str(wheels))
+    assert steps["environment"]["code"] == 1
+    assert "needed here: pydantic>=2 is 1.0 there" in (out / "second.log").read_text()
+    assert all(steps[name]["code"] is None for name in STEPS["second"][1:])

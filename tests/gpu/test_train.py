@@ -273,7 +273,7 @@ def test_torch_s_own_optimizer_through_home_views() -> None:
 
 
 @pytest.mark.memory_and_values
-@pytest.mark.parametrize("disk_holds", ["states", "everything"])
+@pytest.mark.parametrize("disk_holds", ["states", pytest.param("everything", marks=pytest.mark.files_in_place)])
 def test_a_disk(tmp_path: Any, disk_holds: str) -> None:
     if disk_holds == "everything" and (problem := TorchGpu().cannot_view_pageable()) is not None:
         pytest.skip(problem)

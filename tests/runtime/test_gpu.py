@@ -175,6 +175,7 @@ def test_a_disk_behind_the_gpu(gpu: TorchGpu, tmp_path: Path) -> None:
 
 @needs_gpu
 @pytest.mark.arithmetic
+@pytest.mark.files_in_place
 def test_a_file_in_place(gpu: TorchGpu, tmp_path: Path) -> None:
     """Eager code reads and writes the file through a tensor of the device's, by kernels and by copies."""
     if (problem := gpu.cannot_view_pageable()) is not None:

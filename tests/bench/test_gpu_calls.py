@@ -1,0 +1,233 @@
+"""The calls for a lent GPU: each step within its time, whatever it does; what there is, is on disk at any moment."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
+import gpu_calls
+import report
+import run
+from gpu_calls import CUT_SHORT, Done, Machine, Results, Runner, Step
+
+ROOT = Path(__file__).parents[2]
+REAL = gpu_calls.calls(Machine("cuda", is_small=False, has_xdist=True))
+
+SUITE = {
+    **{"suite": "fits", "is_small": True, "is_complete": False, "sections": [], "date": "2026-01-01"},
+    "hardware": {"cpu": "one", "num_cores": 1, "ram_nbytes": 2**30},
+    "versions": {"python": "3", "torch": "2", "commit": None, "has_changes": False},
+}
+
+
+def _code(name: str, text: str, share_s: float = 60.0, **more: Any) -> Step:
+    return Step(name, share_s, ("-c", textwrap.dedent(text), "@out", "@limit"), **more)
+
+
+def _runner(folder: Path, seconds: float = 60.0, **broken: str) -> Runner:
+    suites = folder / "suites"
+    suites.mkdir(parents=True)
+    results = Results(folder / "first.json", "first", suites)
+    environment = {**os.environ, "PYTHON": sys.executable}
+    end_s = time.monotonic() + seconds
+    return Runner(folder, suites, end_s, 1.0, environment, folder / "facts.json", results, folder / "first.log", broken)
+
+
+def _written(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "first.json").read_text())
+
+
+WRITES = f"""
+    import json, pathlib, sys
+    pathlib.Path(sys.argv[1]).write_text(json.dumps({SUITE!r}))
+    print("has written", sys.argv[2])
+"""
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("LEAST_S", 0.1), ("BREAK_S", 1.5), ("_LOOK_S", 0.05)):
+        monkeypatch.setattr(gpu_calls, name, seconds)
+
+
+def test_steps_end_each_in_their_own_way_and_the_others_come_home(tmp_path: Path):
+    ignoring = """
+        import signal, subprocess, sys, time
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        print("child", child.pid, flush=True)
+        time.sleep(600)
+    """
+    steps = [
+        _code("fails", "raise SystemExit(3)"),
+        _code("crashes", "import os; os.abort()"),
+        _code("hangs", ignoring, 3.0),
+        _code("listens", "import time\ntry: time.sleep(600)\nfinally: print('its summary')", 3.0),
+        _code("absent", "", tool=("no-such-tool",)),
+        _code("writes", WRITES),
+    ]
+    runner = _runner(tmp_path)
+    begin_s = time.monotonic()
+    gpu_calls.run_call(runner, steps)
+    assert time.monotonic() - begin_s < 30
+    codes = {done.name: done.code for done in runner.results.steps}
+    assert codes == {
+        **{"fails": 3, "crashes": -signal.SIGABRT, "hangs": CUT_SHORT, "listens": CUT_SHORT, "absent": None},
+        "writes": 0,
+    }
+    log = (tmp_path / "first.log").read_text()
+    assert "its summary" in log
+    pid = int(re.search(r"child (\d+)", log)[1])  # type: ignore[index]
+    assert not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    limit_s, own_s = re.search(r"writes \(at most (\d+) s\)\nhas written (\d+)", log).groups()  # type: ignore[union-attr]
+    assert abs(int(limit_s) - gpu_calls.STACKS_S - int(own_s)) <= 1
+    content = _written(tmp_path)
+    assert content["suites"]["writes"]["suite"] == "fits"
+    assert [step["code"] for step in content["steps"]] == list(codes.values())
+    assert "| absent | 0 | - | no-such-tool is not installed |" in (tmp_path / "first.md").read_text()
+    assert report.main([str(tmp_path / "first.json")]) == 0
+
+
+@pytest.mark.parametrize(("how", "code"), [("crash", -signal.SIGKILL), ("hang", CUT_SHORT)])
+def test_a_step_that_is_broken_for_rehearsal_leaves_what_it_wrote(tmp_path: Path, how: str, code: int):
+    steps = [_code("long", WRITES + "    import time; time.sleep(600)", 4.0), _code("next", WRITES)]
+    runner = _runner(tmp_path, long=how)
+    gpu_calls.run_call(runner, steps)
+    assert [(done.code, done.note) for done in runner.results.steps] == [
+        (code, f"broken for rehearsal: {how}"),
+        (0, ""),
+    ]
+    assert set(_written(tmp_path)["suites"]) == {"long", "next"}
+
+
+def test_nothing_begins_when_the_time_is_up(tmp_path: Path):
+    runner = _runner(tmp_path, seconds=0.5)
+    assert runner.run(_code("late", WRITES)) == Done("late", note="no time left")
+
+
+@pytest.mark.parametrize(("code", "begun"), [(0, [True, True]), (1, [True, False]), (-11, [True, True])])
+def test_where_packages_lack_no_more_than_the_facts_is_begun(tmp_path: Path, code: int, begun: list[bool]):
+    ends = f"import os, signal\nos.kill(os.getpid(), {-code}) if {code} < 0 else os._exit({code})"
+    steps = [_code("environment", ends, is_needed=True), _code("facts", WRITES), _code("other", WRITES)]
+    runner = _runner(tmp_path)
+    gpu_calls.run_call(runner, steps)
+    assert [done.code is not None for done in runner.results.steps[1:]] == begun
+
+
+def test_a_process_that_cannot_be_killed_is_not_waited_for_without_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def endless(self: Any, timeout: float | None = None) -> int:
+        raise subprocess.TimeoutExpired("step", timeout or 0)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", endless)
+    done = _runner(tmp_path).run(_code("stuck", "import time; time.sleep(600)", 1.0))
+    assert done.code == CUT_SHORT
+    assert re.fullmatch(r"it had not ended \d+ s after it was killed", done.note)
+
+
+_KILLED = """
+import sys, pathlib, os, time
+sys.path.insert(0, {bench!r})
+import gpu_calls
+from gpu_calls import *
+gpu_calls._LOOK_S = 0.02
+folder = pathlib.Path({folder!r})
+(folder / "suites").mkdir(parents=True)
+results = Results(folder / "first.json", "first", folder / "suites")
+results.write()
+grows = '''
+import json, os, pathlib, sys, time
+suite, path = {suite!r}, pathlib.Path(sys.argv[1])
+for number in range(1000):
+    suite["date"] = str(number) * 20000
+    path.with_suffix(".fresh").write_text(json.dumps(suite))
+    os.replace(path.with_suffix(".fresh"), path)
+    time.sleep(0.01)
+'''
+step = Step("grows", 60.0, ("-c", grows, "@out"))
+environment = dict(os.environ, PYTHON=sys.executable)
+end_s = time.monotonic() + 60
+runner = Runner(folder, folder / "suites", end_s, 1.0, environment, folder / "f", results, folder / "first.log")
+print("begun", flush=True)
+run_call(runner, [step])
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.8, 1.6])
+def test_killed_at_any_second_it_leaves_all_that_it_had(tmp_path: Path, seconds: float):
+    script = _KILLED.format(bench=str(ROOT / "bench"), folder=str(tmp_path), suite=SUITE)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"begun\n"
+        time.sleep(seconds)
+        process.kill()
+    first = _written(tmp_path)
+    assert first["call"] == "first"
+    if seconds > 1:
+        assert first["suites"]["grows"]["suite"] == "fits"
+    subprocess.run(["pkill", "-f", str(tmp_path)], check=False)  # the step's own session outlives its runner
+
+
+def test_every_test_of_a_gpu_is_run_by_a_call():
+    """All files that have such tests; those with files in place in the third call alone, and last."""
+    files = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if re.search(r"mark\.gpu\b|@needs_gpu\b", path.read_text()) and path.parent.name not in ("bench", "cuda_in_ram")
+    }
+    assert len(files) >= 8
+    for call, names in (("first", files), ("third", {"tests/runtime/test_gpu.py", "tests/gpu/test_train.py"})):
+        words = {
+            word for step in REAL[call].steps if not step.tool for word in step.command if word.startswith("tests")
+        }
+        assert all((ROOT / word).exists() for word in words)
+        assert names == {name for name in files if any(name == w or name.startswith(f"{w}/") for w in words)}
+    assert "gpu and files_in_place" in REAL["third"].steps[-1].command
+
+
+def test_calls_are_made_of_things_that_are_there():
+    for name, seconds in (("first", 540), ("second", 560), ("third", 460)):
+        call = REAL[name]
+        assert call.seconds == seconds
+        assert call.steps[0].is_needed
+        assert sum(step.share_s for step in call.steps[:-1]) <= seconds  # the last one has what is left
+        for step in call.steps:
+            script, *arguments = step.command
+            assert script == "-m" or script == "bench/gpu_facts.py" or (ROOT / script).is_file()
+            if script == "bench/run.py":
+                places = {"@limit": "9", "@out": "a.json", "@facts": "b.json", "cuda": "cpu"}
+                assert run.parse_args([places.get(word, word) for word in arguments]).suites[0] in run.SUITES
+    attention = {step.name: step.variables.get("TORCH_CUDNN_SDPA_DEPRIORITIZED") for step in REAL["second"].steps}
+    assert attention == {"environment": None, "promise": "1", "flash": "1", "cudnn": None}
+
+
+def test_facts_of_the_first_call_are_found_by_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_calls, "KEPT", tmp_path / "kept")
+    out = tmp_path / "out"
+    out.mkdir()
+    assert gpu_calls.facts_path(out, "first") == out / "facts.json"
+    assert gpu_calls.facts_path(out, "second") == tmp_path / "kept/facts.json"
+    (out / "facts.json").write_text("{}")
+    assert gpu_calls.facts_path(out, "second") == out / "facts.json"
+
+
+def test_links_stand_for_an_installation(tmp_path: Path):
+    folder = gpu_calls.link_package(tmp_path / "package")
+    ask = (
+        "import importlib.util as u, importlib.metadata as m; print(u.find_spec('chunkc').origin);"
+        "print([e.value for e in m.entry_points(group='torch_dynamo_backends') if e.name == 'chunkc'][0])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+    done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [str(folder / "chunkc/__init__.py"), "chunkc.backend:chunkc"]
+    assert all((folder / "chunkc" / name / "__init__.py").is_file() for name in ("passes", "runtime", "kernels", "ir"))
