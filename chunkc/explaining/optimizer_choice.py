@@ -86,20 +86,27 @@ class OptimizerChoice:
             if kind.__name__ not in having:
                 others = f"{', '.join(having[:-1])} and {having[-1]} have" if having[1:] else f"{having[0]} has"
                 raise OptionsError(f"{kind.__name__} has no {name}; {others}")
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained = list(named.values())
         if self.optimizer is None and self._arguments.keys() <= {"undoable"}:
-            self._make(kind, {torch.float32})
+            self._make(kind, {torch.float32: "in float32"})
             found = [known for parameter in trained if (known := declared(parameter)) is not None]
             num_stages = max((known.num_stages for known in found), default=1)
             return Optimizer("the model's optimizer" if found else kind.__name__, num_stages, {})
-        made = self._make(kind, {parameter.dtype for parameter in trained} or {torch.float32})
+        first = {parameter.dtype: name for name, parameter in reversed(named.items())}
+        made = self._make(kind, first or {torch.float32: "in float32"})
         num_stages = max(known.num_stages for known in made.values())
         return Optimizer(kind.__name__, num_stages, {dtype: known.states for dtype, known in made.items()})
 
-    def _make(self, kind: type[ChunkedOptimizer], dtypes: set[torch.dtype]) -> dict[torch.dtype, Declared]:
-        """What such an optimizer declares for parameters of these dtypes, which is made for empty ones."""
-        empty = [nn.Parameter(torch.empty(0, dtype=dtype, device="cpu")) for dtype in sorted(dtypes, key=str)]
-        kind(empty, update_on=self.update_on, overlap=self.overlap, **self._arguments)  # type: ignore[arg-type]
+    def _make(self, kind: type[ChunkedOptimizer], names: Mapping[torch.dtype, str]) -> dict[torch.dtype, Declared]:
+        """Make such an optimizer for an empty parameter of each dtype, and return what it declares for them.
+
+        `names`: by which an error names the parameter of a dtype.
+        """
+        dtypes = sorted(names, key=str)
+        empty = [nn.Parameter(torch.empty(0, dtype=dtype, device="cpu")) for dtype in dtypes]
+        given = [(names[dtype], parameter) for dtype, parameter in zip(dtypes, empty)]
+        kind(given, update_on=self.update_on, overlap=self.overlap, **self._arguments)  # type: ignore[arg-type]
         found = {parameter.dtype: declared(parameter) for parameter in empty}
         return {dtype: known for dtype, known in found.items() if known is not None}
 

@@ -293,8 +293,10 @@ class ChunkedOptimizer(ClipsGradients):
         try:
             self.rule.check_dtype(parameter.dtype, type(self).__name__)
         except (OptionsError, UnsupportedError) as error:
-            title = f"the parameter {name}" if name else title_of(self, parameter)
-            raise type(error)(f"{error} ({title} of shape {tuple(parameter.shape)})") from None
+            title = (
+                f"the parameter {name}" if name else f"{title_of(self, parameter)} of shape {tuple(parameter.shape)}"
+            )
+            raise type(error)(f"{error} ({title})") from None
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """Refuse values of a parameter group that are out of range.

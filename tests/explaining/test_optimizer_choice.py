@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "split and 8-bit": (BF16, {"master_weights": "split", "moments_dtype": "int8"}),
     "no master": (BF16, {"master_weights": False}),
     "stochastic fp16": (FP16, {"stochastic_rounding": True}),
-    "fp64": (torch.float64, {"optimizer": "adamw"}),
+    "fp64": (torch.float64, {"optimizer": "lamb"}),
     "update_on": (FP32, {"update_on": "gpu"}),
     "overlap": (FP32, {"overlap": "forward"}),
 }
@@ -143,7 +143,7 @@ REFUSED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 def test_what_the_optimizer_refuses_is_refused_in_its_words(name: str) -> None:
     dtype, chosen = REFUSED[name]
     with pytest.raises(chunkc.ChunkcError) as by_optimizer:
-        made([nn.Parameter(torch.zeros(2, dtype=dtype))], chosen)
+        made(list(MLP().to(dtype).named_parameters()), chosen)
     with pytest.raises(type(by_optimizer.value)) as by_explain:
         explained(dtype, **chosen)
     assert str(by_explain.value) == str(by_optimizer.value)

@@ -114,7 +114,7 @@ def test_bytes_of_a_compiled_model_are_counted_exactly(monkeypatch: pytest.Monke
     plain = _Model()
     inputs = torch.randn(32, 64)
     output = torch.compile(plain, backend="chunkc", options=options)(inputs)
-    output.sum().backward()  # beside both, which a plan counts as held
+    output.square().sum().backward()  # beside both, which a plan counts as held
     hit = owner(plain.layers[0].weight)
     assert hit is not None
     assert set(seen) == {"forward", "backward"}

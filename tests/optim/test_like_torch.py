@@ -296,7 +296,7 @@ def test_frozen_parameters_may_have_any_dtype(placed: bool) -> None:
 def test_a_dtype_that_no_update_takes_is_refused_by_name(optimizer: Any) -> None:
     bad = torch.ones(3).to(torch.float8_e4m3fn)
     named = [("head.bias", nn.Parameter(torch.ones(3))), ("head.weight", nn.Parameter(bad))]
-    message = r"updates fp64, .* not torch.float8_e4m3fn \(the parameter head.weight of shape \(3,\)\)"
+    message = r"updates fp64, .* not torch.float8_e4m3fn \(the parameter head.weight\)"
     with pytest.raises(chunkc.UnsupportedError, match=message):
         optimizer(named)
     frozen = nn.Parameter(bad, requires_grad=False)
