@@ -260,6 +260,10 @@ class Executable:
                 run.store.release_slots()
             except ChunkcError as second:
                 error.add_note(f"while giving slots back after this: {second}")
+            try:
+                run.store.tier.mark()  # what was enqueued before the error runs on, and the next phase comes after it
+            except RuntimeError as second:  # the error broke the device
+                error.add_note(f"while marking the stream after this: {second}")
             raise
         run.store.drop_spare_slots()
         run.measurement.begin(run.store)

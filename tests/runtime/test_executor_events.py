@@ -191,6 +191,36 @@ def test_a_second_error_while_slots_are_given_back_is_a_note() -> None:
     assert parameters["a"].tolist() == [[1.0] * WIDTH] * WIDTH
 
 
+class MarkedTier(CpuTier):
+    """Counts marks; `problem` is raised instead, as by a device that is broken."""
+
+    num_marks, problem = 0, None
+
+    def mark(self) -> tuple[()]:
+        self.num_marks += 1
+        if self.problem is not None:
+            raise self.problem
+        return ()
+
+
+@pytest.mark.parametrize("problem", [None, RuntimeError("the device is broken")])
+def test_the_phase_after_one_that_failed_comes_behind_it(problem: Exception | None) -> None:
+    """Where it runs on another stream, it waits for the last mark: what failed had enqueued work before that."""
+    store = Recorder()
+    store.tier = tier = MarkedTier()
+
+    def fail(values: list[Any]) -> Sequence[Any]:
+        tier.num_marks, tier.problem = 0, problem
+        raise ZeroDivisionError("oops")
+
+    segments = {"square": boxed(lambda x: x.expand(WIDTH, WIDTH).clone()), "fail": fail}
+    with pytest.raises(ZeroDivisionError, match="oops") as caught:
+        lower(failing_graph(), segments)([torch.ones(1)], Run(store, Measurement()))  # type: ignore[arg-type]
+    assert tier.num_marks == 1
+    notes = getattr(caught.value, "__notes__", [])
+    assert any("broken" in note for note in notes) == (problem is not None)
+
+
 def test_out_of_memory_for_a_slot_is_raised_itself() -> None:
     """The chunk that got no slot does not stop the others from being given back."""
     cpu_allocator.install()
