@@ -54,7 +54,8 @@ STACKS_S = 20.0
 REAP_S = 10.0
 LEAST_S = 4.0
 """With less time left no step is begun."""
-BREAK_S = 6.0
+BREAK_S = 20.0
+"""After so long a step that is to be broken has something to lose."""
 _LOOK_S = 0.5
 _LINES_SHOWN = 25
 
@@ -218,7 +219,13 @@ class Results:
             for done in self.steps
         ]
         lines = ["| step | seconds | exit | note |", "|---|---:|---:|---|", *(f"| {' | '.join(row)} |" for row in rows)]
-        replace_text(self.path.with_suffix(".md"), "\n".join([*lines, "", *map(markdown, self._read.values())]))
+        tables = [f"# {name}\n\n{markdown(self._read[name])}" for name in self._in_order()]
+        replace_text(self.path.with_suffix(".md"), "\n".join([*lines, "", *tables]))
+
+    def _in_order(self) -> list[str]:
+        """Names of suites, those whose steps have ended first, and in that order."""
+        ended = [done.name for done in self.steps]
+        return sorted(self._read, key=lambda name: ended.index(name) if name in ended else len(ended))
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -284,18 +291,20 @@ class Runner:
     def _wait(self, process: subprocess.Popen[bytes], end_s: float, broken: str | None) -> tuple[int, str]:
         """The exit code, and what else there is to say. Nothing that the step started is left in its group."""
         break_s, notes, is_interrupted = time.monotonic() + BREAK_S, list[str](), False
-        while process.poll() is None and time.monotonic() < end_s:
-            self.results.look()
-            if broken and time.monotonic() >= break_s:
-                os.killpg(process.pid, {"crash": signal.SIGKILL, "hang": signal.SIGSTOP}[broken])
-                notes, broken = [f"broken for rehearsal: {broken}"], None
-            if not is_interrupted and time.monotonic() >= end_s - min(INTERRUPT_S, (end_s - break_s + BREAK_S) / 4):
-                is_interrupted = True
-                process.send_signal(signal.SIGINT)
-            time.sleep(_LOOK_S)
-        ended_s, is_late = time.monotonic(), process.poll() is None or is_interrupted
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            while process.poll() is None and time.monotonic() < end_s:
+                self.results.look()
+                if broken and time.monotonic() >= break_s:
+                    os.killpg(process.pid, {"crash": signal.SIGKILL, "hang": signal.SIGSTOP}[broken])
+                    notes, broken = [f"broken for rehearsal: {broken}"], None
+                if not is_interrupted and time.monotonic() >= end_s - min(INTERRUPT_S, (end_s - break_s + BREAK_S) / 4):
+                    is_interrupted = True
+                    process.send_signal(signal.SIGINT)
+                time.sleep(_LOOK_S)
+            ended_s, is_late = time.monotonic(), process.poll() is None or is_interrupted
+        finally:  # also where this process is told to end
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         try:
             process.wait(REAP_S)
         except subprocess.TimeoutExpired:
@@ -426,6 +435,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--break", dest="broken", action="append", default=[], metavar="STEP=crash|hang")
     options = parser.parse_args(arguments)
     begin_s = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the step under way, too
     out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     log = out / f"{options.call}.log"

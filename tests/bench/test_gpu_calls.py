@@ -107,6 +107,8 @@ def test_a_step_that_is_broken_for_rehearsal_leaves_what_it_wrote(tmp_path: Path
         (0, ""),
     ]
     assert set(_written(tmp_path)["suites"]) == {"long", "next"}
+    tables = (tmp_path / "first.md").read_text()
+    assert tables.index("# long\n") < tables.index("# next\n")  # in the order of the steps, each by its name
 
 
 def test_nothing_begins_when_the_time_is_up(tmp_path: Path):
@@ -148,7 +150,7 @@ results.write()
 grows = '''
 import json, os, pathlib, sys, time
 suite, path = {suite!r}, pathlib.Path(sys.argv[1])
-for number in range(1000):
+for number in range(300):  # a few seconds: its session outlives its runner
     suite["date"] = str(number) * 20000
     path.with_suffix(".fresh").write_text(json.dumps(suite))
     os.replace(path.with_suffix(".fresh"), path)
@@ -175,7 +177,42 @@ def test_killed_at_any_second_it_leaves_all_that_it_had(tmp_path: Path, seconds:
     assert first["call"] == "first"
     if seconds > 1:
         assert first["suites"]["grows"]["suite"] == "fits"
-    subprocess.run(["pkill", "-f", str(tmp_path)], check=False)  # the step's own session outlives its runner
+
+
+_TOLD_TO_END = """
+import sys, pathlib
+sys.path.insert(0, {bench!r})
+import gpu_calls
+from gpu_calls import *
+sleeps = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; print(1); time.sleep(600)'])"
+gpu_calls.calls = lambda machine: {{"first": Call(60, (Step("sleeps", 60.0, ("-c", sleeps)),))}}
+gpu_calls.look_at_machine = lambda *_: Machine("cpu", True, False)
+gpu_calls.main(["first", "--out", {folder!r}])
+"""
+
+
+def test_a_call_that_is_told_to_end_takes_its_step_with_it(tmp_path: Path):
+    script = _TOLD_TO_END.format(bench=str(ROOT / "bench"), folder=str(tmp_path))
+    log = tmp_path / "first.log"
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as process:
+        while not log.exists() or "sleeps" not in log.read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(1.0)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.terminate()
+        process.wait(20)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert len(children) == 1
+    with pytest.raises(ProcessLookupError):  # the step's group, its leader and what that started
+        _wait_for_no_group(int(children[0]))
+    assert _written(tmp_path)["call"] == "first"
+
+
+def _wait_for_no_group(leader: int) -> None:
+    for _ in range(100):
+        os.killpg(leader, 0)
+        time.sleep(0.1)
 
 
 def test_every_test_of_a_gpu_is_run_by_a_call():
