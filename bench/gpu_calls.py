@@ -301,7 +301,7 @@ class Runner:
                     is_interrupted = True
                     process.send_signal(signal.SIGINT)
                 time.sleep(_LOOK_S)
-            ended_s, is_late = time.monotonic(), process.poll() is None or is_interrupted
+            ended_s, is_late = time.monotonic(), process.poll() is None or (is_interrupted and process.returncode != 0)
         finally:  # also where this process is told to end
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
