@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from chunkc.caller import compiled_call
-from chunkc.ir.errors import BudgetError
+from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.logs import logger
 from chunkc.machines.devices import device_of, hardware_of, parse_device
 from chunkc.options import Options
@@ -43,7 +43,11 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
     if call is None or _is_cut(call.module.parameters()):
         return error
     parameters = dict(call.module.named_parameters())
-    hardware = hardware_of(device_of(parameters) if parameters else parse_device("cpu"))
+    try:
+        hardware = hardware_of(device_of(parameters) if parameters else parse_device("cpu"))
+    except UnsupportedError as problem:  # some are elsewhere, as those of an embedding that the CPU looks up
+        logger.debug("the minimum of a whole step is not known: %s", problem)
+        return error
 
     def minimum_nbytes(*, trains: bool | None) -> int:
         with torch.inference_mode(False), torch.set_grad_enabled(trains is not False):
