@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -372,8 +373,12 @@ class Explanation:
             OptionsError: the values are not an explanation's.
         """
         try:
-            return TypeAdapter(Explanation).validate_python(dict(values))
+            found = TypeAdapter(Explanation).validate_python(dict(values))
+            json.dumps(found.to_dict(), allow_nan=False)
+            return found
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))
             raise OptionsError(f"not a chunkc explanation: {where}: {first['msg']}") from None
+        except ValueError:  # of `json.dumps`; a text such as "INF" is a number, too
+            raise OptionsError("not a chunkc explanation: one of its numbers is not finite") from None

@@ -66,6 +66,14 @@ def test_a_wrong_text_is_refused_in_one_line(text: str, says: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("figure", ["INF", "nan"])
+def test_a_number_that_is_not_finite_is_refused(figure: str) -> None:
+    values = json.loads(render_json(small()))
+    values["step_time_s"]["total"] = figure  # a text that pydantic takes for a number
+    with pytest.raises(OptionsError, match="one of its numbers is not finite"):
+        parse_json(json.dumps(values))
+
+
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match=r"cannot read .*gone\.json: No such file"):
         read_explanation(tmp_path / "gone.json")
