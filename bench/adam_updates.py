@@ -98,7 +98,7 @@ def _chunkc_triton(spec: AdamSpec) -> Update:
         raise Unavailable("chunkc has no Triton update")
     from chunkc.kernels import elementwise_triton
     from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
-    from chunkc.kernels.hyper import scalar_table
+    from chunkc.kernels.hyperparameters import scalar_table
 
     is_bf16 = spec.precision == BF16
     target, grad, exp_avg, exp_avg_sq = _working_set(spec)
@@ -119,7 +119,7 @@ def _chunkc_split(spec: AdamSpec) -> Update:
     """chunkc's kernels, with a master in two halves: the parameter and its lower 16 bits."""
     from chunkc.kernels import elementwise_cpu
     from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
-    from chunkc.kernels.hyper import scalar_table
+    from chunkc.kernels.hyperparameters import scalar_table
     from chunkc.kernels.split import join_master, split_master
 
     target, grad, exp_avg, exp_avg_sq = _working_set(spec)
@@ -263,7 +263,7 @@ _MAKERS: Mapping[str, Callable[[AdamSpec], Update]] = {
 
 
 def _hyper(step: int) -> Any:
-    from chunkc.kernels.hyper import AdamHyper
+    from chunkc.kernels.hyperparameters import AdamHyper
 
     return AdamHyper(LR, *BETAS, EPS, WEIGHT_DECAY, step)
 

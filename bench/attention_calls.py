@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.cuda_memory import rounded_nbytes
+from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 
 aten = torch.ops.aten
 Call = tuple[Any, tuple[Any, ...]]

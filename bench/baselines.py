@@ -18,18 +18,17 @@ import torch
 import unet
 from policies import POLICIES, phase_plan
 
-from chunkc.captured import Captured, profile
 from chunkc.explaining.cuda_offline import captured_for
+from chunkc.explaining.dry_run import Rehearsed
 from chunkc.explaining.explain import budget_of, on_hardware, training_in
-from chunkc.explaining.moments import PlannedRun, StepPlans
+from chunkc.explaining.memory_timeline import PlannedRun, StepPlans
 from chunkc.explaining.offline import OfflineStep, capture_offline
-from chunkc.explaining.rehearsal import Rehearsed
-from chunkc.explaining.replay import Replay
+from chunkc.explaining.paper_step import Replay
 from chunkc.explaining.updates import Updates
-from chunkc.ir.chunks import Chunk, ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Absence
+from chunkc.ir.layout import Chunk, ChunkLayout
 from chunkc.ir.links import QUEUES
 from chunkc.ir.plan import PhasePlan, Position
 from chunkc.ir.program import FORWARD, UPDATE
@@ -38,10 +37,11 @@ from chunkc.machines.presets import load_hardware
 from chunkc.models import find_model
 from chunkc.optim.overlap_mode import NONE
 from chunkc.options import parse_options
-from chunkc.passes.planning import chunk_items, fixed_nbytes, needed_nbytes
-from chunkc.passes.update_planning import update_positions
-from chunkc.policy import decide
-from chunkc.situation import Forms, PhaseCalled
+from chunkc.passes.planning.residency import chunk_items, fixed_nbytes, needed_nbytes
+from chunkc.passes.planning.updates import update_positions
+from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.decide import decide
+from chunkc.policy.state import Forms, PhaseCalled
 
 UNET = "unet"
 """The name of the one model that is not built in."""

@@ -44,16 +44,14 @@ from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc import absences, plans, session
-from chunkc.captured import Captured
 from chunkc.explaining.explain import on_hardware, training_in
 from chunkc.explaining.offline import capture_offline
-from chunkc.explaining.replay import Replay
+from chunkc.explaining.paper_step import Replay
 from chunkc.explaining.updates import Updates
-from chunkc.ir.chunks import PARAM, ChunkLayout
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware, LinkSpec
 from chunkc.ir.items import Absence
+from chunkc.ir.layout import PARAM, ChunkLayout
 from chunkc.ir.links import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOME
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan, Plan
 from chunkc.ir.program import UPDATE
@@ -61,10 +59,14 @@ from chunkc.ir.simulate import step_time
 from chunkc.machines.calibrate import Sizes, calibrate
 from chunkc.optim.overlap_mode import BACKWARD, NONE
 from chunkc.options import parse_options
-from chunkc.passes import phases as planner
-from chunkc.passes import update_planning
-from chunkc.passes.planning import chunk_items, fixed_nbytes, moving_only
-from chunkc.runtime.homes import DiskHome, MemoryHome
+from chunkc.passes.planning import timeline as planner
+from chunkc.passes.planning import updates as update_planning
+from chunkc.passes.planning.residency import chunk_items, fixed_nbytes, moving_only
+from chunkc.policy import activation_search as absences
+from chunkc.policy import plans
+from chunkc.policy.captured_step import Captured
+from chunkc.runtime.storage.homes import DiskHome, MemoryHome
+from chunkc.session import session
 
 LATENCY_S = 2e-4
 

@@ -2,7 +2,7 @@
 
 PyTorch describes its operators in `op_db`, with sample inputs for each. Every sample runs here, forward and, where it
 has gradients, backward, also with operands that are not contiguous; a dispatch mode sees each ATen call, measures what
-it allocates inside with `chunkc.runtime.cpu_allocator`, and asks `chunkc.passes.scratch.cpu` for the same number.
+it allocates inside with `chunkc.runtime.device.cpu_allocator`, and asks `chunkc.passes.memory.scratch.cpu` for the same number.
 
     python bench/conformance_bytes.py runs/conformance_bytes.jsonl
     python bench/conformance_bytes.py runs/conformance_bytes.jsonl --operators tril triu --dtypes float32
@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.scratch import cpu
-from chunkc.runtime import cpu_allocator
+from chunkc.passes.memory.scratch import cpu
+from chunkc.runtime.device import cpu_allocator
 
 DTYPES = ("float32", "bfloat16", "int64", "complex64")
 LOOSE_FACTOR, SLACK_NBYTES = 3, 4096

@@ -29,8 +29,8 @@ from torch import nn
 
 import chunkc
 import chunkc.backend
-from chunkc.runtime import cpu_allocator
-from chunkc.session import sessions_of
+from chunkc.runtime.device import cpu_allocator
+from chunkc.session.session import sessions_of
 
 SHARE = 1.3
 """Of the smallest budget."""

@@ -35,7 +35,7 @@ from coverage_models import NotBuilt
 from coverage_table import FAILED, NOT_BUILT, WAITING, Cell, Column
 from subject_process import only_replies
 
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 
 def _cells(name: str, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:

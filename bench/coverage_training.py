@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import chunkc
 import chunkc.backend
-from chunkc.session import sessions_of
+from chunkc.session.session import sessions_of
 
 NUM_STEPS, NUM_STEPS_AFTER = 3, 2
 """Training steps before the evaluation, and after it."""

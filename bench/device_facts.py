@@ -37,13 +37,13 @@ from chunkc.machines.measuring import (
     together_s,
     train_a_little,
 )
-from chunkc.passes.attention_cuda import attention_kernel, may_take_cudnn
-from chunkc.passes.cuda_memory import rounded_nbytes
-from chunkc.passes.scratch.cuda import cuda_output_nbytes, cuda_scratch_nbytes
-from chunkc.runtime.cuda import memory_limit
-from chunkc.runtime.gpu import TorchGpu, driver_attribute, has_kernels_for
-from chunkc.runtime.homes import MemoryHome
-from chunkc.runtime.pinned import PinnedHome, on_device
+from chunkc.passes.graphs.attention_cuda import attention_kernel, may_take_cudnn
+from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.passes.memory.scratch.cuda import cuda_output_nbytes, cuda_scratch_nbytes
+from chunkc.runtime.device.cuda import memory_limit
+from chunkc.runtime.device.gpu import TorchGpu, driver_attribute, has_kernels_for
+from chunkc.runtime.storage.homes import MemoryHome
+from chunkc.runtime.storage.pinned import PinnedHome, on_device
 from chunkc.torch_private.cuda_allocator import use_expandable_segments
 
 

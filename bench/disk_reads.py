@@ -22,8 +22,8 @@ import torch
 from context import Context, Progress
 from metrics import Metric, Row, Section, paired_ratios
 
-from chunkc.runtime.disk_reads import NUM_UNDER_WAY, PIECE_NBYTES
-from chunkc.runtime.homes import DiskHome
+from chunkc.runtime.storage.disk_reads import NUM_UNDER_WAY, PIECE_NBYTES
+from chunkc.runtime.storage.homes import DiskHome
 
 CASE = "reads"
 BASE = "a home, 1 at a time, through the cache"

@@ -31,7 +31,7 @@ from text import batches, file_text, stdlib_text
 
 import chunkc
 from chunkc.models import num_parameters
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 Emit = Callable[[dict[str, Any]], None]
 

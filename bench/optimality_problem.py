@@ -8,16 +8,16 @@ from typing import Any
 
 from optimality_bound import Call, Gap, Problem, UpdateWork
 
-from chunkc.captured import Captured, profile
-from chunkc.explaining.moments import StepPlans
+from chunkc.explaining.memory_timeline import StepPlans
 from chunkc.explaining.updates import Updates
-from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.ir.links import TO_DEVICE, TO_HOME
 from chunkc.ir.plan import Position
 from chunkc.ir.states import MASTER
 from chunkc.ir.updates import update_traffic
-from chunkc.passes.planning import fixed_nbytes
+from chunkc.passes.planning.residency import fixed_nbytes
+from chunkc.policy.captured_step import Captured, profile
 
 
 def problem_of(

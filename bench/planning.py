@@ -27,11 +27,11 @@ from baselines import Case, replayed
 from rich.console import Console
 from rich.table import Table
 
-from chunkc.explaining.moments import StepPlans
-from chunkc.garbage import no_automatic_collection
+from chunkc.explaining.memory_timeline import StepPlans
 from chunkc.ir.simulate import step_time
 from chunkc.ir.units import parse_nbytes
 from chunkc.optim.overlap_mode import BACKWARD, NONE
+from chunkc.utils.garbage import no_automatic_collection
 
 CASES = (
     Case("gpt-1b", "rtx3090", 8, "20.8GiB"),

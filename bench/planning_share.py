@@ -25,9 +25,10 @@ from gpt import GPT, GPTConfig
 from torch._inductor.utils import fresh_cache
 
 import chunkc
-from chunkc import compilation, graph
+from chunkc import compile as compilation
 from chunkc.optim import update
 from chunkc.optim.overlap_mode import BACKWARD
+from chunkc.session import compiled_step as graph
 
 PLANNING = (
     (compilation, "decide"),

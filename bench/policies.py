@@ -27,7 +27,7 @@ from chunkc.ir.plan import (
     Position,
 )
 from chunkc.ir.program import FORWARD
-from chunkc.passes.activations import Saved
+from chunkc.passes.planning.offload import Saved
 
 NEVER = 1 << 60
 

@@ -23,18 +23,18 @@ from baselines import Case, Planned, plan, timed
 from rich.console import Console
 from rich.table import Table
 
-from chunkc.captured import profile
-from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.items import ALL_PRESENT, ItemId
+from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.ir.plan import PhasePlan, Position
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
 from chunkc.ir.simulate import STAYING, simulate, step_time
 from chunkc.ir.updates import tile_traffic
 from chunkc.optim.overlap_mode import NONE
-from chunkc.passes.phases import plan_phases
-from chunkc.passes.planning import fixed_nbytes
-from chunkc.passes.update_planning import update_positions, update_tiles
+from chunkc.passes.planning.residency import fixed_nbytes
+from chunkc.passes.planning.timeline import plan_phases
+from chunkc.passes.planning.updates import update_positions, update_tiles
+from chunkc.policy.captured_step import profile
 
 CASES = (
     Case("gpt-1b", "rtx3090", 8, "6GiB"),

@@ -36,8 +36,8 @@ from specs import CHUNKC, CHUNKC_RANKS, SubjectSpec
 from subject_process import Reply, Unavailable, only_replies
 
 import chunkc
-from chunkc.runtime import cpu_allocator
-from chunkc.runtime.cuda import memory_limit
+from chunkc.runtime.device import cpu_allocator
+from chunkc.runtime.device.cuda import memory_limit
 
 
 class Trainer:

@@ -7,11 +7,10 @@ optimizer = chunkc.optim.AdamW(model.parameters(), lr=3e-4)
 from chunkc import checkpoint, optim
 from chunkc.checkpoint.training import Checkpoint
 from chunkc.distribute import distribute
+from chunkc.distributed.process_group import init_process_group
 from chunkc.engine import initialize_engine
 from chunkc.explaining.explain import explain, minimum_of_call
-from chunkc.files.load import load
-from chunkc.files.save import save
-from chunkc.init import init
+from chunkc.explaining.whole_step import trace_with
 from chunkc.ir.errors import (
     BudgetError,
     CheckpointError,
@@ -27,12 +26,13 @@ from chunkc.ir.errors import (
 )
 from chunkc.ir.explanation import Explanation
 from chunkc.optim.grad_scaler import GradScaler
-from chunkc.optim.updates_under_way import synchronize
-from chunkc.passes.scratch.declared import declare_scratch
-from chunkc.place import place
-from chunkc.process_group import init_process_group
+from chunkc.optim.running_updates import synchronize
+from chunkc.passes.memory.scratch.declared import declare_scratch
 from chunkc.report import Report, report
-from chunkc.whole_step import trace_with
+from chunkc.session.init import init
+from chunkc.session.place import place
+from chunkc.weights.load import load
+from chunkc.weights.save import save
 
 __all__ = [
     "BudgetError",

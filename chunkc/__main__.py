@@ -2,6 +2,6 @@
 
 import sys
 
-from chunkc.cli import main
+from chunkc.cli.command import main
 
 sys.exit(main())

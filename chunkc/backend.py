@@ -19,17 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc import recompile_limit
-from chunkc.backward_kinds import COMPILED_AUTOGRAD
-from chunkc.caller import runs_inside_the_compiled_call
-from chunkc.capture import detached
-from chunkc.compilation import NotForAnyShapes, compile_graph
+from chunkc.compile import NotForAnyShapes, compile_graph
+from chunkc.distributed.agreement import refuse
+from chunkc.distributed.whole_parameters import has_own_meshes, with_own_meshes, with_whole_parameters
+from chunkc.explaining.whole_step import completed
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
-from chunkc.logs import logger
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import prepare_compiler
-from chunkc.passes.graphs import placeholders
-from chunkc.ranks import refuse
-from chunkc.runtime.parts import Part, part_of
+from chunkc.passes.graphs.graphs import placeholders
+from chunkc.runtime.store.shards import Part, part_of
+from chunkc.session.logs import logger
+from chunkc.session.update_graphs import is_between_calls
 from chunkc.torch_private.dynamo import (
     TensorifyScalarRestartAnalysis,
     compile_lock,
@@ -37,11 +37,11 @@ from chunkc.torch_private.dynamo import (
     watch_compilations,
 )
 from chunkc.torch_private.fake import DataDependentOutputException, TracingContext, detect_fake_mode, tracing
-from chunkc.update_graphs import is_between_calls
-from chunkc.user_names import GraphNames
+from chunkc.tracing.autograd_checks import COMPILED_AUTOGRAD
+from chunkc.tracing.caller import runs_inside_the_compiled_call
+from chunkc.tracing.capture import detached
+from chunkc.tracing.names import GraphNames
 from chunkc.variants import Variant, Variants
-from chunkc.whole_parameters import has_own_meshes, with_own_meshes, with_whole_parameters
-from chunkc.whole_step import completed
 
 
 def chunkc(

@@ -17,19 +17,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from chunkc.distributed.agreement import agree, together
+from chunkc.distributed.tensor_parallel import TensorParallel, is_parallel, local, tensor_parallel
+from chunkc.distributed.whole_parameters import let_read, whole
 from chunkc.ir.errors import ChunkcError, DistributedError, OptionsError, UnsupportedError
 from chunkc.ir.shards import ZeroStage, check_zero_stage
 from chunkc.machines.devices import parse_device
-from chunkc.movable import can_move, is_chunkable
 from chunkc.options import parse_options
-from chunkc.place import move_staying, place_parts
-from chunkc.ranks import agree, together
-from chunkc.runtime.nursery import SMALLEST_NBYTES, Nursery, note_birth, nursery_at
-from chunkc.runtime.parts import Part, part_of, shards_on
-from chunkc.runtime.transport import Transport
-from chunkc.session import owner
-from chunkc.tensor_parallel import TensorParallel, is_parallel, local, tensor_parallel
-from chunkc.whole_parameters import let_read, whole
+from chunkc.runtime.distributed.transport import Transport
+from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, Nursery, note_birth, nursery_at
+from chunkc.runtime.store.shards import Part, part_of, shards_on
+from chunkc.session.movable import can_move, is_chunkable
+from chunkc.session.place import move_staying, place_parts
+from chunkc.session.session import owner
 
 TIMEOUT_S = 300.0
 """How long a rank waits for the others."""

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from chunkc.ir.chunks import DiskHolds
 from chunkc.ir.errors import OptionsError
+from chunkc.ir.layout import DiskHolds
 from chunkc.ir.text import short
 from chunkc.ir.units import NUMBER, parse_nbytes
 

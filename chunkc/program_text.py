@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from chunkc.capture import TracedGraphs
-from chunkc.passes.graphs import placeholders
+from chunkc.passes.graphs.graphs import placeholders
+from chunkc.tracing.capture import TracedGraphs
 
 
 def text_of(capture: TracedGraphs) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 from chunkc.ir.errors import ChunkcError
 from chunkc.ir.estimates import EstimatedOperator
 from chunkc.ir.units import format_nbytes
-from chunkc.session import Session, sessions_of
+from chunkc.session.session import Session, sessions_of
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Report:
     Attributes:
         memory_budget_nbytes, predicted_peak_nbytes: of the compute tier.
         measured_peak_nbytes: all that was in use; None where nothing meters the tier (on a CPU:
-            `chunkc.runtime.cpu_allocator.install`).
+            `chunkc.runtime.device.cpu_allocator.install`).
         measured_planned_nbytes: the same without tensors of the program that no plan knows, such as a copy of the model
             or an average of its weights: what a prediction is for.
         unplanned_nbytes: those of them that were there in the run of the measured peak.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from chunkc.report import Report, report
-from chunkc.session import sessions_of
+from chunkc.session.session import sessions_of
 
 PEAK = "chunkc/peak_bytes"
 

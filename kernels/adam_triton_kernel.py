@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from chunkc.kernels.formats import UNIT
-from chunkc.kernels.hyper import AdamScalars
+from chunkc.kernels.hyperparameters import AdamScalars
 from chunkc.kernels.triton_formats import (
     draws_of_tensor,
     factors_of,
@@ -64,7 +64,7 @@ def adam_kernel(
     """One program per row of `work`, int64: begin, end, group, and the tensor where there are `distances`.
 
     Slots are the first tensor's; `distances` says where each tensor has its own, by kind in the slots' order (see
-    `chunkc.kernels.distances.distances_of`). Without it there is one tensor.
+    `chunkc.kernels.pointer_offsets.distances_of`). Without it there is one tensor.
 
     `code_tables` is fp32 `[4, 256]`: values, then midpoints, of signed codes, then of unsigned ones.
     """

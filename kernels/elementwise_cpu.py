@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.states import UNSIGNED, is_scale, scale_of
 from chunkc.kernels.cpu_loop import has_loop, loop_pass
 from chunkc.kernels.cpu_pass import UpdatePass, rounding_words, update_pass

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor
 
-from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.states import (
     ELEMENTS_PER_SCALE,
     EXP_AVG,
@@ -27,7 +27,7 @@ from chunkc.ir.states import (
     scale_of,
 )
 from chunkc.kernels import adam
-from chunkc.kernels.hyper import (
+from chunkc.kernels.hyperparameters import (
     GRAD_DTYPES,
     AdamHyper,
     AdamScalars,
@@ -114,7 +114,7 @@ class UpdateFormat(ABC):
     """
 
     scalars: ClassVar[type[Any]]
-    """The rule's scalars, a named tuple: `of(row)` reads a row of `chunkc.kernels.hyper.scalar_table`."""
+    """The rule's scalars, a named tuple: `of(row)` reads a row of `chunkc.kernels.hyperparameters.scalar_table`."""
     slots: ClassVar[type[Slots]]
     """The buffers of a tile, by kind."""
     triton_kernel: ClassVar[str]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span, check_slots, check_tensor
 from chunkc.kernels.fused_pass import host_empty
-from chunkc.kernels.hyper import check_ranges
+from chunkc.kernels.hyperparameters import check_ranges
 
 ROW = 1 << 14
 """Elements that are summed up as one at most. Rows end at its multiples in the space of all elements, so tiles that
@@ -46,7 +46,7 @@ class LambScalars(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor) -> LambScalars:
-        """A row of `chunkc.kernels.hyper.scalar_table`, each scalar a 0-dim tensor."""
+        """A row of `chunkc.kernels.hyperparameters.scalar_table`, each scalar a 0-dim tensor."""
         scalars: Any = row.unbind()
         return cls(*scalars)
 
@@ -208,7 +208,7 @@ def lamb_work(tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tupl
 def lamb_work_of_tensors(tensors: Sequence[Span]) -> LambWork:
     """What both stages do with tensors that lie anywhere and are updated by one launch each, on the CPU.
 
-    Only Triton does that. The work lacks `distances` (`chunkc.kernels.distances`), which may change at every step. Its
+    Only Triton does that. The work lacks `distances` (`chunkc.kernels.pointer_offsets`), which may change at every step. Its
     rows are int64 `[num_rows, 6]`: begin and end in elements of the tensor, whose number is last.
 
     Args:

@@ -33,7 +33,7 @@ def lamb_moments(
     Args:
         fmt: fp32 parameters, or low precision with a master; fp32 moments, rounding to nearest.
         work: of this tile, from `lamb_work`.
-        scalars: `[num_groups, 10]` fp32, see `chunkc.kernels.hyper.scalar_table`.
+        scalars: `[num_groups, 10]` fp32, see `chunkc.kernels.hyperparameters.scalar_table`.
         partials: `[2, num_partials]` fp32, see `new_partials`; the tile's rows are overwritten.
 
     Raises:

@@ -30,7 +30,7 @@ class SgdScalars(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor) -> SgdScalars:
-        """A row of `chunkc.kernels.hyper.scalar_table`, each scalar a 0-dim tensor."""
+        """A row of `chunkc.kernels.hyperparameters.scalar_table`, each scalar a 0-dim tensor."""
         scalars: Any = row.unbind()
         return cls(*scalars)
 

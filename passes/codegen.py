@@ -16,18 +16,18 @@ from torch.compiler import config as compiler_config
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.estimates import unread_wrapper
 from chunkc.ir.program import SegmentMemory
-from chunkc.passes.alias_check import CheckedOnce
-from chunkc.passes.attention_cuda import Capability
-from chunkc.passes.collectives import WAIT, Meeting, is_collective
-from chunkc.passes.graphs import is_compute, op_name, output_node, placeholders, returned
-from chunkc.passes.inductor.cuda import steady_inductor
-from chunkc.passes.inductor.memory import inductor_memory
-from chunkc.passes.inductor.wrapper_reader import UnreadableWrapper
-from chunkc.passes.inductor.wrapper_source import WrapperSource, wrapper_of
-from chunkc.passes.origins import origins
-from chunkc.passes.segment_memory import bounded_memory, eager_memory
-from chunkc.passes.segments import Segment
-from chunkc.passes.shapes import AS_TRACED, Shapes, symbol_values
+from chunkc.passes.graphs.attention_cuda import Capability
+from chunkc.passes.graphs.collectives import WAIT, Meeting, is_collective
+from chunkc.passes.graphs.graphs import is_compute, op_name, output_node, placeholders, returned
+from chunkc.passes.graphs.origins import origins
+from chunkc.passes.graphs.shapes import AS_TRACED, Shapes, symbol_values
+from chunkc.passes.memory.inductor.cuda import steady_inductor
+from chunkc.passes.memory.inductor.memory import inductor_memory
+from chunkc.passes.memory.inductor.wrapper_reader import UnreadableWrapper
+from chunkc.passes.memory.inductor.wrapper_source import WrapperSource, wrapper_of
+from chunkc.passes.memory.segment_memory import bounded_memory, eager_memory
+from chunkc.passes.segments.alias_check import CheckedOnce
+from chunkc.passes.segments.segments import Segment
 from chunkc.torch_private.aot import is_custom
 from chunkc.torch_private.inductor import (
     InvalidCxxCompiler,
@@ -43,7 +43,7 @@ from chunkc.torch_private.inductor import (
 )
 
 Show = Callable[[str, int, int | None], None]
-"""As `chunkc.progress.Show`."""
+"""As `chunkc.utils.progress.Show`."""
 
 BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of inputs, which it empties, and returns the outputs."""

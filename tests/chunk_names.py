@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from chunkc.ir.chunks import Chunk
+from chunkc.ir.layout import Chunk
 
 _NAME = re.compile(r"(\w+):(\d+)(?:\[(\d+):(\d+)\])?")
 

@@ -24,9 +24,9 @@ from harness import array, differences  # noqa: E402
 from interpreting import answer  # noqa: E402
 
 import chunkc  # noqa: E402
-import chunkc.optim.doubts  # noqa: E402
 import chunkc.optim.on_device  # noqa: E402
-import chunkc.session  # noqa: E402
+import chunkc.optim.pending_steps  # noqa: E402
+import chunkc.session.session  # noqa: E402
 from chunkc.machines.presets import preset  # noqa: E402
 from chunkc.optim.update_on import groups_at_home  # noqa: E402
 
@@ -230,8 +230,8 @@ class LateAnswer:
 
 def skipping(make: Callable[[Subject], Any], remote: bool) -> tuple[list[Any], list[float]]:
     """Steps 1 and 2 of 6 overflow; one parameter has no gradient in step 2. Only the device knows, if `remote`."""
-    former = chunkc.optim.doubts.is_remote, chunkc.optim.doubts.ask
-    chunkc.optim.doubts.is_remote, chunkc.optim.doubts.ask = (lambda number: remote), LateAnswer
+    former = chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.ask
+    chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.ask = (lambda number: remote), LateAnswer
     try:
         with on_fake_gpu():
             subject = Subject(case(), budget(case(), 0))
@@ -253,7 +253,7 @@ def skipping(make: Callable[[Subject], Any], remote: bool) -> tuple[list[Any], l
             found = [array(state[kind]) for state in states.values() for kind in sorted(state)]
             return [*found, *(array(p) for p in subject.model.parameters())], counted
     finally:
-        chunkc.optim.doubts.is_remote, chunkc.optim.doubts.ask = former
+        chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.ask = former
 
 
 def test_nobody_waits_to_know_whether_a_step_overflowed() -> None:

@@ -17,8 +17,8 @@ from zoo import Case, floats
 
 import chunkc
 import chunkc.optim.on_device
-import chunkc.session
-from chunkc.runtime.staging import open_arena
+import chunkc.session.session
+from chunkc.runtime.storage.staging import open_arena
 
 HUGE = 1 << 34
 STEPS = 3
@@ -47,13 +47,13 @@ def case(dtype: torch.dtype = torch.float32) -> Case:
 def on_fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
     """Sessions made inside compute on a fake GPU, with Triton's updates."""
     gpu = gpu or FakeGpu(longest_s=0.001, views_pageable=True)
-    former, by_triton = chunkc.session.open_compute, chunkc.optim.on_device.computes_by_triton
-    chunkc.session.open_compute = lambda device, *where: (QueuedTier(gpu), open_arena(where[0], gpu, where[1]))  # type: ignore[assignment,return-value]
+    former, by_triton = chunkc.session.session.open_compute, chunkc.optim.on_device.computes_by_triton
+    chunkc.session.session.open_compute = lambda device, *where: (QueuedTier(gpu), open_arena(where[0], gpu, where[1]))  # type: ignore[assignment,return-value]
     chunkc.optim.on_device.computes_by_triton = lambda device: True
     try:
         yield gpu
     finally:
-        chunkc.session.open_compute, chunkc.optim.on_device.computes_by_triton = former, by_triton
+        chunkc.session.session.open_compute, chunkc.optim.on_device.computes_by_triton = former, by_triton
 
 
 def budget(of: Case, percent: int) -> int:

@@ -22,9 +22,9 @@ from zoo import LADDER, Case
 
 import chunkc
 import chunkc.backend
-from chunkc.graph import CompiledGraph
-from chunkc.runtime import cpu_allocator
-from chunkc.session import Session, owner
+from chunkc.runtime.device import cpu_allocator
+from chunkc.session.compiled_step import CompiledGraph
+from chunkc.session.session import Session, owner
 
 HUGE = 1 << 34
 """A budget in which every model of the zoo fits many times over."""

@@ -14,7 +14,7 @@ from memory_curves import Moment
 from torch import Tensor
 from zoo import Batch
 
-from chunkc.passes.scratch.operators import EXCEPTIONS
+from chunkc.passes.memory.scratch.operators import EXCEPTIONS
 
 
 def rungs(names: Iterable[str], quick: Collection[str], second_tier: Collection[str] = ()) -> list[Any]:

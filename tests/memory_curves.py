@@ -22,17 +22,17 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import Batch, Case
 
-from chunkc import build
-from chunkc.graph import CompiledGraph
 from chunkc.ir.program import PhaseProgram, SegmentMemory
 from chunkc.passes import codegen
-from chunkc.passes.graphs import is_compute, module_path, op_name
-from chunkc.passes.inductor import memory
-from chunkc.passes.inductor.wrapper_reader import ParsedWrapper
-from chunkc.passes.profile import last_holds
-from chunkc.passes.segment_memory import NO_SCRATCH, Scratch
-from chunkc.passes.shapes import is_number
-from chunkc.runtime import cpu_allocator
+from chunkc.passes.graphs.graphs import is_compute, module_path, op_name
+from chunkc.passes.graphs.shapes import is_number
+from chunkc.passes.memory.inductor import memory
+from chunkc.passes.memory.inductor.wrapper_reader import ParsedWrapper
+from chunkc.passes.memory.profile import last_holds
+from chunkc.passes.memory.segment_memory import NO_SCRATCH, Scratch
+from chunkc.runtime.device import cpu_allocator
+from chunkc.session.compiled_step import CompiledGraph
+from chunkc.tracing import build
 
 
 @dataclass

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from verify_cases import HARDWARE, LAYOUT, MEMORIES, MODULES, NUM_LAYERS, backward_program, forward_program
 
-from chunkc import absences
-from chunkc.absences import Mixes, first_or_quickest, quickest
-from chunkc.captured import Captured, profile
 from chunkc.ir.items import Absence
 from chunkc.passes.codegen import CompiledSegment
-from chunkc.passes.planning import SLACK_CHUNKS, evenly_spread, fixed_nbytes, needed_nbytes
-from chunkc.passes.rerun_choice import Stretches
+from chunkc.passes.planning.recompute_search import Stretches
+from chunkc.passes.planning.residency import SLACK_CHUNKS, evenly_spread, fixed_nbytes, needed_nbytes
+from chunkc.policy import activation_search as absences
+from chunkc.policy.activation_search import Mixes, first_or_quickest, quickest
+from chunkc.policy.captured_step import Captured, profile
 
 SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
 CAPTURED = Captured(forward_program(), backward_program(), SEGMENTS, MODULES, whole=False)

@@ -13,9 +13,9 @@ from optim_models import MLP, batch, is_managed
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.ir.chunks import GRAD, Chunk
-from chunkc.runtime import cpu_allocator
-from chunkc.runtime.used_gradients import UsedGradient
+from chunkc.ir.layout import GRAD, Chunk
+from chunkc.runtime.device import cpu_allocator
+from chunkc.runtime.store.consumed_gradients import UsedGradient
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -17,7 +17,7 @@ from torch._dynamo.comptime import comptime
 from zoo import CASES
 
 import chunkc
-from chunkc.session import owner
+from chunkc.session.session import owner
 
 SMALL, LARGE = 400 * 1024, 64 * 2**20
 """Bytes: a budget in which no weight stays on the compute tier, and one in which all do."""
@@ -141,7 +141,7 @@ def test_a_plan_that_the_verifier_refuses_leaves_the_model_as_it_was(monkeypatch
     before, where = weights(model), [p.data_ptr() for p in model.parameters()]
     call = compiled(model, memory_budget=1 << 20)
     with monkeypatch.context() as patch:
-        patch.setattr("chunkc.plans.verify", refuse)
+        patch.setattr("chunkc.policy.plans.verify", refuse)
         with pytest.raises(chunkc.VerificationError):
             call(batch())
     assert [p.data_ptr() for p in model.parameters()] == where

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chunkc.caller import called_modules, runs_inside_the_compiled_call
+from chunkc.tracing.caller import called_modules, runs_inside_the_compiled_call
 
 
 class Part(nn.Module):

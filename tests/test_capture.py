@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Case
 
 import chunkc
-from chunkc.capture import TracedGraphs
-from chunkc.passes.graphs import placeholders, returned, storage_keys
+from chunkc.passes.graphs.graphs import placeholders, returned, storage_keys
+from chunkc.tracing.capture import TracedGraphs
 
 
 class Blocks(nn.Module):
@@ -89,7 +89,7 @@ class Shared(nn.Module):
 @pytest.mark.parametrize("autocast", [False, True])
 def test_nothing_of_a_parameter_is_saved_between_checkpoints(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[TracedGraphs] = []
-    monkeypatch.setattr("chunkc.compilation.log_capture", captured.append)
+    monkeypatch.setattr("chunkc.compile.log_capture", captured.append)
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Shared(autocast)
@@ -157,7 +157,7 @@ def test_a_checkpoint_keeps_a_generator_s_state_for_what_draws_alone(
     dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured: list[TracedGraphs] = []
-    monkeypatch.setattr("chunkc.compilation.log_capture", captured.append)
+    monkeypatch.setattr("chunkc.compile.log_capture", captured.append)
     torch.manual_seed(0)
     model, x = Attends(dropout), torch.randn(2, 8, 64)
     found = []
@@ -223,8 +223,8 @@ def test_what_autograd_s_tracer_may_keep_holds_no_inputs(monkeypatch: pytest.Mon
         given.update(functions)
         return traced(gm, inputs, **functions)
 
-    traced = chunkc.capture.aot_module_simplified
-    monkeypatch.setattr(chunkc.capture, "aot_module_simplified", tracing)
+    traced = chunkc.tracing.capture.aot_module_simplified
+    monkeypatch.setattr(chunkc.tracing.capture, "aot_module_simplified", tracing)
     torch._dynamo.reset()
     torch.compile(nn.Linear(8, 8), backend="chunkc", options={"codegen": "eager"})(torch.ones(2, 8)).sum().backward()
     held = [value for function in given.values() for value in held_by(function)]

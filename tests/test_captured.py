@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from verify_cases import LAYOUT, MEMORIES, MODULES, backward_program, forward_program
 
-from chunkc.captured import Captured, profile
 from chunkc.passes.codegen import CompiledSegment
+from chunkc.policy.captured_step import Captured, profile
 
 SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
 CAPTURED = Captured(forward_program(), backward_program(), SEGMENTS, MODULES, whole=False)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from chunkc import cli
-from chunkc.formats import FORMATS
+from chunkc.cli import command as cli
+from chunkc.explaining.formats import FORMATS
 from chunkc.machines.presets import load_hardware
 
 GOLDEN = Path(__file__).parent / "golden" / "cli_tiny.txt"
@@ -171,12 +171,12 @@ def test_bad_commands_are_one_line(arguments: list[str], capsys: pytest.CaptureF
 def test_nothing_is_measured_for_a_file_that_cannot_be_written(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chunkc.cli.calibrate", lambda **_: pytest.fail("measured"))
+    monkeypatch.setattr("chunkc.cli.command.calibrate", lambda **_: pytest.fail("measured"))
     code, out, err = run(capsys, "calibrate", "--output", "none/x.json")
     assert (code, out) == (2, "")
     assert "cannot write none/x.json: there is no folder none" in err
-    monkeypatch.setattr("chunkc.cli.calibrate", lambda **_: load_hardware("cpu"))
-    monkeypatch.setattr("chunkc.cli.default_hardware_path", lambda: here / "tiny.py" / "x.json")
+    monkeypatch.setattr("chunkc.cli.command.calibrate", lambda **_: load_hardware("cpu"))
+    monkeypatch.setattr("chunkc.cli.command.default_hardware_path", lambda: here / "tiny.py" / "x.json")
     code, out, err = run(capsys, "calibrate")
     assert (code, out) == (2, "")
     assert "tiny.py/x.json: Not a directory" in err or "tiny.py/x.json: File exists" in err

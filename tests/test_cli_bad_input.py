@@ -15,9 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chunkc import cli
-from chunkc.formats import read_explanation, render_text
-from chunkc.formats.text import print_text
+from chunkc.cli import command as cli
+from chunkc.explaining.formats import read_explanation, render_text
+from chunkc.explaining.formats.text import print_text
 from chunkc.ir.errors import OptionsError
 from chunkc.machines.presets import load_hardware
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkc import cli
+from chunkc.cli import command as cli
 
 NETS = """
 import torch

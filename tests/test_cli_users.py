@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chunkc import cli
+from chunkc.cli import command as cli
 
 FILE = """
 import torch

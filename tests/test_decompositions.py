@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chunkc.decompositions import transformer_encoder_layer
+from chunkc.tracing.decompositions import transformer_encoder_layer
 
 WIDTH, HEADS, BATCH, LENGTH = 16, 2, 3, 5
 CAUSAL = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)

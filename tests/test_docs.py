@@ -17,10 +17,10 @@ from doc_pages import DOCS, PAGES, REASONS, ROOT, Block, anchors, blocks, links,
 from file_modules import load
 
 import chunkc
-from chunkc.arguments import build_parser
-from chunkc.cli import FITS, OWN_FAULT
-from chunkc.formats import FORMATS
-from chunkc.formats.json_ import VERSION
+from chunkc.cli.arguments import build_parser
+from chunkc.cli.command import FITS, OWN_FAULT
+from chunkc.explaining.formats import FORMATS
+from chunkc.explaining.formats.json_ import VERSION
 from chunkc.ir import explanation as explanations
 from chunkc.ir.estimates import EstimatedOperator
 from chunkc.machines.presets import _HardwareFile
@@ -150,7 +150,7 @@ def modules() -> dict[str, str]:
 
 
 def test_the_rooms_name_every_module() -> None:
-    """One by one, except where a folder is named as a whole outside of a room's headline, as `passes/scratch/` is."""
+    """One by one, except where a folder is named as a whole outside of a room's headline, as `passes/memory/scratch/` is."""
     words = set(named(rooms()))
     headlines = {name for line in rooms().splitlines() if line.startswith("**") for name in named(line)}
     described = tuple(name for name in words - headlines if name.endswith("/"))

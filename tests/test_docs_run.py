@@ -12,7 +12,7 @@ import forked
 import pytest
 from doc_pages import DOCS, ROOT, Block, blocks, mark, printed_differs, write_script
 
-from chunkc import cli
+from chunkc.cli import command as cli
 
 pytestmark = pytest.mark.second_tier
 

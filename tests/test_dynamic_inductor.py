@@ -13,9 +13,10 @@ from plain_modules import Residual
 from torch import Tensor, nn
 
 import chunkc
-from chunkc import build, compilation
+from chunkc import compile as compilation
 from chunkc.passes import codegen
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
+from chunkc.tracing import build
 
 WIDTH = 64
 SHAPES = [(8, 9), (7, 11), (8, 16), (3, 31), (9, 10), (7, 11)]

@@ -17,8 +17,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from zoo import LADDER, Case
 
 import chunkc
-from chunkc import backend, compilation, graph, steps
+from chunkc import backend
+from chunkc import compile as compilation
 from chunkc.passes import codegen
+from chunkc.session import compiled_step as graph
+from chunkc.tracing import steps
 
 STATIC_AND_SYMBOLIC = 2
 """Captures: of the first shape, and of all others once Dynamo has seen a second."""

@@ -12,9 +12,9 @@ from harness import array, differences, home_of, session_of
 from overlap_cases import Subject, case, minimum_nbytes, subject
 
 import chunkc
-from chunkc.early import EarlyUpdates
-from chunkc.ir.chunks import Chunk
+from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Tile
+from chunkc.session.in_backward import EarlyUpdates
 
 pytestmark = pytest.mark.timeout(120)
 

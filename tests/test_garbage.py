@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from chunkc import build, compilation
+from chunkc import compile as compilation
 from chunkc.explaining import offline
 from chunkc.explaining.explain import explain
-from chunkc.garbage import no_automatic_collection
+from chunkc.tracing import build
+from chunkc.utils.garbage import no_automatic_collection
 
 
 @pytest.fixture(params=[True, False], ids=["on", "off"])

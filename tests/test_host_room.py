@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 
 import chunkc
-import chunkc.absences
 import chunkc.machines.devices
-from chunkc.host_room import HostFull, check_copies
+import chunkc.policy.activation_search
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import CPU, Hardware
 from chunkc.machines.presets import load_hardware
-from chunkc.passes.layout import EMPTY_LAYOUT
+from chunkc.passes.planning.layout import EMPTY_LAYOUT
+from chunkc.policy.host_memory import HostFull, check_copies
 
 WIDTH, ROWS = 256, 4096
 VALUE_NBYTES = 4 * WIDTH * ROWS
@@ -136,7 +136,10 @@ def test_what_is_known_of_a_host() -> None:
 def test_what_was_quickest_stands_while_it_takes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compilation looks for the quickest way; the first call, in which as much is possible, does not look again."""
     budgets, asked = [], []
-    search, first_or_quickest = chunkc.absences.quickest, chunkc.absences.first_or_quickest
+    search, first_or_quickest = (
+        chunkc.policy.activation_search.quickest,
+        chunkc.policy.activation_search.first_or_quickest,
+    )
 
     def searching(mixes: Any, *args: Any) -> Any:
         budgets.append(mixes._whole_budget_nbytes)
@@ -147,8 +150,8 @@ def test_what_was_quickest_stands_while_it_takes_no_longer(monkeypatch: pytest.M
         return first_or_quickest(ways, mixes, *args)
 
     budget_nbytes = tight_budget()
-    monkeypatch.setattr("chunkc.absences.quickest", searching)
-    monkeypatch.setattr("chunkc.policy.first_or_quickest", asking)
+    monkeypatch.setattr("chunkc.policy.activation_search.quickest", searching)
+    monkeypatch.setattr("chunkc.policy.decide.first_or_quickest", asking)
     found = explained(replace(GPU, host_memory_nbytes=1 << 40), budget_nbytes)
     assert found.saved_at_home or found.saved_again
     assert len(set(budgets)) == len(budgets) < len(asked)

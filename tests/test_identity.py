@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import nn
 
-from chunkc.identity import ByIdentity
+from chunkc.utils.identity import ByIdentity
 
 
 def test_equal_parameters_are_told_apart() -> None:

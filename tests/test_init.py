@@ -14,9 +14,9 @@ from harness import array, differences, segmented, take_step
 from torch import nn
 
 import chunkc
-from chunkc.runtime import maps
-from chunkc.runtime.nursery import SMALLEST_NBYTES, nursery_of
-from chunkc.session import owner
+from chunkc.runtime.storage import maps
+from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, nursery_of
+from chunkc.session.session import owner
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {"tied": Tied, "copies": encoder, "sequence": sequential}
 
@@ -146,7 +146,7 @@ def test_nothing_else_is_touched(home: str) -> None:
 
 
 def test_home_memory_goes_with_the_model(tmp_path: Path) -> None:
-    from chunkc.runtime import nursery
+    from chunkc.runtime.storage import unassigned as nursery
 
     before = len(nursery._born)
     with chunkc.init(home=f"disk:{tmp_path}"):

@@ -10,17 +10,17 @@ import torch
 from verify_cases import LAYOUT as STEP_LAYOUT
 from verify_cases import MEMORIES, MODULES, backward_program, forward_program
 
-from chunkc.captured import Captured, profile
-from chunkc.ir.chunks import Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import BudgetError
+from chunkc.ir.layout import Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.plan import Position
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.shards import Shards
-from chunkc.known_needs import KnownNeeds, Needs, NotedNeeds
 from chunkc.passes.codegen import CompiledSegment
-from chunkc.passes.layout import EMPTY_LAYOUT, extended
-from chunkc.passes.planning import check_minimum
-from chunkc.situation import ALONE
+from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended
+from chunkc.passes.planning.residency import check_minimum
+from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.needs import KnownNeeds, Needs, NotedNeeds
+from chunkc.policy.state import ALONE
 
 
 def spec(name: str, numel: int) -> ParamSpec:

@@ -62,7 +62,7 @@ RESULTS = """<testsuites><testsuite tests="9" skipped="2" failures="{}" errors="
         ([1, 0, 2], [], "", (2, None)),
         ([0, 5, 0], ["-k", "bits"], "", (0, None)),  # some of the tests are not all
         ([0, 5, 0], [], "", (1, None)),
-        ([0, 0, 0], [], " M chunkc/graph.py", (0, None)),
+        ([0, 0, 0], [], " M chunkc/session/compiled_step.py", (0, None)),
     ],
 )
 def test_all_that_is_recorded_was_green(

@@ -11,7 +11,7 @@ import torch
 from harness import HUGE, segmented
 from torch import nn
 
-from chunkc import logs
+from chunkc.session import logs
 from chunkc.torch_private.aot import LazyGraphModule
 
 PHASES = ("chunkc_forward", "chunkc_backward")

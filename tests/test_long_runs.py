@@ -17,9 +17,13 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import chunkc
-from chunkc import backend, graph, policy, session, steps, variants
-from chunkc.build import Builder
-from chunkc.runtime import cpu_allocator
+from chunkc import backend, variants
+from chunkc.policy import decide as policy
+from chunkc.runtime.device import cpu_allocator
+from chunkc.session import compiled_step as graph
+from chunkc.session import session
+from chunkc.tracing import steps
+from chunkc.tracing.build import Builder
 
 WIDTH = 64
 

@@ -13,11 +13,11 @@ from plain_modules import Residual
 from torch import Tensor, nn
 
 import chunkc
-from chunkc import moving
 from chunkc.ir.errors import HomeError
-from chunkc.moving import stay
-from chunkc.runtime import cpu_allocator
-from chunkc.session import owner, sessions_of
+from chunkc.runtime.device import cpu_allocator
+from chunkc.session import residency as moving
+from chunkc.session.residency import stay
+from chunkc.session.session import owner, sessions_of
 
 WIDTH = 64
 

@@ -11,7 +11,7 @@ from harness import array, differences, segmented
 from torch import nn
 
 import chunkc
-from chunkc.session import owner
+from chunkc.session.session import owner
 
 
 def values(model: nn.Module) -> dict[str, object]:

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from verify_cases import HARDWARE, LAYOUT, MEMORIES, MODULES, NUM_LAYERS, backward_program, forward_program
 
-import chunkc.policy
-from chunkc.captured import Captured, profile
-from chunkc.ir.chunks import Chunk
+import chunkc.policy.decide
 from chunkc.ir.errors import BudgetError
+from chunkc.ir.layout import Chunk
 from chunkc.passes.codegen import CompiledSegment
-from chunkc.passes.planning import check_minimum, fixed_nbytes
-from chunkc.plans import step_plan
-from chunkc.policy import HELD_GRANULES, decide, fits_whole, smallest_budget
-from chunkc.situation import (
+from chunkc.passes.planning.residency import check_minimum, fixed_nbytes
+from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.decide import HELD_GRANULES, decide, fits_whole, smallest_budget
+from chunkc.policy.plans import step_plan
+from chunkc.policy.state import (
     ALONE,
     Around,
     Forms,
@@ -300,7 +300,7 @@ def foreign_decisions(source: str, module: str) -> set[str]:
     return {name for functions, homes in HOMES if module not in homes for name in functions & names}
 
 
-PACKAGE = Path(chunkc.policy.__file__).parent
+PACKAGE = Path(chunkc.policy.decide.__file__).parent
 ABOVE = {
     path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): path
     for folder in (".", "optim", "explaining")
@@ -317,7 +317,7 @@ def test_nobody_else_decides(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("graph", "from chunkc.passes.planning import staying_beside"),
+        ("graph", "from chunkc.passes.planning.residency import staying_beside"),
         ("explaining.replay", "from chunkc.passes import planning\nplanning.plan_phases()"),
         ("optim.update", "def own(plan):\n    return plan.begins_cold(())"),
         ("explaining.rehearsal", "def own(captured):\n    return captured.held_beside_forward(1, 2)"),

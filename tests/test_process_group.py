@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 import chunkc
-from chunkc.process_group import _agreed_name
+from chunkc.distributed.process_group import _agreed_name
 
 SOON = timedelta(seconds=30)
 

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from chunkc.progress import compilation_progress
+from chunkc.utils.progress import compilation_progress
 
 SCRIPT = """
 import sys
 import torch
 import chunkc
-import chunkc.progress
-chunkc.progress.DELAY_S = float(sys.argv[1])
+import chunkc.utils.progress
+chunkc.utils.progress.DELAY_S = float(sys.argv[1])
 model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(30)])
 compiled = torch.compile(model, backend="chunkc", options={"memory_budget": "1GiB", "codegen": "eager"})
 compiled(torch.ones(2, 8)).sum().backward()

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
+from chunkc.distributed.agreement import Here, agree, begin_phase, meeting, together, transport_of
 from chunkc.ir.errors import BudgetError, DistributedError, FileError, UnsupportedError
 from chunkc.ir.shards import Shards
-from chunkc.ranks import Here, agree, begin_phase, meeting, together, transport_of
-from chunkc.runtime.parts import Part
-from chunkc.runtime.transport import AGREEMENTS
+from chunkc.runtime.distributed.transport import AGREEMENTS
+from chunkc.runtime.store.shards import Part
 
 
 class Heard:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chunkc.recent import Recent
+from chunkc.utils.recent import Recent
 
 
 def test_what_was_not_used_for_longest_goes() -> None:

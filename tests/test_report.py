@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from zoo import CASES
 
 import chunkc
-from chunkc.ir.chunks import Chunk
-from chunkc.runtime import cpu_allocator
-from chunkc.runtime.executor import Measurement
-from chunkc.runtime.store import ChunkStore
+from chunkc.ir.layout import Chunk
+from chunkc.runtime.device import cpu_allocator
+from chunkc.runtime.execution.executor import Measurement
+from chunkc.runtime.store.store import ChunkStore
 
 WIDTH, LAYERS = 128, 4
 BUDGET_NBYTES = 400 * 1024

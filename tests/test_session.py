@@ -12,9 +12,9 @@ from harness import HUGE, compile_case, counted, session_of
 from overlap_cases import case
 
 import chunkc
-from chunkc import graph
-from chunkc.declared import declared_states
-from chunkc.live_values import LiveValues
+from chunkc.policy.live_values import LiveValues
+from chunkc.session import compiled_step as graph
+from chunkc.session.declared_states import declared_states
 
 GRANULE = 512
 
@@ -58,7 +58,7 @@ def test_what_one_graph_hands_to_the_next_is_held_by_who_has_it() -> None:
 def test_outputs_that_are_kept_count_in_the_blocks_of_the_session_s_device(
     granule_nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chunkc.session.granule_of", lambda device: granule_nbytes)
+    monkeypatch.setattr("chunkc.session.session.granule_of", lambda device: granule_nbytes)
     model, compiled = compile_case(case(), memory_budget=HUGE)
     session = session_of(model)
     kept = []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from chunkc.share import NEARLY_ALL, share_of
+from chunkc.policy.graph_fraction import NEARLY_ALL, share_of
 
 
 def test_trained_elements_count_once() -> None:

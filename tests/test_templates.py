@@ -12,17 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from zoo import LADDER
 
-from chunkc.build import Builder
-from chunkc.captured import Captured, profile
 from chunkc.explaining.explain import step_on, training_in
-from chunkc.explaining.replay import Replay
+from chunkc.explaining.paper_step import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import UnsupportedError
 from chunkc.machines.presets import load_hardware
 from chunkc.options import parse_options
-from chunkc.passes.planning import StepProfile
-from chunkc.passes.shapes import ShapesAt
-from chunkc.templates import Templates
+from chunkc.passes.graphs.shapes import ShapesAt
+from chunkc.passes.planning.residency import StepProfile
+from chunkc.policy.captured_step import Captured, profile
+from chunkc.tracing.build import Builder
+from chunkc.tracing.dynamic_shapes import Templates
 
 TRACED = (6, 24)
 """Batch and length at which the models are traced in symbols."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import chunkc
 from chunkc.ir.errors import BudgetError
-from chunkc.passes.graphs import is_compute, module_path
-from chunkc.session import owner
-from chunkc.user_names import GraphNames, UserNames
+from chunkc.passes.graphs.graphs import is_compute, module_path
+from chunkc.session.session import owner
+from chunkc.tracing.names import GraphNames, UserNames
 
 
 class Block(nn.Module):

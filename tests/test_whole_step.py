@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from chunkc import whole_step
-from chunkc.caller import CalledModule
+from chunkc.explaining import whole_step
 from chunkc.ir.errors import BudgetError
 from chunkc.options import parse_options
+from chunkc.tracing.caller import CalledModule
 
 
 def test_a_model_on_several_devices_gets_the_error_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Tensors over the pages of a safetensors file, wherever its header may say (see `chunkc.files.safetensors`)."""
+"""Tensors over the pages of a safetensors file, wherever its header may say (see `chunkc.weights.safetensors`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from chunkc.files.safetensors import NAMES
 from chunkc.ir.errors import CheckpointError
 from chunkc.kernels.fused_pass import host_empty
+from chunkc.weights.safetensors import NAMES
 
 _MAX_HEADER_NBYTES = 100_000_000
 """As in the package."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from chunkc.checkpoint.sources import Source
-from chunkc.files.safetensors import header_of
 from chunkc.ir.errors import CheckpointError, UnsupportedError
+from chunkc.weights.safetensors import header_of
 
 
 @dataclass(frozen=True)

@@ -28,10 +28,10 @@ from chunkc.checkpoint.snapshot import (
     parameter_names,
 )
 from chunkc.ir.errors import CheckpointError
-from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.loading import checked_state_dict
-from chunkc.runtime.maps import drop_pages, evict_pages
-from chunkc.runtime.parts import own_of
+from chunkc.optim.optimizer import ChunkedOptimizer
+from chunkc.runtime.storage.maps import drop_pages, evict_pages
+from chunkc.runtime.store.shards import own_of
 from chunkc.torch_private.dtensor import DTensor, local_of, with_local
 
 _SUFFIX = ".safetensors"

@@ -19,9 +19,9 @@ from chunkc.checkpoint.random_state import random_state
 from chunkc.checkpoint.sources import Source, master_of, source_of
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import MASTER, MASTER_LOW
-from chunkc.optim.chunked_optimizer import ChunkedOptimizer
-from chunkc.runtime.parts import Part, part_of
-from chunkc.runtime.transport import Transport
+from chunkc.optim.optimizer import ChunkedOptimizer
+from chunkc.runtime.distributed.transport import Transport
+from chunkc.runtime.store.shards import Part, part_of
 from chunkc.torch_private.dtensor import DTensor, with_local
 
 STATE_JSON = "state.json"
@@ -76,7 +76,7 @@ class Parts:
         return transport
 
     def ranks_of_a_layer(self) -> int:
-        """How many ranks compute a layer together, and so have the same data (see `chunkc.tensor_parallel`)."""
+        """How many ranks compute a layer together, and so have the same data (see `chunkc.distributed.tensor_parallel`)."""
         part = next((part for part in self.parameters() if isinstance(part, Part)), None)
         return 1 if part is None else part.everyone.num_ranks // part.transport.num_ranks
 

@@ -20,13 +20,13 @@ from chunkc.checkpoint.restoring import Saved, prepared, read
 from chunkc.checkpoint.snapshot import STATE_JSON, Parts, named, ranks_that_save, snapshot
 from chunkc.checkpoint.sources import Source
 from chunkc.checkpoint.writing import Writing
+from chunkc.distributed.agreement import together
 from chunkc.ir.errors import CheckpointError, OptionsError
-from chunkc.optim.chunked_optimizer import ChunkedOptimizer
-from chunkc.ranks import together
-from chunkc.readers import await_readers
-from chunkc.runtime.transport import Transport
-from chunkc.runtime.updates import finish_all
-from chunkc.session import sessions_of
+from chunkc.optim.optimizer import ChunkedOptimizer
+from chunkc.runtime.device.updates import finish_all
+from chunkc.runtime.distributed.transport import Transport
+from chunkc.session.pending_readers import await_readers
+from chunkc.session.session import sessions_of
 
 
 class Checkpoint:

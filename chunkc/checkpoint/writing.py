@@ -27,10 +27,10 @@ from chunkc.checkpoint.checksums import Piece, joined
 from chunkc.checkpoint.manifest import NAME, Manifest
 from chunkc.checkpoint.placement import FileToWrite
 from chunkc.checkpoint.sources import Source
+from chunkc.distributed.agreement import together
 from chunkc.ir.errors import CheckpointError
-from chunkc.ranks import together
-from chunkc.readers import declare_reader
-from chunkc.runtime.transport import CHECKPOINTS, Transport
+from chunkc.runtime.distributed.transport import CHECKPOINTS, Transport
+from chunkc.session.pending_readers import declare_reader
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.logs import logger
-from chunkc.session import owner
+from chunkc.session.logs import logger
+from chunkc.session.session import owner
 
 _WEIGHT = "weight"
 _LEFT = "and is left to the plan, like all other parameters"

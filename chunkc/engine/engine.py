@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from chunkc.engine.config import EngineConfig
-from chunkc.in_place import was_called
+from chunkc.engine.in_place import was_called
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.logs import logger
-from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.optim.optimizer import ChunkedOptimizer
+from chunkc.session.logs import logger
 
 _CLIP_EPS = 1e-6
 """What is added to a norm before it divides, in PyTorch and DeepSpeed."""

@@ -13,20 +13,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from chunkc.distributed.process_group import init_process_group
 from chunkc.engine import cpu_embedding
 from chunkc.engine.config import Config, EngineConfig, read_config
 from chunkc.engine.engine import Engine, check_optimizer
+from chunkc.engine.in_place import distribute_over_all, place_on
 from chunkc.engine.optimizers import make_optimizer
 from chunkc.engine.schedules import ScheduledLR, make_schedule
-from chunkc.in_place import distribute_over_all, place_on
-from chunkc.init import init
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.text import short
-from chunkc.logs import logger
 from chunkc.machines.devices import parse_device
 from chunkc.options import parse_options
-from chunkc.process_group import init_process_group
-from chunkc.runtime.nursery import nursery_of
+from chunkc.runtime.storage.unassigned import nursery_of
+from chunkc.session.init import init
+from chunkc.session.logs import logger
 from chunkc.torch_private import dynamo
 
 _reported: set[tuple[str, ...]] = set()

@@ -19,7 +19,7 @@ from chunkc.engine.keys import AUTO, unknown_key
 from chunkc.engine.sections import Section, checked, left_open
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.text import short
-from chunkc.logs import logger
+from chunkc.session.logs import logger
 
 PATH = "optimizer.params"
 

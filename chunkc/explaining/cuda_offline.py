@@ -8,11 +8,11 @@ from dataclasses import replace
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from chunkc.explaining.offline import OfflineGraph, OfflineStep, PartlyCapturedError
-from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import ParamSpec
 from chunkc.machines.devices import TABLES_NBYTES
-from chunkc.passes.cuda_memory import GRANULE_NBYTES, default_workspaces_nbytes, rounded_nbytes
-from chunkc.passes.retarget_cuda import has_attention_without_kernel, on_cuda
+from chunkc.passes.graphs.cuda_memory import GRANULE_NBYTES, default_workspaces_nbytes, rounded_nbytes
+from chunkc.passes.rewrite.retarget_cuda import has_attention_without_kernel, on_cuda
 
 _RECENT = (9, 0)
 

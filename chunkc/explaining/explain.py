@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkc.declared import state_format_of
 from chunkc.explaining.cuda_offline import captured_for, overhead_on, planned_on, storages_on
 from chunkc.explaining.fake_copies import has_dynamic_dimensions
 from chunkc.explaining.host import host_needs
 from chunkc.explaining.measured import measured_side
-from chunkc.explaining.moments import StepPlans, explained_moments, peak_of, saved_again, saved_at_home
+from chunkc.explaining.memory_timeline import StepPlans, explained_moments, peak_of, saved_again, saved_at_home
 from chunkc.explaining.offline import OfflineGraph, OfflineStep, PartlyCapturedError, capture_offline
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.over_ranks import (
@@ -31,15 +30,14 @@ from chunkc.explaining.over_ranks import (
     refuse_optimizer,
     with_ranks,
 )
-from chunkc.explaining.replay import Replay
+from chunkc.explaining.paper_step import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.explaining.why import why_is
-from chunkc.garbage import no_automatic_collection
-from chunkc.ir.chunks import PARAM
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import largest_of_each
 from chunkc.ir.explanation import Chunks, Explanation
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import PARAM
 from chunkc.ir.program import FORWARD
 from chunkc.ir.shards import ZeroStage
 from chunkc.ir.simulate import step_time, traffic
@@ -49,9 +47,11 @@ from chunkc.machines.presets import load_hardware
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.update_on import DEVICE
 from chunkc.options import Options, parse_options, resolve_budget
-from chunkc.passes.planning import everything
-from chunkc.templates import input_symbols
+from chunkc.passes.planning.residency import everything
+from chunkc.session.declared_states import state_format_of
 from chunkc.torch_private.dynamo import unwrapped
+from chunkc.tracing.dynamic_shapes import input_symbols
+from chunkc.utils.garbage import no_automatic_collection
 
 IN_SLOTS = Updates()
 

@@ -1,6 +1,6 @@
 """A model on fake tensors, which is traced in its place: nothing is allocated, and the model stays as it is.
 
-Of a model that `parallelize_module` has cut (see `chunkc.tensor_parallel`) the copy has what this rank has of each
+Of a model that `parallelize_module` has cut (see `chunkc.distributed.tensor_parallel`) the copy has what this rank has of each
 parameter, an ordinary tensor. Its modules read the `DTensor` that this lies in, as on ranks that run.
 """
 
@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
+from chunkc.distributed.tensor_parallel import local, placing
+from chunkc.distributed.whole_parameters import let_read
 from chunkc.ir.errors import UnsupportedError
-from chunkc.session import owner
-from chunkc.tensor_parallel import local, placing
+from chunkc.session.session import owner
 from chunkc.torch_private.dynamo import OptimizedModule, is_marked_dynamic, mark_alike, unwrapped
 from chunkc.torch_private.fake import FakeTensor, FakeTensorMode
-from chunkc.whole_parameters import let_read
 
 
 @dataclass(frozen=True)

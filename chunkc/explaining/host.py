@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from chunkc.ir.chunks import PARAM, ChunkLayout
 from chunkc.ir.explanation import HostNeeds
-from chunkc.passes.planning import fixed_nbytes
-from chunkc.runtime.nursery import SMALLEST_NBYTES
+from chunkc.ir.layout import PARAM, ChunkLayout
+from chunkc.passes.planning.residency import fixed_nbytes
+from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES
 
 
 def host_needs(

@@ -11,7 +11,7 @@ from chunkc.ir.explanation import COMPUTE, Measured, TimedEvent
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.program import FORWARD, UPDATE
 from chunkc.report import report
-from chunkc.session import Session, sessions_of
+from chunkc.session.session import Session, sessions_of
 
 
 def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Measured | None]:

@@ -19,26 +19,26 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from chunkc.capture import TracedGraphs, capture_graph, unique_name
-from chunkc.declared import state_format_of
-from chunkc.explaining.blame import MODEL_CALL, module_that_raises
+from chunkc.distributed.whole_parameters import with_own_meshes, with_whole_parameters
+from chunkc.explaining.error_attribution import MODEL_CALL, module_that_raises
 from chunkc.explaining.fake_copies import FakeCopy, fake, fake_copy, may_move, mode_of
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
 from chunkc.explaining.untraceable import NeedsValuesError, told, why_none
-from chunkc.garbage import no_automatic_collection
-from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.layout import ParamSpec
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
-from chunkc.movable import is_chunkable
 from chunkc.passes.codegen import find_vector_isa
-from chunkc.passes.graphs import placeholders
-from chunkc.session import spec_of
-from chunkc.share import share_of
+from chunkc.passes.graphs.graphs import placeholders
+from chunkc.policy.graph_fraction import share_of
+from chunkc.session.declared_states import state_format_of
+from chunkc.session.movable import is_chunkable
+from chunkc.session.session import spec_of
 from chunkc.torch_private.dynamo import patched, remove_from_cache, source_name, unwrapped
-from chunkc.user_names import GraphNames, UserNames, without_wrapper
+from chunkc.tracing.capture import TracedGraphs, capture_graph, unique_name
+from chunkc.tracing.names import GraphNames, UserNames, without_wrapper
+from chunkc.utils.garbage import no_automatic_collection
 from chunkc.variants import Variants
-from chunkc.whole_parameters import with_own_meshes, with_whole_parameters
 
 NUM_RECOMPILES = 1_000_000
 """A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkc.passes.graphs import returned, storage_key
-from chunkc.passes.symbols import hint
+from chunkc.passes.graphs.graphs import returned, storage_key
+from chunkc.passes.graphs.symbols import hint
 
 
 @dataclass(frozen=True)

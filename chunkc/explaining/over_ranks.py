@@ -14,22 +14,22 @@ from dataclasses import replace
 import torch
 from torch import fx, nn
 
+from chunkc.distributed.agreement import refuse_moved_activations
+from chunkc.distributed.tensor_parallel import mesh_of_layers
 from chunkc.explaining.offline import OfflineGraph, OfflineStep
 from chunkc.explaining.optimizer_choice import Optimizer
-from chunkc.ir.chunks import CASTS, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.explanation import GatheredGroup, Layers, Ranks, TimedEvent
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import CASTS, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.links import GATHER, LINKS, SCATTER
 from chunkc.ir.shards import Shards, ZeroStage, check_zero_stage
 from chunkc.ir.simulate import link_nbytes
 from chunkc.ir.text import short
 from chunkc.optim.over_ranks import refuse_over_ranks
 from chunkc.options import Options
-from chunkc.passes.collectives import exchange_of
-from chunkc.ranks import refuse_moved_activations
-from chunkc.runtime.parts import Part, part_of
-from chunkc.tensor_parallel import mesh_of_layers
+from chunkc.passes.graphs.collectives import exchange_of
+from chunkc.runtime.store.shards import Part, part_of
 from chunkc.torch_private.dynamo import unwrapped
 
 _MESH = re.compile(r"([0-9]{1,6})x([0-9]{1,6})(?:x([0-9]{1,6}))?")

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from chunkc.absences import leanest_form
 from chunkc.explaining.explain import budget_of, step_on, training_in
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
-from chunkc.explaining.replay import Replay
+from chunkc.explaining.paper_step import Replay
 from chunkc.explaining.updates import Updates
-from chunkc.ir.chunks import ChunkLayout
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.shards import ZeroStage
 from chunkc.options import Activations, Options
-from chunkc.policy import smallest_budget
-from chunkc.templates import OtherGraphError, Templates
+from chunkc.policy.activation_search import leanest_form
+from chunkc.policy.decide import smallest_budget
+from chunkc.tracing.dynamic_shapes import OtherGraphError, Templates
 
 TRACED_SIZE = 6
 """Sizes are traced at this one first, and compared with the next: no special case, as 1 is, and cheap."""

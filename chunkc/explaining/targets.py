@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from chunkc.explaining.blame import is_own_fault
+from chunkc.explaining.error_attribution import is_own_fault
 from chunkc.explaining.layers import LAYERS
 from chunkc.ir.documents import parse_json, read_text
 from chunkc.ir.errors import ChunkcError, OptionsError

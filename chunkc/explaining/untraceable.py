@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
-from chunkc.explaining.blame import is_own_fault
+from chunkc.explaining.error_attribution import is_own_fault
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.torch_private.dynamo import BackendCompilerFailed, TorchDynamoException
 from chunkc.torch_private.fake import DataDependentOutputException, DynamicOutputShapeException

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from chunkc.explaining.moments import StepPlans
+from chunkc.explaining.memory_timeline import StepPlans
 from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
-from chunkc.host_room import home_nbytes, twins_nbytes
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
 from chunkc.ir.simulate import STAYING, HomeUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.update_on import CPU, DEVICE, divided
-from chunkc.passes.update_placement import cpu_update_s, group_update_nbytes, may_update_where_it_stays
+from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes, may_update_where_it_stays
+from chunkc.policy.host_memory import home_nbytes, twins_nbytes
 
 
 @dataclass(frozen=True)

@@ -12,21 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from chunkc.captured import Captured
-from chunkc.explaining.moments import StepPlans, makers_of
-from chunkc.explaining.rehearsal import Rehearsed
-from chunkc.explaining.replay import Replay
-from chunkc.ir.chunks import PARAM, Chunk
+from chunkc.explaining.dry_run import Rehearsed
+from chunkc.explaining.memory_timeline import StepPlans, makers_of
+from chunkc.explaining.paper_step import Replay
 from chunkc.ir.errors import BudgetError, OptionsError
 from chunkc.ir.explanation import Alternative, Happening, TimedEvent, Why
 from chunkc.ir.items import ALL_PRESENT, Absence, MovedId
+from chunkc.ir.layout import PARAM, Chunk
 from chunkc.ir.links import INWARD
 from chunkc.ir.plan import ARRIVE, EVICT, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.simulate import step_time
 from chunkc.ir.text import short
-from chunkc.passes.early_updates import updated_in
-from chunkc.plans import backward_positions
+from chunkc.passes.planning.updates_in_backward import updated_in
+from chunkc.policy.captured_step import Captured
+from chunkc.policy.plans import backward_positions
 
 SAID = {
     PREFETCH: "fetched",

@@ -34,7 +34,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-from chunkc.ir.chunks import Chunk
+from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import ARRIVE, EVICT, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chunkc.ir.chunks import Chunk
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import Chunk
 
 ItemId = Chunk
 """The identity of what a call needs in a slot: hashable, in order of its name, and printed by it; nobody reads it back

@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from chunkc.ir.chunks import GRAD, Chunk
 from chunkc.ir.items import ItemId, MovedId
+from chunkc.ir.layout import GRAD, Chunk
 from chunkc.ir.program import UPDATE
 
 PREFETCH, WAIT, EVICT, WRITE_BACK = "prefetch", "wait", "evict", "write_back"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from chunkc.ir.chunks import PARAM, Chunk
+from chunkc.ir.layout import PARAM, Chunk
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from chunkc.ir.chunks import GRAD, PARAM, ChunkGroup
+from chunkc.ir.layout import GRAD, PARAM, ChunkGroup
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER, StateFormat, num_entries
 

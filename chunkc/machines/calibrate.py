@@ -3,7 +3,7 @@
 Each figure is the median of a few repetitions after one that does not count, within a share of the time; sizes
 grow until a repetition is long enough to time or the sizes' limit is reached. What a link is depends on the tier:
 
-- on a CPU, between RAM and a home file, through `chunkc.runtime.homes` and the page cache, as training does it;
+- on a CPU, between RAM and a home file, through `chunkc.runtime.storage.homes` and the page cache, as training does it;
 - on CUDA, between the device and a home's pinned regions, on streams, as training does it.
 
 On CUDA also what the driver takes beside the allocator once libraries and kernels of a training step are loaded, and
@@ -33,7 +33,7 @@ from chunkc.ir.states import FLOAT32, StateFormat
 from chunkc.ir.updates import update_traffic
 from chunkc.kernels.elementwise_cpu import prepare
 from chunkc.kernels.formats import AdamFormat
-from chunkc.kernels.hyper import AdamHyper
+from chunkc.kernels.hyperparameters import AdamHyper
 from chunkc.machines.host import compute_tier_memory
 from chunkc.machines.measuring import (
     MIB,
@@ -49,8 +49,8 @@ from chunkc.machines.measuring import (
     together_s,
     train_a_little,
 )
-from chunkc.runtime.gpu import TorchGpu
-from chunkc.runtime.homes import DiskHome
+from chunkc.runtime.device.gpu import TorchGpu
+from chunkc.runtime.storage.homes import DiskHome
 
 __all__ = ["Sizes", "calibrate"]
 

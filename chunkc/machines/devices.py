@@ -15,7 +15,7 @@ from chunkc.ir.hardware import CPU, Hardware
 from chunkc.machines.datasheets import DATASHEETS
 from chunkc.machines.host import compute_tier_memory
 from chunkc.machines.presets import default_hardware_path, load_hardware, preset
-from chunkc.passes.cuda_memory import (
+from chunkc.passes.graphs.cuda_memory import (
     GRANULE_NBYTES,
     cublas_workspace_nbytes,
     cublaslt_workspace_nbytes,

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 
 from chunkc.ir.errors import HomeError
 from chunkc.ir.hardware import GIB
-from chunkc.runtime.gpu import Gpu
-from chunkc.runtime.homes import DiskHome
-from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.device.gpu import Gpu
+from chunkc.runtime.storage.homes import DiskHome
+from chunkc.runtime.storage.pinned import PinnedHome
 
 MIB = 1 << 20
 

@@ -1,4 +1,4 @@
-"""An optimizer as the graphs of a session see it that begin its updates in the backward (see `chunkc.early`)."""
+"""An optimizer as the graphs of a session see it that begin its updates in the backward (see `chunkc.session.in_backward`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import weakref
 from collections.abc import Collection, Container, Sequence
 from typing import TYPE_CHECKING
 
-from chunkc.ir.chunks import ChunkGroup
+from chunkc.ir.layout import ChunkGroup
 from chunkc.ir.plan import Tile
-from chunkc.optim import slot_updates, staying_updates
+from chunkc.optim import resident_updates as staying_updates
+from chunkc.optim import slot_updates
 from chunkc.optim.update_on import at_home
-from chunkc.passes.update_placement import may_update_where_it_stays
-from chunkc.session import Session
+from chunkc.passes.planning.update_placement import may_update_where_it_stays
+from chunkc.session.session import Session
 
 if TYPE_CHECKING:
-    from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+    from chunkc.optim.optimizer import ChunkedOptimizer
 
 
 class BackwardStarter:

@@ -20,10 +20,10 @@ from chunkc.kernels.fused_pass import host_tensor
 from chunkc.optim.memory import check_memory
 from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
 from chunkc.optim.overlap_mode import OverlapMode
-from chunkc.runtime.gradient_sums import asked_by, clock
-from chunkc.runtime.parts import part_of
-from chunkc.runtime.used_gradients import GradientElsewhere
-from chunkc.session import Session, managing, sessions_of
+from chunkc.runtime.store.consumed_gradients import GradientElsewhere
+from chunkc.runtime.store.gradient_sums import asked_by, clock
+from chunkc.runtime.store.shards import part_of
+from chunkc.session.session import Session, managing, sessions_of
 
 EPS = 1e-6
 """What is added to a norm before it divides, in PyTorch."""

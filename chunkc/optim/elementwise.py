@@ -13,22 +13,22 @@ from typing import Any
 
 import torch
 
-from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import FLOAT32, StateFormat
 from chunkc.kernels import elementwise_triton, reference
-from chunkc.kernels.distances import Draws
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
 from chunkc.kernels.elementwise_triton import WorkTable, work_of_tensors, work_table
 from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Slots, Span, UpdateFormat, rounding_key
-from chunkc.kernels.hyper import COMPLEX_DTYPES, GRAD_DTYPES
+from chunkc.kernels.hyperparameters import COMPLEX_DTYPES, GRAD_DTYPES
+from chunkc.kernels.pointer_offsets import Draws
 from chunkc.optim.formats import Formats
+from chunkc.optim.multi_tensor import Batch, SentDistances, batches, goes_along
 from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, StepScalars, upload
 from chunkc.optim.rule import Extent, Groups, GroupWork, Rule, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
-from chunkc.optim.together import Batch, SentDistances, batches, goes_along
-from chunkc.recent import Recent
+from chunkc.utils.recent import Recent
 
 PIECE_NUM_ELEMENTS = 1 << 24
 """Elements that are updated with one table: it is then a fifth of `TABLE_NBYTES` whatever a tensor's size."""

@@ -13,9 +13,9 @@ import torch
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, MASTER, MASTER_LOW, NONE, SPLIT, StateFormat
 from chunkc.kernels.formats import MomentsFormat, UpdateFormat
+from chunkc.optim.hyperparameters import flag, shown
 from chunkc.optim.overlap_mode import NONE as NO_OVERLAP
 from chunkc.optim.update_on import DEVICE
-from chunkc.optim.values import flag, shown
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from chunkc.kernels.formats import NO_SCALE, GradScale
-from chunkc.optim import doubts
+from chunkc.optim import pending_steps as doubts
 
 
 def grad_scale_of(optimizer: Any, clip: torch.Tensor | None = None) -> GradScale:

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from chunkc.optim.chunked_optimizer import ChunkedOptimizer
 from chunkc.optim.clipping import ClipsGradients
 from chunkc.optim.grad_scale import inverted
+from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.torch_private.grad_scaler import OverflowsElsewhere
 
 

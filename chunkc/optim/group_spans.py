@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import torch
 
-from chunkc.ir.chunks import Chunk
+from chunkc.ir.layout import Chunk
 from chunkc.ir.states import MASTER, is_scale, num_entries
 from chunkc.optim.memory import aliased_by_gradients, check_in_place, check_memory
 from chunkc.optim.states import Dtypes, initialise
-from chunkc.runtime.parts import part_of
-from chunkc.runtime.used_gradients import gradient_of
-from chunkc.session import Session, managing
+from chunkc.runtime.store.consumed_gradients import gradient_of
+from chunkc.runtime.store.shards import part_of
+from chunkc.session.session import Session, managing
 
 
 class Stepping(Protocol):

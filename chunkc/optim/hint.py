@@ -10,10 +10,10 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from chunkc import session
 from chunkc.ir.units import format_nbytes
-from chunkc.logs import logger
-from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.optim.optimizer import ChunkedOptimizer
+from chunkc.session import session
+from chunkc.session.logs import logger
 from chunkc.torch_private.dynamo import unwrapped
 
 _hinted: weakref.WeakSet[session.Session] = weakref.WeakSet()

@@ -11,12 +11,12 @@ import torch
 
 from chunkc.ir.states import FLOAT32, StateFormat
 from chunkc.kernels.lamb_formats import LambHyper
-from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+from chunkc.optim.hyperparameters import flag, number
 from chunkc.optim.lamb_groups import LambUpdater
+from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.rule import Groups, Rule, adam_hyper
 from chunkc.optim.update_on import DEVICE
-from chunkc.optim.values import flag, number
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
-from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER
 from chunkc.kernels import lamb_cpu, lamb_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.fused_pass import host_empty
-from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambWork, lamb_work, lamb_work_of_tensors, new_partials
-from chunkc.optim.doubts import decided
+from chunkc.optim.multi_tensor import Batch, SentDistances, batches, goes_along
 from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, upload
 from chunkc.optim.over_ranks import sums_of_tensors
+from chunkc.optim.pending_steps import decided
 from chunkc.optim.rule import GroupWork, OverRanks, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
-from chunkc.optim.together import Batch, SentDistances, batches, goes_along
-from chunkc.recent import Recent
+from chunkc.utils.recent import Recent
 
 
 class LambUpdater(Updater):

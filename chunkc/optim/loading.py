@@ -11,19 +11,19 @@ import torch
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import MASTER, MASTER_LOW, is_scale, num_entries, scale_of
 from chunkc.ir.strides import dense_strides, is_dense, overlaps_itself
+from chunkc.optim.hyperparameters import plain, shown
 from chunkc.optim.memory import title_of
 from chunkc.optim.over_ranks import of_this_rank
 from chunkc.optim.split_masters import load as load_master
 from chunkc.optim.states import converted, empty_state, names_at_home
-from chunkc.optim.values import plain, shown
-from chunkc.readers import await_readers
-from chunkc.runtime.maps import drop_pages, evict_pages
-from chunkc.runtime.nursery import SMALLEST_NBYTES, birthplace_of
-from chunkc.runtime.parts import part_of
-from chunkc.session import managing
+from chunkc.runtime.storage.maps import drop_pages, evict_pages
+from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, birthplace_of
+from chunkc.runtime.store.shards import part_of
+from chunkc.session.pending_readers import await_readers
+from chunkc.session.session import managing
 
 if TYPE_CHECKING:
-    from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+    from chunkc.optim.optimizer import ChunkedOptimizer
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.states import is_scale
 from chunkc.ir.strides import is_dense, overlaps_itself, share_memory, span_of
-from chunkc.kernels.hyper import takes_gradients
-from chunkc.runtime.used_gradients import gradient_of, without_memory
-from chunkc.session import owner
+from chunkc.kernels.hyperparameters import takes_gradients
+from chunkc.runtime.store.consumed_gradients import gradient_of, without_memory
+from chunkc.session.session import owner
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 

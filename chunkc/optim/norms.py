@@ -13,6 +13,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from chunkc.distributed.agreement import together
 from chunkc.ir.errors import DistributedError
 from chunkc.ir.strides import is_dense
 from chunkc.ir.sums import SumSquares, num_rows, rows_of
@@ -20,9 +21,8 @@ from chunkc.kernels import sums_cpu, sums_triton
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.optim.on_device import computes_by_triton, upload
 from chunkc.optim.states import flat, real_parts
-from chunkc.ranks import together
-from chunkc.runtime.parts import Part
-from chunkc.session import managing, owner
+from chunkc.runtime.store.shards import Part
+from chunkc.session.session import managing, owner
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from chunkc.kernels.formats import UpdateFormat
-from chunkc.optim.doubts import decided
+from chunkc.optim.pending_steps import decided
 
 TABLE_NBYTES = 2 << 20
 """Tables of work that are kept on a device, in bytes: those used last (`machines.devices.TABLES_NBYTES` has room)."""

@@ -10,17 +10,17 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
+from chunkc.distributed.agreement import Facts, agree, hashed
 from chunkc.ir.blocks import Block
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import INT8
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.rule import OverRanks
 from chunkc.optim.split_masters import NotedContents, put_masters_together
-from chunkc.ranks import Facts, agree, hashed
-from chunkc.runtime.parts import Part, block_of, leaf_of, own_of, part_of
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.transport import Transport
-from chunkc.runtime.used_gradients import LocalGradient
+from chunkc.runtime.distributed.transport import Transport
+from chunkc.runtime.store.consumed_gradients import LocalGradient
+from chunkc.runtime.store.shards import Part, block_of, leaf_of, own_of, part_of
+from chunkc.runtime.store.store import ChunkStore
 from chunkc.torch_private.dtensor import local_of, with_local
 
 

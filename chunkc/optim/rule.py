@@ -18,9 +18,9 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import MOMENTS, StateFormat
 from chunkc.kernels.formats import GradScale
-from chunkc.kernels.hyper import GRAD_DTYPES
+from chunkc.kernels.hyperparameters import GRAD_DTYPES
+from chunkc.optim.hyperparameters import flag, number, pair
 from chunkc.optim.states import flats_of, place_in_group
-from chunkc.optim.values import flag, number, pair
 
 MAXIMIZE = "maximize"
 DIFFERENTIABLE = "differentiable"

@@ -13,23 +13,23 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from chunkc.ir.chunks import GRAD, PARAM
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE
-from chunkc.optim.backward_updates import Begun, Entry, can_be_undone, has_states, interrupted, noted_of
 from chunkc.optim.group_spans import Task, make_states
 from chunkc.optim.rule import GroupWork, TileUpdate
+from chunkc.optim.running_updates import label_of
 from chunkc.optim.step import group_spans
 from chunkc.optim.undo import NotCounted
 from chunkc.optim.update import compute
-from chunkc.optim.updates_under_way import label_of
-from chunkc.readers import await_readers
-from chunkc.runtime.used_gradients import UsedGradient
-from chunkc.session import Session
+from chunkc.optim.update_scheduler import Begun, Entry, can_be_undone, has_states, interrupted, noted_of
+from chunkc.runtime.store.consumed_gradients import UsedGradient
+from chunkc.session.pending_readers import await_readers
+from chunkc.session.session import Session
 
 if TYPE_CHECKING:
-    from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+    from chunkc.optim.optimizer import ChunkedOptimizer
 
 
 @dataclass

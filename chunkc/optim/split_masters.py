@@ -25,7 +25,7 @@ from chunkc.ir.strides import dense_strides
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.split import join_master, split_master
 from chunkc.optim.states import flat, flat_like, put_back, tensor_of
-from chunkc.runtime.parts import part_of
+from chunkc.runtime.store.shards import part_of
 
 _PIECE_NUM_ELEMENTS = 1 << 16
 """Elements that are converted at a time: temporary tensors are of the compute tier."""

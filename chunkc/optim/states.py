@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from chunkc.ir.chunks import GRAD, PARAM
+from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.states import MASTER, MASTER_LOW, UNSIGNED, is_scale, num_entries, scale_of
 from chunkc.ir.strides import dense_strides
 from chunkc.kernels.quant import dequantise, quantise
-from chunkc.session import Session, owner
+from chunkc.session.session import Session, owner
 
 Dtypes = Mapping[str, torch.dtype]
 """The kinds of states that a parameter has, with their dtypes (see `chunkc.ir.states.StateFormat.dtypes`)."""

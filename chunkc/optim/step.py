@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from chunkc.distributed.agreement import meeting
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
@@ -22,14 +23,13 @@ from chunkc.optim.rule import GroupWork, OverRanks, Spans, Staying
 from chunkc.optim.undo import flat_twins
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
-from chunkc.ranks import meeting
-from chunkc.reconcile import gradients_left_to_autograd, reconcile
-from chunkc.runtime.parts import part_of
-from chunkc.session import Session, managing
+from chunkc.runtime.store.shards import part_of
+from chunkc.session.changes import gradients_left_to_autograd, reconcile
+from chunkc.session.session import Session, managing
 
 if TYPE_CHECKING:
-    from chunkc.optim.chunked_optimizer import ChunkedOptimizer
-    from chunkc.runtime.store import ChunkStore
+    from chunkc.optim.optimizer import ChunkedOptimizer
+    from chunkc.runtime.store.store import ChunkStore
 
 _CPU = torch.device("cpu")
 
@@ -45,7 +45,7 @@ class Prepared:
 
 
 def take_over_changes(parameters: Sequence[torch.Tensor]) -> None:
-    """Take over what the user has changed of parameters at home (see `chunkc.reconcile`)."""
+    """Take over what the user has changed of parameters at home (see `chunkc.session.changes`)."""
     names: dict[Session, list[str]] = {}
     for parameter in parameters:
         if (hit := managing(parameter)) is not None:

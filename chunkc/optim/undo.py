@@ -1,7 +1,7 @@
 """Updates in the backward that `step()` can undo, to the bit: for clipping, loss scales, and all that is known late.
 
 A group is updated as soon as its gradients are complete, as if nothing would change them, and what that writes waits in
-twins (see `chunkc.runtime.twins`); the gradients go home, too. `step()` then compares: where no gradient, parameter or
+twins (see `chunkc.runtime.store.shadow_copies`); the gradients go home, too. `step()` then compares: where no gradient, parameter or
 hyper-parameter was changed since, none overflowed and the norm asks for no clipping, the twins become home. Else they
 are dropped, and the group is updated as if the backward had not; the next backward does not try. So bits are those of
 `overlap="none"`, whatever happens in between. (SuperOffload, arXiv:2509.21271, speculates and validates like this, and
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chunkc.ir.chunks import GRAD
+from chunkc.ir.layout import GRAD
 from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.optim.grad_scale import on_the_cpu
 from chunkc.optim.group_spans import flat_home
 from chunkc.optim.states import Dtypes
-from chunkc.session import Session
+from chunkc.session.session import Session
 
 if TYPE_CHECKING:
-    from chunkc.optim.chunked_optimizer import ChunkedOptimizer
+    from chunkc.optim.optimizer import ChunkedOptimizer
 
 
 class NotCounted:

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import BudgetError
+from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Tile
 from chunkc.ir.program import UPDATE
 from chunkc.ir.updates import update_stages
-from chunkc.known_needs import Needs
-from chunkc.moving import stay
 from chunkc.optim.rule import TileUpdate
-from chunkc.plans import UpdatePlan, update_plan
-from chunkc.policy import decide
-from chunkc.runtime.executor import Executable, Measurement, Run, lower
-from chunkc.runtime.store import ChunkStore
-from chunkc.session import Session
-from chunkc.situation import UpdateDue, UpdateRequest
+from chunkc.policy.decide import decide
+from chunkc.policy.needs import Needs
+from chunkc.policy.plans import UpdatePlan, update_plan
+from chunkc.policy.state import UpdateDue, UpdateRequest
+from chunkc.runtime.execution.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.store.store import ChunkStore
+from chunkc.session.residency import stay
+from chunkc.session.session import Session
 
 
 @dataclass(frozen=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from chunkc.ir.chunks import ChunkGroup
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
-from chunkc.passes.update_placement import groups_for_cpu
-from chunkc.session import Session
+from chunkc.ir.layout import ChunkGroup
+from chunkc.passes.planning.update_placement import groups_for_cpu
+from chunkc.session.session import Session
 
 AUTO, DEVICE, CPU = "auto", "device", "cpu"
 UPDATE_ON = (AUTO, DEVICE, CPU)

@@ -15,7 +15,7 @@ import torch
 
 from chunkc.ir.hardware import CPU, LinkSpec
 from chunkc.ir.links import TO_DEVICE, TO_HOME
-from chunkc.runtime.homes import MemoryHome
+from chunkc.runtime.storage.homes import MemoryHome
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkc.passes.scratch import declared
-from chunkc.runtime import cpu_allocator
+from chunkc.passes.memory.scratch import declared
+from chunkc.runtime.device import cpu_allocator
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import conformance_bytes

@@ -25,7 +25,7 @@ from coverage_training import Differs, Losses, Trained
 from torch import nn
 
 import chunkc
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 # Not `import coverage`: there is a package of that name.
 import importlib.util  # isort: skip

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkc.ir.chunks import PARAM, Chunk
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item
+from chunkc.ir.layout import PARAM, Chunk
 from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
 from chunkc.ir.plan import Position
 from chunkc.ir.program import FORWARD

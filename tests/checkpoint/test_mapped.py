@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from chunkc.checkpoint.mapped import MappedFile
 from chunkc.checkpoint.sources import pieces_of
-from chunkc.files.safetensors import header_of
 from chunkc.ir.errors import CheckpointError, UnsupportedError
+from chunkc.weights.safetensors import header_of
 
 TENSORS = {
     "half": torch.randn(3, dtype=torch.bfloat16),  # what follows is not aligned

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.checkpoint import sources, writing
 from chunkc.ir.errors import CheckpointError, OptionsError, UnsupportedError
-from chunkc.movable import can_move
-from chunkc.readers import await_readers
-from chunkc.runtime import cpu_allocator
-from chunkc.session import owner
+from chunkc.runtime.device import cpu_allocator
+from chunkc.session.movable import can_move
+from chunkc.session.pending_readers import await_readers
+from chunkc.session.session import owner
 
 
 def saved_in_the_middle(folder: Path, **how: Any) -> Run:
@@ -187,7 +187,7 @@ def test_a_plain_optimizer_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.second_tier
 def test_without_the_wait_a_change_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch)
-    monkeypatch.setattr("chunkc.optim.chunked_optimizer.await_readers", lambda parameters: None)
+    monkeypatch.setattr("chunkc.optim.optimizer.await_readers", lambda parameters: None)
     with pytest.raises(CheckpointError, match=r"(weight|bias)(\.\w+)? was changed while it was being saved"):
         saved_in_the_middle(tmp_path, budget=SMALL)
     assert not [path for path in tmp_path.iterdir() if path.name != ".lock"]
@@ -197,7 +197,7 @@ def test_without_the_wait_a_change_is_noticed(tmp_path: Path, monkeypatch: pytes
 def test_without_wait_and_notice_other_bits_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sabotage: the tests above would see a step that does not wait."""
     slow(monkeypatch)
-    monkeypatch.setattr("chunkc.optim.chunked_optimizer.await_readers", lambda parameters: None)
+    monkeypatch.setattr("chunkc.optim.optimizer.await_readers", lambda parameters: None)
     source = sources.Source
 
     def unchecked(*args: Any) -> sources.Source:

@@ -7,7 +7,7 @@ from itertools import product
 import torch
 from torch.nn.attention import SDPBackend
 
-from chunkc.passes.attention_cuda import attention_kernel
+from chunkc.passes.graphs.attention_cuda import attention_kernel
 
 BATCH, HEADS, ROWS = 2, 4, 16
 KERNELS = {

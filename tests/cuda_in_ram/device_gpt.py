@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.runtime import pinned
+from chunkc.runtime.storage import pinned
 
 
 class Block(nn.Module):

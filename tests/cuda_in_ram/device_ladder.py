@@ -11,7 +11,7 @@ from torch import Tensor
 from zoo import Case
 
 import chunkc
-from chunkc.runtime.cuda import memory_limit
+from chunkc.runtime.device.cuda import memory_limit
 
 MIB = 1 << 20
 NOT_CAPTURED = "lstm"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from chunkc.machines.devices import TABLES_NBYTES
-from chunkc.passes.cuda_memory import cublaslt_workspace_nbytes, shares_workspaces
+from chunkc.passes.graphs.cuda_memory import cublaslt_workspace_nbytes, shares_workspaces
 
 _NUM_HANDLES = 2  # of cuBLASLt's: the calling thread's and autograd's
 

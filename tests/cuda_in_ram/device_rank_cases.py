@@ -31,11 +31,12 @@ import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.machines.devices import overhead_of
 from chunkc.machines.presets import load_hardware
-from chunkc.passes.collectives import Meeting
-from chunkc.runtime import nccl, slots
-from chunkc.runtime.cuda import CudaExchangeLink, CudaMark
-from chunkc.runtime.transport import GATHERS, SCATTERS, Transport
-from chunkc.session import sessions_of
+from chunkc.passes.graphs.collectives import Meeting
+from chunkc.runtime.device.cuda import CudaExchangeLink, CudaMark
+from chunkc.runtime.distributed import nccl
+from chunkc.runtime.distributed.transport import GATHERS, SCATTERS, Transport
+from chunkc.runtime.store import slots
+from chunkc.session.session import sessions_of
 
 SHAPE = {"width": 32, "layers": 2, "heads": 2, "vocab": 64, "sequence": 16}
 HUGE = 1 << 30

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.cuda_memory import rounded_nbytes
-from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
+from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.passes.memory.scratch.cuda import cuda_scratch_nbytes
 
 aten = torch.ops.aten
 F32, F16, BF16, I64, I32 = torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32

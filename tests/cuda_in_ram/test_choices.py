@@ -11,7 +11,7 @@ from device_gpt import SMALL, train
 from device_process import on_a_device
 
 import chunkc
-from chunkc.runtime import numa
+from chunkc.runtime.device import numa
 
 HUGE = 1 << 34
 HOST_POINTERS = 91  # CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import chunkc
-from chunkc.movable import present_nbytes
+from chunkc.session.movable import present_nbytes
 
 WIDTH = 1024
 WEIGHT_NBYTES = 4 * WIDTH * WIDTH

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.engine import Engine
 from chunkc.engine.cpu_embedding import CpuEmbedding, chosen, look_up_on_cpu, set_apart
-from chunkc.session import OPEN
+from chunkc.session.session import OPEN
 
 pytestmark = pytest.mark.arithmetic
 

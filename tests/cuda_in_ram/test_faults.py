@@ -13,7 +13,7 @@ from device_gpt import GPT, smallest_budget
 from torch import Tensor
 
 import chunkc
-from chunkc.runtime import pinned
+from chunkc.runtime.storage import pinned
 
 pytestmark = pytest.mark.arithmetic
 

@@ -22,8 +22,8 @@ import torch
 from harness import differences
 from missing_waits import KINDS, Subject, Wait, is_event, shows_by_the_clock, slow_without, span
 
-from chunkc.runtime import executor
-from chunkc.runtime.cuda import CudaTier
+from chunkc.runtime.device.cuda import CudaTier
+from chunkc.runtime.execution import executor
 
 pytestmark = [pytest.mark.arithmetic, pytest.mark.timeout(600)]
 

@@ -12,9 +12,9 @@ from device_process import on_a_device
 from torch import nn
 
 import chunkc
-from chunkc.passes.cuda_memory import rounded_nbytes
-from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
-from chunkc.passes.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
+from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.passes.memory.scratch.cuda import cuda_scratch_nbytes
+from chunkc.passes.memory.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
 
 BUDGET_NBYTES = 264 << 20
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])

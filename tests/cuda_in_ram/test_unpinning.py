@@ -11,10 +11,10 @@ import pytest
 import torch
 from device_process import on_a_device
 
-from chunkc.runtime.cuda import CudaTier
-from chunkc.runtime.gpu import TorchGpu
-from chunkc.runtime.pinned import PinnedHome, unpinner
-from chunkc.runtime.streams import Launch
+from chunkc.runtime.device.cuda import CudaTier
+from chunkc.runtime.device.gpu import TorchGpu
+from chunkc.runtime.device.streams import Launch
+from chunkc.runtime.storage.pinned import PinnedHome, unpinner
 
 MIB = 1 << 20
 
@@ -119,8 +119,8 @@ def test_a_process_that_ends_meanwhile_ends_well() -> None:
     """The interpreter ends no thread that is in a call of the driver's: that would abort the process."""
     script = """
 import gc, time
-from chunkc.runtime.gpu import TorchGpu
-from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.device.gpu import TorchGpu
+from chunkc.runtime.storage.pinned import PinnedHome
 home = PinnedHome(TorchGpu())
 home.allocate(1 << 20)
 home.close()

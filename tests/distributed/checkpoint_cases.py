@@ -174,7 +174,7 @@ def meanwhile(folder: Path) -> Result:
         run.checkpoint.save(1)
         run.train(1)
         run.checkpoint.wait()
-        with patch("chunkc.optim.chunked_optimizer.await_readers", lambda parameters: None):
+        with patch("chunkc.optim.optimizer.await_readers", lambda parameters: None):
             run.checkpoint.save(2)
             run.train(1)
         found["without"] = attempted(run.checkpoint.wait)

@@ -17,7 +17,7 @@ import rank_cases
 from rank_cases import Result, arrays, batches, bits, made, mean, own
 
 import chunkc
-from chunkc.session import sessions_of
+from chunkc.session.session import sessions_of
 
 STEPS, MICRO_STEPS, CLIPPING, EPS = 3, 2, 0.1, 1e-3
 

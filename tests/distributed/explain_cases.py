@@ -19,9 +19,9 @@ from rank_cases import HUGE, Result, adamw, batches, compiled, made, mesh, own
 
 import chunkc
 from chunkc.ir.shards import ZeroStage
-from chunkc.runtime import cpu_allocator
-from chunkc.runtime.parts import part_of
-from chunkc.session import owner, sessions_of
+from chunkc.runtime.device import cpu_allocator
+from chunkc.runtime.store.shards import part_of
+from chunkc.session.session import owner, sessions_of
 
 
 def explained() -> Result:

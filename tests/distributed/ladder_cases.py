@@ -21,8 +21,8 @@ from zoo import CASES as MODELS
 
 import chunkc
 from chunkc.ir.shards import ZeroStage
-from chunkc.runtime import cpu_allocator
-from chunkc.session import sessions_of
+from chunkc.runtime.device import cpu_allocator
+from chunkc.session.session import sessions_of
 
 NUM_STEPS = 3
 EVERY_WAY = tuple((stage, home) for stage in (3, 2, 1, None) for home in ("cpu", "disk"))

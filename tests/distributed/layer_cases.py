@@ -23,7 +23,7 @@ from tensor_cases import Model, cube, cut, grid, made, parallel
 import chunkc
 from chunkc.ir.hardware import CPU
 from chunkc.ir.shards import ZeroStage
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 TOKENS = BATCH // 2, LENGTH
 

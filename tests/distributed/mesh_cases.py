@@ -20,7 +20,7 @@ from loop_cases import Small
 from rank_cases import HUGE, Result, arrays, batches, bits, compiled, mean, mesh, own, whole_bits
 
 import chunkc
-from chunkc.session import sessions_of
+from chunkc.session.session import sessions_of
 
 
 class Scaled(nn.Module):

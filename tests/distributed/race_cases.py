@@ -24,12 +24,12 @@ from late_tiers import LateTier, tier_of_new_sessions
 from rank_cases import HUGE, STAGES, Result, Tiny, adamw, batches, bits, compiled, made, mesh, own, train
 
 import chunkc
-from chunkc.ir.chunks import GRAD
+from chunkc.ir.layout import GRAD
 from chunkc.ir.links import GATHER, SCATTER
-from chunkc.runtime import executor
-from chunkc.runtime.chunk_states import ChunkState, advance
-from chunkc.runtime.transport import Transport
-from chunkc.session import sessions_of
+from chunkc.runtime.distributed.transport import Transport
+from chunkc.runtime.execution import executor
+from chunkc.runtime.store.chunk_states import ChunkState, advance
+from chunkc.session.session import sessions_of
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def another_plan() -> Result:
     """A rank that plans otherwise where something else is held."""
 
     def action(run: Any, model: Any) -> None:
-        import chunkc.graph as graph
+        import chunkc.session.compiled_step as graph
 
         planned_step = graph.planned_step
 
@@ -201,14 +201,14 @@ def _none(*args: Any) -> Iterator[Callable[[Any], None]]:
 
 LEFT_OUT: dict[str, tuple[str, Any, Callable[[], Result]]] = {
     "of models": ("chunkc.distribute.agree", lambda *args: None, rank_cases.another_stage),
-    "of a compilation": ("chunkc.compilation.meeting", _none, rank_cases.another_budget),
-    "of a phase": ("chunkc.rank_phases.begin_phase", lambda transport, own, facts: [own], lost_phase),
+    "of a compilation": ("chunkc.compile.meeting", _none, rank_cases.another_budget),
+    "of a phase": ("chunkc.session.rank_phases.begin_phase", lambda transport, own, facts: [own], lost_phase),
     "of what is outdated": (
-        "chunkc.rank_phases.begin_phase",
+        "chunkc.session.rank_phases.begin_phase",
         lambda transport, own, facts: [own],
         changed_on_one,
     ),
-    "of a plan": ("chunkc.graph.agree", lambda *args: None, another_plan),
+    "of a plan": ("chunkc.session.compiled_step.agree", lambda *args: None, another_plan),
 }
 """Agreements: where each is called, what stands in its place, and the case that fails without it."""
 

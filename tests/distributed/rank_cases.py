@@ -35,10 +35,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import chunkc
-from chunkc.ir.chunks import GRAD
-from chunkc.runtime import cpu_allocator
-from chunkc.runtime.tier import CpuTier
-from chunkc.session import sessions_of
+from chunkc.ir.layout import GRAD
+from chunkc.runtime.device import cpu_allocator
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.session.session import sessions_of
 
 VOCABULARY, WIDTH, BATCH, LENGTH = 11, 24, 8, 5
 HUGE = 1 << 30

@@ -20,8 +20,8 @@ from loop_cases import small
 from rank_cases import HUGE, VOCABULARY, Result, adamw, bits, compiled, differs, mean, mesh
 
 import chunkc
-from chunkc.runtime import cpu_allocator
-from chunkc.session import sessions_of
+from chunkc.runtime.device import cpu_allocator
+from chunkc.session.session import sessions_of
 
 SHAPES = (
     ((4, 5), (4, 5)),

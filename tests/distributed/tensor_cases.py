@@ -34,7 +34,7 @@ import rank_cases
 from rank_cases import HUGE, Result, adamw, arrays, batches, bits, compiled
 
 import chunkc
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 VOCABULARY, WIDTH = 12, 24
 NUMBERS_NBYTES = 256

@@ -24,7 +24,7 @@ from rank_cases import HUGE, Result, batches, compiled, ended_by
 from tensor_cases import grid, own
 
 import chunkc
-from chunkc.passes import collectives
+from chunkc.passes.graphs import collectives
 
 
 class Tiny(nn.Module):

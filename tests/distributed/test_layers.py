@@ -11,7 +11,7 @@ import pytest
 import torch
 from run_ranks import ranks
 
-from chunkc.cli import main
+from chunkc.cli.command import main
 
 SCRIPT = "layer_cases.py"
 Explained = Callable[[str, str | int], dict[str, Any]]

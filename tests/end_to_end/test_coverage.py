@@ -14,7 +14,7 @@ from coverage_judge import Judge
 from coverage_models import DOZEN, build
 from coverage_table import PLAIN_FAILS, TRAINED, Column
 
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

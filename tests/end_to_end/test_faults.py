@@ -16,7 +16,7 @@ from harness import adamw, compile_case, differences, gradients, weights
 from torch import nn
 
 import chunkc
-from chunkc.runtime.streams import JobMark
+from chunkc.runtime.device.streams import JobMark
 
 pytestmark = [
     pytest.mark.timeout(90),  # a hang is a failure

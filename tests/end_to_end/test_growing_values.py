@@ -11,7 +11,7 @@ from harness import session_of
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 BUDGET_NBYTES = 8_600_000  # whole and all resident at first
 NUM_STEPS = 32

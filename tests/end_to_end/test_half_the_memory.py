@@ -22,7 +22,7 @@ from zoo import Batch, Case, byte_batch, gpt2, integers, llama
 
 import chunkc
 from chunkc.explaining.explain import minimum_budget
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 pytestmark = [pytest.mark.second_tier, pytest.mark.timeout(900)]
 

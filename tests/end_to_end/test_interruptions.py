@@ -113,7 +113,7 @@ def _interrupt_after(num_calls: int, submit: Callable) -> Callable:
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 def test_control_c_while_copying(num_calls: int, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C as a copy is submitted, in the middle of a step: nothing hangs and the next step works."""
-    from chunkc.runtime.streams import WorkerStream
+    from chunkc.runtime.device.streams import WorkerStream
 
     model, compiled = compile_small(home)
     optimizer = adamw(model.parameters())

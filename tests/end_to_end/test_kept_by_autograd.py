@@ -13,7 +13,7 @@ from harness import HUGE, array, differences
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 SCALARS_NBYTES = 4096
 """More than the losses and tangents of a second backward, which no plan counts."""

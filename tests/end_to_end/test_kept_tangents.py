@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 from chunkc.torch_private.engine import KEEPS_TANGENTS
 
 BATCH, WIDTH = 64, 1024

@@ -18,8 +18,8 @@ from plain_modules import FeedForward
 from torch import Tensor, nn
 
 import chunkc
-from chunkc import whole_step
-from chunkc.cli import DOES_NOT_FIT, main
+from chunkc.cli.command import DOES_NOT_FIT, main
+from chunkc.explaining import whole_step
 from chunkc.explaining.explain import minimum_budget
 from chunkc.ir.errors import BudgetError
 

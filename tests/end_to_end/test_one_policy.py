@@ -13,20 +13,23 @@ import torch
 from harness import adamw
 from zoo import CASES, MORE_CASES
 
-from chunkc import compilation, graph, policy
-from chunkc.explaining import rehearsal, replay
+from chunkc import compile as compilation
+from chunkc.explaining import dry_run as rehearsal
+from chunkc.explaining import paper_step as replay
 from chunkc.explaining.explain import explain_step, step_on, training_in
 from chunkc.explaining.offline import OfflineStep
-from chunkc.explaining.replay import Replay
+from chunkc.explaining.paper_step import Replay
 from chunkc.explaining.updates import Updates
-from chunkc.graph import CompiledGraph, PlannedStep
 from chunkc.machines.presets import load_hardware
 from chunkc.optim import update
 from chunkc.optim.update import PreparedUpdate
 from chunkc.options import Options, parse_options
-from chunkc.session import Session, sessions_of
-from chunkc.situation import Event, PhaseCalled, Situation, StepDecision, StepRequest, UpdateDecision, UpdateRequest
-from chunkc.steps import SizedStep
+from chunkc.policy import decide as policy
+from chunkc.policy.state import Event, PhaseCalled, Situation, StepDecision, StepRequest, UpdateDecision, UpdateRequest
+from chunkc.session import compiled_step as graph
+from chunkc.session.compiled_step import CompiledGraph, PlannedStep
+from chunkc.session.session import Session, sessions_of
+from chunkc.tracing.steps import SizedStep
 
 ALL = CASES | MORE_CASES
 NUM_STEPS = 3

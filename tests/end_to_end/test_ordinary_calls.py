@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zoo import byte_batch
 
 import chunkc
-from chunkc.session import managing
+from chunkc.session.session import managing
 
 
 @three_ways()

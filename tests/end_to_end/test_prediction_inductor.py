@@ -11,7 +11,7 @@ from ladder import describe, is_exception, rungs
 from memory_curves import PhaseCurve, step_curves
 from zoo import LADDER
 
-from chunkc.passes.scratch.exceptions import BEYOND_OPERATORS
+from chunkc.passes.memory.scratch.exceptions import BEYOND_OPERATORS
 from chunkc.torch_private import onednn
 
 WITHIN = 0.01

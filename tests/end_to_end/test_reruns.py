@@ -26,7 +26,7 @@ from torch import nn
 from zoo import LADDER, Case, floats
 
 import chunkc
-from chunkc.captured import Captured
+from chunkc.policy.captured_step import Captured
 from chunkc.torch_private import onednn
 
 SECOND = pytest.mark.second_tier
@@ -89,7 +89,7 @@ def test_updates_in_the_backward_come_after_what_is_run_again() -> None:
 
 @SECOND
 def test_an_abandoned_forward_gives_everything_back() -> None:
-    from chunkc.runtime import cpu_allocator
+    from chunkc.runtime.device import cpu_allocator
 
     cpu_allocator.install()
     _, compiled = compiled_gpt("rerun")
@@ -213,7 +213,7 @@ def only_mixes(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
         timed.append(seen)
         return 1.0 - (bool(seen.forward.copied) and bool(seen.forward.remade))
 
-    monkeypatch.setattr("chunkc.policy.step_s", step_s)
+    monkeypatch.setattr("chunkc.policy.decide.step_s", step_s)
     return timed
 
 

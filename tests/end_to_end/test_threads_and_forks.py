@@ -16,8 +16,8 @@ from scripts import CASE, assert_close, backward, compile_small, small_budget, t
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.graph import CompiledGraph
-from chunkc.session import Session
+from chunkc.session.compiled_step import CompiledGraph
+from chunkc.session.session import Session
 
 every_way = pytest.mark.usefixtures("every_way")
 
@@ -189,7 +189,7 @@ def test_gradients_that_another_thread_writes_are_not_read(monkeypatch: pytest.M
     store = session_of(model).store
     staying = {name for name in store.parameters() if not store.is_managed(name)}
     read = []
-    monkeypatch.setattr("chunkc.runtime.store.gradient_of", lambda p: read.append(p) or p.grad)
+    monkeypatch.setattr("chunkc.runtime.store.store.gradient_of", lambda p: read.append(p) or p.grad)
 
     def evaluate() -> None:
         with torch.no_grad():

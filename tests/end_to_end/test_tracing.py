@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Case, floats
 
 import chunkc.backend  # what loading allocates comes before the count
-from chunkc.passes.scratch import declared
-from chunkc.runtime import cpu_allocator
+from chunkc.passes.memory.scratch import declared
+from chunkc.runtime.device import cpu_allocator
 
 
 class Scaled(nn.Module):

@@ -14,7 +14,7 @@ from zoo import Case, floats
 
 import chunkc
 from chunkc.ir.estimates import EstimatedOperator
-from chunkc.passes.scratch import declared
+from chunkc.passes.memory.scratch import declared
 
 NAME = "chunkc_unknown_tests::mix"
 WIDTH, ROWS = 64, 48

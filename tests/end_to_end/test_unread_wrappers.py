@@ -11,7 +11,7 @@ from harness import HUGE, assert_same_training, compile_case, refuse, train
 from zoo import CASES
 
 import chunkc
-from chunkc.passes.inductor import memory, wrapper_source
+from chunkc.passes.memory.inductor import memory, wrapper_source
 from chunkc.torch_private import versions
 
 CASE = CASES["frozen_mlp"]

@@ -13,8 +13,8 @@ from harness import Arrays, array, compile_case, differences, minimum_nbytes, we
 from zoo import CASES
 
 import chunkc
-from chunkc.runtime import cpu_allocator
-from chunkc.session import owner
+from chunkc.runtime.device import cpu_allocator
+from chunkc.session.session import owner
 
 pytestmark = [pytest.mark.second_tier, pytest.mark.timeout(300)]
 

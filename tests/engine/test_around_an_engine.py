@@ -12,7 +12,7 @@ from optim_models import batch, is_managed
 from torch import nn
 
 import chunkc
-from chunkc.runtime.nursery import nursery_of
+from chunkc.runtime.storage.unassigned import nursery_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 second_tier = pytest.mark.second_tier

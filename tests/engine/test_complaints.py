@@ -16,7 +16,7 @@ from optim_models import BUDGET_NBYTES, WIDTH, batch
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 pytestmark = [pytest.mark.second_tier, pytest.mark.usefixtures("fresh_dynamo")]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import chunkc
 from chunkc.engine import DynamicLossScaler
-from chunkc.runtime.nursery import nursery_of
+from chunkc.runtime.storage.unassigned import nursery_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 second_tier = pytest.mark.second_tier

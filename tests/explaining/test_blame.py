@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import chunkc
-from chunkc import cli
-from chunkc.explaining import offline, replay
-from chunkc.explaining.blame import is_own_fault, module_that_raises, raised_in
+from chunkc.cli import command as cli
+from chunkc.explaining import offline
+from chunkc.explaining import paper_step as replay
+from chunkc.explaining.error_attribution import is_own_fault, module_that_raises, raised_in
 from chunkc.ir.errors import UnsupportedError
 
 FILE = """
@@ -103,7 +104,8 @@ def test_chunkc_s_own(
 
     def fault(*args: Any, **kwargs: Any) -> None:
         exec(
-            compile("raise AssertionError('impossible')", "planning.py", "exec"), {"__name__": "chunkc.passes.planning"}
+            compile("raise AssertionError('impossible')", "planning.py", "exec"),
+            {"__name__": "chunkc.passes.planning.residency"},
         )
 
     monkeypatch.setattr(*FAULTS[where], fault)

@@ -15,7 +15,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.machines.presets import load_hardware
 from chunkc.models import MODELS
-from chunkc.passes.cuda_memory import default_workspaces_nbytes
+from chunkc.passes.graphs.cuda_memory import default_workspaces_nbytes
 
 LIBRARIES = "others"
 """The kind of content that libraries' workspaces are."""

@@ -17,7 +17,7 @@ from zoo import CASES
 import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.explaining.explain import minimum_budget
-from chunkc.formats import parse_json, render_json
+from chunkc.explaining.formats import parse_json, render_json
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import COMPUTE, KINDS, Explanation
 from chunkc.ir.hardware import GIB, Hardware

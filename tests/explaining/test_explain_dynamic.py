@@ -8,7 +8,7 @@ import torch
 from zoo import LADDER
 
 import chunkc
-from chunkc.formats import read_explanation, write
+from chunkc.explaining.formats import read_explanation, write
 from chunkc.ir.explanation import Explanation
 
 BUDGET = 4_000_000

@@ -20,15 +20,15 @@ from zoo import CASES
 
 import chunkc
 from chunkc.explaining.explain import explain_step, minimum_budget, step_on, training_in
+from chunkc.explaining.formats import json_, render_graph, render_html, render_json, render_text, render_trace
 from chunkc.explaining.offline import OfflineStep
-from chunkc.formats import json_, render_graph, render_html, render_json, render_text, render_trace
-from chunkc.graph import CompiledGraph
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.machines.presets import load_hardware
 from chunkc.options import parse_options
-from chunkc.runtime import cpu_allocator
-from chunkc.session import owner
+from chunkc.runtime.device import cpu_allocator
+from chunkc.session.compiled_step import CompiledGraph
+from chunkc.session.session import owner
 
 SEVERAL = ("graph_breaks", pytest.param("breaks_in_loop", marks=pytest.mark.slow))
 NAMES = (*SEVERAL, "sometimes_unused")

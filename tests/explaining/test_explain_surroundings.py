@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc import cli
+from chunkc.cli import command as cli
+from chunkc.explaining.formats import render_text
+from chunkc.explaining.formats.advice import advice
 from chunkc.explaining.offline import capture_offline
-from chunkc.formats import render_text
-from chunkc.formats.advice import advice
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import CPU
 from chunkc.machines.presets import load_hardware
-from chunkc.passes.scratch.operators import EXCEPTIONS
+from chunkc.passes.memory.scratch.operators import EXCEPTIONS
 
 BUDGET_NBYTES = 2 * 2**20
 

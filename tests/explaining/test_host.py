@@ -62,7 +62,7 @@ def test_what_an_older_version_wrote_has_no_host() -> None:
 
 @pytest.mark.parametrize("stage", ["building", "loading", "training", "saving", "resuming"])
 def test_the_text_names_each_stage(stage: str) -> None:
-    from chunkc.formats import render_text
+    from chunkc.explaining.formats import render_text
 
     found, host = explain()
     assert f"{getattr(host, stage):,}" in render_text(found)

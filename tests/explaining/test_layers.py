@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import chunkc
-from chunkc.cli import main
+from chunkc.cli.command import main
+from chunkc.explaining.formats import render_text
+from chunkc.explaining.formats.json_ import parse_json, render_json
 from chunkc.explaining.layers import mesh_on_paper
 from chunkc.explaining.over_ranks import with_ranks
-from chunkc.formats import render_text
-from chunkc.formats.json_ import parse_json, render_json
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import CPU

@@ -11,9 +11,9 @@ from torch import nn
 from zoo import CASES
 
 import chunkc
+from chunkc.explaining.formats import render_text
 from chunkc.explaining.measured import measured_side
-from chunkc.formats import render_text
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 BUDGET, ROOMY = 8_000_000, 1 << 30
 EAGER = {"codegen": "eager", "whole_graph": "never"}

@@ -18,7 +18,7 @@ from zoo import CASES, byte_batch
 import chunkc
 from chunkc.explaining.offline import OfflineGraph, capture_offline
 from chunkc.ir.errors import UnsupportedError
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 TRACING_NBYTES = 32 * 1024
 """A few copies of the random generator's state, 5056 bytes each: all that tracing may take."""

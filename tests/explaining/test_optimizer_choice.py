@@ -12,7 +12,7 @@ from optim_models import BUDGET_NBYTES, MLP, WIDTH, batch, build
 from torch import nn
 
 import chunkc
-from chunkc.cli import main
+from chunkc.cli.command import main
 from chunkc.ir.explanation import Explanation
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc.cli import main
+from chunkc.cli.command import main
+from chunkc.explaining.formats import render_text
 from chunkc.explaining.over_ranks import with_ranks
-from chunkc.formats import render_text
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import CPU

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from zoo import CASES
 
 import chunkc
+from chunkc.explaining.dry_run import rehearse
 from chunkc.explaining.explain import explain_step, step_on, training_in
 from chunkc.explaining.offline import OfflineStep
-from chunkc.explaining.rehearsal import rehearse
-from chunkc.explaining.replay import Replay
+from chunkc.explaining.paper_step import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.machines.presets import load_hardware

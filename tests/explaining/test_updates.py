@@ -12,7 +12,7 @@ import torch
 from plain_modules import Stack
 
 import chunkc
-from chunkc.cli import main
+from chunkc.cli.command import main
 from chunkc.ir.explanation import AT_HOME, Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import PREFETCH

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc.cli import main
-from chunkc.formats import render_text
+from chunkc.cli.command import main
+from chunkc.explaining.formats import render_text
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import Alternative, Explanation, Why
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 BUDGET_NBYTES = 64 * 2**20
 NUM_STEPS = 5

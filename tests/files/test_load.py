@@ -14,7 +14,7 @@ from harness import array, differences, segmented
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.runtime.nursery import nursery_of
+from chunkc.runtime.storage.unassigned import nursery_of
 
 Write = Callable[[dict[str, Tensor], Path], Path]
 

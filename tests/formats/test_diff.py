@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from synthetic import EVENTS, MIB, PLAN, ranked, small
 
-from chunkc.formats import diff
+from chunkc.explaining.formats import diff
 from chunkc.ir.explanation import Chunks, StepTime
 
 

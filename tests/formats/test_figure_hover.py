@@ -9,7 +9,7 @@ from synthetic import MOMENTS, small
 
 pytest.importorskip("plotly")
 
-from chunkc.formats.figure import MAX_SOURCE, build_figure
+from chunkc.explaining.formats.figure import MAX_SOURCE, build_figure
 
 
 def hover_of(source: str) -> str:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkc.formats.fold import by_kind, fold, fold_names
+from chunkc.explaining.formats.fold import by_kind, fold, fold_names
 
 
 def test_layers_that_differ_in_one_number_become_one_line() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from synthetic import small
 
-from chunkc.formats import FORMATS, read_explanation, render, write
+from chunkc.explaining.formats import FORMATS, read_explanation, render, write
 from chunkc.ir.errors import OptionsError
 
 

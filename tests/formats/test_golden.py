@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from synthetic import EVENTS, MIB, PLAN, large, measured, not_fitting, small
 
-from chunkc.formats import diff, render_graph, render_text
+from chunkc.explaining.formats import diff, render_graph, render_text
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 

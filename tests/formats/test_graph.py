@@ -4,7 +4,7 @@ import ast
 
 from synthetic import GRAPHS, not_fitting, small
 
-from chunkc.formats import render_graph
+from chunkc.explaining.formats import render_graph
 
 
 def test_it_is_python_with_one_function_for_each_phase() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from synthetic import MIB, large, measured, moment, not_fitting, small
 
-from chunkc.formats import render_html
-from chunkc.formats.figure import KIND_COLOURS, MAX_DRAWN, thinned
+from chunkc.explaining.formats import render_html
+from chunkc.explaining.formats.figure import KIND_COLOURS, MAX_DRAWN, thinned
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.explanation import KINDS, Explanation
 
@@ -20,7 +20,7 @@ plotly = pytest.importorskip("plotly")
 
 
 def traces(explanation: Explanation) -> dict[str, Any]:
-    from chunkc.formats.figure import build_figure
+    from chunkc.explaining.formats.figure import build_figure
 
     return {trace.name or f"hover {trace.yaxis}": trace for trace in build_figure(explanation).data}
 
@@ -56,7 +56,7 @@ def test_hover_names_operation_module_and_source() -> None:
 
 
 def test_hover_names_chunk_and_bytes_on_each_stream() -> None:
-    from chunkc.formats.figure import build_figure
+    from chunkc.explaining.formats.figure import build_figure
 
     points = [trace for trace in build_figure(small()).data if trace.meta == "hover" and trace.yaxis == "y2"]
     assert [len(set(trace.text)) for trace in points] == [4, 2, 1]
@@ -72,7 +72,7 @@ def test_measured_bytes_are_a_line_and_measured_events_have_streams() -> None:
     assert np.allclose(line[:4], [110, 110, 188, 188])
     assert np.isnan(line[4:]).all(), "what was not metered is not drawn"
     assert "measured, each call's peak" not in traces(small(measured=measured(moments=())))
-    from chunkc.formats.figure import build_figure
+    from chunkc.explaining.formats.figure import build_figure
 
     axis = build_figure(small(measured=measured())).layout
     assert list(axis.yaxis2.ticktext)[:2] == ["compute", "compute, measured"]

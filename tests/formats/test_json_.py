@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from synthetic import large, measured, small
 
-from chunkc.formats import parse_json, read_explanation, render_json
+from chunkc.explaining.formats import parse_json, read_explanation, render_json
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import Explanation
 

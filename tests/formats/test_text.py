@@ -7,9 +7,9 @@ from dataclasses import replace
 from rich.console import Console
 from synthetic import MIB, large, measured, not_fitting, ranked, small
 
-from chunkc.formats import print_text, render_text
-from chunkc.formats.advice import advice
-from chunkc.formats.text import headline
+from chunkc.explaining.formats import print_text, render_text
+from chunkc.explaining.formats.advice import advice
+from chunkc.explaining.formats.text import headline
 from chunkc.ir.estimates import EstimatedOperator
 from chunkc.ir.explanation import Layers, Peak
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from synthetic import EVENTS, MIB, event, large, measured, ranked, small
 
-from chunkc.formats import render_trace
-from chunkc.formats.trace import BUDGET, BY_KIND, IN_USE, MEASURED, PREDICTED
+from chunkc.explaining.formats import render_trace
+from chunkc.explaining.formats.trace import BUDGET, BY_KIND, IN_USE, MEASURED, PREDICTED
 from chunkc.ir.explanation import COMPUTE, Explanation
 from chunkc.ir.links import TO_DEVICE
 

@@ -19,12 +19,12 @@ from plain_modules import Stack
 from synthetic import EVENTS, event, large, measured, small
 
 import chunkc
-from chunkc.formats import render_trace
-from chunkc.formats.trace import MEASURED, PREDICTED
+from chunkc.explaining.formats import render_trace
+from chunkc.explaining.formats.trace import MEASURED, PREDICTED
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.links import TO_DEVICE
 from chunkc.ir.simulate import STAYING
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 ALLOWED = {
     "M": {"ph", "pid", "tid", "name", "args"},

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from chunkc.formats.units import byte_unit, share, short_nbytes, short_seconds
+from chunkc.explaining.formats.units import byte_unit, share, short_nbytes, short_seconds
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chunkc.formats.why import MAX_HAPPENINGS, why_rows
+from chunkc.explaining.formats.why import MAX_HAPPENINGS, why_rows
 from chunkc.ir.explanation import Alternative, Happening, Why
 
 

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import gpu_process_memory
 
 from chunkc.machines.devices import hardware_of
-from chunkc.runtime.cuda import memory_limit
+from chunkc.runtime.device.cuda import memory_limit
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

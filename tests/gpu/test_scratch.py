@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from attention_calls import Call, attention, taken_nbytes
 
-from chunkc.passes.cuda_memory import rounded_nbytes
-from chunkc.passes.scratch.cuda import cuda_output_nbytes, cuda_scratch_nbytes, is_known_on_cuda
+from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.passes.memory.scratch.cuda import cuda_output_nbytes, cuda_scratch_nbytes, is_known_on_cuda
 
 pytestmark = [
     pytest.mark.gpu,

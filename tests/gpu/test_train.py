@@ -17,8 +17,8 @@ from harness import session_of
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.runtime.cuda import memory_limit
-from chunkc.runtime.gpu import TorchGpu
+from chunkc.runtime.device.cuda import memory_limit
+from chunkc.runtime.device.gpu import TorchGpu
 
 pytestmark = [
     pytest.mark.gpu,

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import chunkc
 from chunkc.lightning import ChunkcFabricStrategy, ChunkcStrategy
-from chunkc.session import sessions_of
+from chunkc.session.session import sessions_of
 
 WIDTH, NUM_SAMPLES, BATCH = 24, 32, 8
 QUIET: dict[str, Any] = {

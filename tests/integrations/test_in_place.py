@@ -14,7 +14,7 @@ from torch import nn
 from zoo import floats
 
 import chunkc
-from chunkc.in_place import compile_in_place
+from chunkc.engine.in_place import compile_in_place
 from chunkc.scalars import Scalars
 
 

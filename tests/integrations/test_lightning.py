@@ -19,7 +19,7 @@ from zoo import floats
 
 import chunkc
 from chunkc.lightning import ChunkcFabricStrategy, ChunkcStrategy, ReportCallback, callable_parts
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 BUDGET = 700_000
 """Bytes: the model, its gradients and states take 1 MB."""

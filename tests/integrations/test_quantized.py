@@ -12,7 +12,7 @@ from loops import assert_close
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.ir.chunks import PARAM
+from chunkc.ir.layout import PARAM
 
 WIDTH, DEPTH, BLOCK = 128, 8, 64
 OPTIONS: dict[str, Any] = {"whole_graph": "never", "debug": True}

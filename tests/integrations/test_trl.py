@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import chunkc
 import chunkc.trl
-from chunkc.session import owner
+from chunkc.session.session import owner
 
 pytestmark = pytest.mark.slow
 

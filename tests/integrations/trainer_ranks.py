@@ -36,7 +36,7 @@ loops = helper("loops", HERE / "loops.py")
 from transformers import TrainerCallback  # noqa: E402
 
 import chunkc  # noqa: E402
-from chunkc.session import sessions_of  # noqa: E402
+from chunkc.session.session import sessions_of  # noqa: E402
 from chunkc.transformers import Trainer, TrainingArguments  # noqa: E402
 
 NUM_STEPS, NUM_EXAMPLES = 4, 32

@@ -13,15 +13,7 @@ from chunk_names import chunk
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chunkc.ir.chunks import (
-    GRAD,
-    PARAM,
-    Chunk,
-    ChunkGroup,
-    ChunkLayout,
-    ParamSpec,
-    TensorSlice,
-)
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, FLOAT32, MASTER, MASTER_LOW, StateFormat
 
 KINDS = (PARAM, GRAD, MASTER, EXP_AVG, EXP_AVG_SQ)

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from chunkc.ir.chunks import Chunk, ParamSpec
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import Chunk, ParamSpec
 from chunkc.ir.links import host_links
 from chunkc.ir.plan import Moment, PhasePlan, Plan, Position
-from chunkc.passes.layout import lay_out
-from chunkc.passes.phases import plan_phases
-from chunkc.passes.planning import check_minimum
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.timeline import plan_phases
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "plan.txt"
 

@@ -13,7 +13,7 @@ from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, NONE, SPLIT, StateFormat
 from chunkc.ir.updates import UpdateTraffic, update_traffic
 from chunkc.kernels import elementwise_cpu, lamb_cpu, lamb_reference, reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span, rounding_key
-from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.kernels.lamb_formats import LambHyper, lamb_work, new_partials
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -11,12 +11,12 @@ from torch import fx, nn
 from verify_cases import PHASES, SPARES, case
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import Chunk, ParamSpec
+from chunkc.ir.layout import Chunk, ParamSpec
 from chunkc.ir.states import StateFormat
-from chunkc.ir.verify import verify_phase
-from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import fixed_nbytes
-from chunkc.session import owner
+from chunkc.ir.verify.verifier import verify_phase
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.planning.residency import fixed_nbytes
+from chunkc.session.session import owner
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -92,7 +92,7 @@ class _Model(nn.Module):
 
 def test_bytes_of_a_compiled_model_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a phase's predicted peak nothing is reported, one byte below it is: what the caller holds counts."""
-    import chunkc.plans as plans_module
+    import chunkc.policy.plans as plans_module
 
     seen: dict[str, tuple[fx.Graph, dict[str, Any]]] = {}
 

@@ -11,7 +11,7 @@ from torch import fx
 from verify_cases import HUGE, PHASES, SPARES, Case, case
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import Chunk
+from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK
 
 

@@ -14,14 +14,14 @@ from verify_cases import HARDWARE, HUGE, LAYOUT, MEMORIES, backward_program, for
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.program import PhaseProgram
-from chunkc.ir.verify import verify_phase
-from chunkc.ir.verify_reruns import Dropped, verify_reruns
-from chunkc.passes.activations import SMALL_NBYTES, candidates, leaving
-from chunkc.passes.insert import insert_events
-from chunkc.passes.phases import plan_phases
-from chunkc.passes.planning import check_minimum
-from chunkc.passes.profile import positions
-from chunkc.passes.reruns import Repeatable, rerunning
+from chunkc.ir.verify.recompute import Dropped, verify_reruns
+from chunkc.ir.verify.verifier import verify_phase
+from chunkc.passes.memory.profile import positions
+from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, leaving
+from chunkc.passes.planning.recompute import Repeatable, rerunning
+from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.timeline import plan_phases
+from chunkc.passes.rewrite.insert import insert_events
 
 aten = torch.ops.aten
 GONE = ("forward.0:0", "forward.1:0", "forward.2:0")

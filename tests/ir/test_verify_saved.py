@@ -14,11 +14,11 @@ from verify_cases import HARDWARE, HUGE, LAYOUT, MEMORIES, MODULES, Case, backwa
 from chunkc.ir import chunk_ops
 from chunkc.ir.links import FROM_DISK, TO_DISK
 from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, RELOAD
-from chunkc.passes.activations import Saved, leaving
-from chunkc.passes.insert import insert_events
-from chunkc.passes.phases import plan_phases
-from chunkc.passes.planning import check_minimum
-from chunkc.passes.profile import positions
+from chunkc.passes.memory.profile import positions
+from chunkc.passes.planning.offload import Saved, leaving
+from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.timeline import plan_phases
+from chunkc.passes.rewrite.insert import insert_events
 
 FIRST, SECOND = "forward.0:0", "forward.1:0"
 SAVED = (Saved(FIRST, 100, 1, 2), Saved(SECOND, 100, 2, 1))

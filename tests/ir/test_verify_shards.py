@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from torch import fx
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.hardware import CPU
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.links import GATHER, SCATTER, TO_DEVICE
 from chunkc.ir.plan import Position
 from chunkc.ir.shards import Shards, ZeroStage
-from chunkc.ir.verify import verify_phase
-from chunkc.ir.verify_staying import nbytes_that_stay
-from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import chunk_items, fixed_nbytes
+from chunkc.ir.verify.resident import nbytes_that_stay
+from chunkc.ir.verify.verifier import verify_phase
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.planning.residency import chunk_items, fixed_nbytes
 
 ROWS = 1000
 

@@ -11,19 +11,19 @@ import torch
 from torch import fx, nn
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import ParamSpec
 from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
 from chunkc.ir.plan import EVICT, WRITE_BACK, Plan
 from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
-from chunkc.ir.verify import verify_phase
-from chunkc.passes.early_updates import with_updates
-from chunkc.passes.insert import insert_events, insert_update_events
-from chunkc.passes.layout import lay_out
-from chunkc.passes.phases import plan_phases
-from chunkc.passes.planning import check_minimum
-from chunkc.passes.profile import positions
-from chunkc.passes.update_planning import update_positions, update_tiles
+from chunkc.ir.verify.verifier import verify_phase
+from chunkc.passes.memory.profile import positions
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.timeline import plan_phases
+from chunkc.passes.planning.updates import update_positions, update_tiles
+from chunkc.passes.planning.updates_in_backward import with_updates
+from chunkc.passes.rewrite.insert import insert_events, insert_update_events
 
 HUGE = 1 << 40
 

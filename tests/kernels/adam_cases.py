@@ -19,7 +19,7 @@ from torch import Tensor
 
 from chunkc.kernels import elementwise_triton, reference
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Span, num_quant_blocks, rounding_key
-from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.kernels.split import join_master, split_master
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -18,8 +18,8 @@ from torch._subclasses import FakeTensorMode
 from chunkc.kernels.cpu_pass import update_pass
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
 from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
-from chunkc.kernels.hyper import AdamHyper, scalar_table
-from chunkc.runtime import cpu_allocator
+from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
+from chunkc.runtime.device import cpu_allocator
 from chunkc.torch_private.fake import disable_current_modes
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -13,11 +13,11 @@ from chunkc.kernels import elementwise_cpu, reference
 from chunkc.kernels.cpu_pass import UpdatePass, rounding_words, update_pass
 from chunkc.kernels.formats import QUANT_BLOCK, GradScale, Span, rounding_key
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, compile_pass
-from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.kernels.quant import midpoints, quantise
 from chunkc.kernels.quant_cpu import bucket_table, quantise_pass
 from chunkc.kernels.rounding import mix32, random_bits16
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 FORMATS = adam_cases.FORMATS
 QUICK = {"fp32", "bf16-master-bf16-moments", "bf16-split", "bf16-only", "bf16-only-int8-moments"}

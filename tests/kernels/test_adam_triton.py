@@ -13,11 +13,11 @@ import pytest
 import torch
 from interpreting import asked, needs_gpu, needs_triton
 
-from chunkc.ir.chunks import ALIGNMENT_NBYTES
 from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.layout import ALIGNMENT_NBYTES
 from chunkc.kernels import elementwise_triton
 from chunkc.kernels.formats import QUANT_BLOCK, UNIT, GradScale, Span, rounding_key
-from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.hyperparameters import scalar_table
 
 FORMATS = adam_cases.FORMATS
 SCALARS = scalar_table(adam_cases.HYPERS)

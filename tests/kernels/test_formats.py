@@ -18,7 +18,7 @@ from chunkc.kernels.formats import (
     check_update,
     rounding_key,
 )
-from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.hyperparameters import scalar_table
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 SCALARS = scalar_table(adam_cases.HYPERS)

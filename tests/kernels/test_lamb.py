@@ -12,9 +12,9 @@ from torch import Tensor
 
 from chunkc.kernels import lamb_cpu, lamb_reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
-from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, lamb_work_of_tensors, new_partials
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 FP32, BF16 = torch.float32, torch.bfloat16
 FORMATS = {"fp32": AdamFormat(FP32, FP32), "bf16-master": AdamFormat(BF16, BF16, master=True)}

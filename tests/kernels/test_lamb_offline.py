@@ -13,11 +13,11 @@ import torch
 from offline import TARGETS, compile_offline, spilled, targets_with_marks, vector_accesses
 
 from chunkc.kernels import lamb_triton
-from chunkc.kernels.distances import alignment_of, distances_of
 from chunkc.kernels.elementwise_triton import BLOCK, NUM_THREADS, launch_options
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
-from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, lamb_work_of_tensors, new_partials
+from chunkc.kernels.pointer_offsets import alignment_of, distances_of
 
 triton = pytest.importorskip("triton")
 

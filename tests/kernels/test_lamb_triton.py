@@ -20,7 +20,7 @@ from torch import Tensor
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels import lamb_reference, lamb_triton
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Span
-from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, new_partials
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16

@@ -8,7 +8,7 @@ import torch
 
 from chunkc.kernels import reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span, num_quant_blocks, rounding_key
-from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.kernels.split import split_master
 
 FORMATS = adam_cases.FORMATS

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from chunkc.kernels import elementwise_cpu, elementwise_triton, reference
 from chunkc.kernels.formats import GradScale, Span, UpdateFormat, num_quant_blocks, rounding_key
-from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.sgd import MomentumFormat, SgdFormat, SgdHyper, SgdSlots
 from chunkc.kernels.split import split_master
 

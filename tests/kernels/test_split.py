@@ -13,7 +13,7 @@ import torch
 from chunkc.kernels import cpu_loop, elementwise_cpu, reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS
-from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.kernels.split import join_master, split_master
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -15,9 +15,9 @@ import torch
 from offline import TARGETS, compile_offline, spilled, targets_with_marks, vector_accesses
 
 from chunkc.kernels import elementwise_triton
-from chunkc.kernels.distances import Draws, alignment_of, distances_of
 from chunkc.kernels.formats import AdamFormat, GradScale, Span, rounding_key
-from chunkc.kernels.hyper import scalar_table
+from chunkc.kernels.hyperparameters import scalar_table
+from chunkc.kernels.pointer_offsets import Draws, alignment_of, distances_of
 
 triton = pytest.importorskip("triton")
 

@@ -12,7 +12,7 @@ from harness import array
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.session import owner
+from chunkc.session.session import owner
 
 WIDTH, LAYERS = 128, 4
 

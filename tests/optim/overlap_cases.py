@@ -15,9 +15,9 @@ from torch import Tensor
 from zoo import Case, floats
 
 import chunkc
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import CpuTier
-from chunkc.session import Session
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.store.store import ChunkStore
+from chunkc.session.session import Session
 
 
 def case(dtype: torch.dtype = torch.float32) -> Case:
@@ -44,7 +44,7 @@ class Subject:
         self.case = of or case()
         nbytes = minimum_nbytes(self.case) + 1024  # masters of small parameters, where a rule keeps them whole
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("chunkc.runtime.open_compute.CpuTier", lambda: CpuTier(delay=copies))
+            patch.setattr("chunkc.runtime.storage.open_compute.CpuTier", lambda: CpuTier(delay=copies))
             self.model, self.compiled = compile_case(self.case, memory_budget=nbytes, whole_graph="never")
         self.session: Session = session_of(self.model)
         self.store: ChunkStore = self.session.store

@@ -12,7 +12,7 @@ from overlap_cases import case, minimum_nbytes
 from torch import Tensor
 
 import chunkc
-from chunkc.runtime.used_gradients import UsedGradient
+from chunkc.runtime.store.consumed_gradients import UsedGradient
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 

@@ -11,7 +11,7 @@ from chunkc.ir.states import num_entries
 from chunkc.kernels import reference
 from chunkc.kernels.elementwise_triton import WorkTable
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, Span
-from chunkc.kernels.hyper import AdamHyper
+from chunkc.kernels.hyperparameters import AdamHyper
 from chunkc.optim import AdamW, elementwise, on_device
 from chunkc.optim.adam import AdamRule
 from chunkc.optim.elementwise import ByTriton, update_on_cpu

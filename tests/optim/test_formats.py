@@ -17,8 +17,8 @@ from zoo import Case, floats
 import chunkc
 from chunkc.kernels import reference
 from chunkc.kernels.formats import AdamSlots, Span, num_quant_blocks, rounding_key
-from chunkc.kernels.hyper import AdamHyper, scalar_table
-from chunkc.passes import update_planning
+from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
+from chunkc.passes.planning import updates as update_planning
 
 WIDTH, STEPS = 72, 3
 """5,184 elements a weight: no multiple of a block of 8-bit moments."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc.session import managing
+from chunkc.session.session import managing
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -11,11 +11,11 @@ from slot_cases import Subject, trained
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.ir.chunks import GRAD, Chunk
 from chunkc.ir.errors import HomeError
 from chunkc.ir.explanation import Explanation
-from chunkc.runtime.homes import MemoryHome
-from chunkc.runtime.used_gradients import UsedGradient
+from chunkc.ir.layout import GRAD, Chunk
+from chunkc.runtime.storage.homes import MemoryHome
+from chunkc.runtime.store.consumed_gradients import UsedGradient
 
 
 def without_room(made: Subject) -> set[int]:

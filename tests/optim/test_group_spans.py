@@ -11,13 +11,13 @@ from harness import session_of
 from plain_modules import Stack
 
 import chunkc
-from chunkc.declared import declared_states
-from chunkc.ir.chunks import Chunk
+from chunkc.ir.layout import Chunk
 from chunkc.ir.states import DEFAULT_STATES
 from chunkc.optim.group_spans import Task, flat_home, spans_of
 from chunkc.optim.states import initialise
-from chunkc.runtime.store import ChunkStore
-from chunkc.session import Session
+from chunkc.runtime.store.store import ChunkStore
+from chunkc.session.declared_states import declared_states
+from chunkc.session.session import Session
 
 NUMEL = 64 * 64
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zoo import Case, floats
 
 import chunkc
-from chunkc.passes import update_planning
+from chunkc.passes.planning import updates as update_planning
 
 WIDTH = 160
 STEPS = 3

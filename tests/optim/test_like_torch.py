@@ -26,9 +26,9 @@ import chunkc
 from chunkc.ir.states import num_entries
 from chunkc.kernels import elementwise_cpu, reference
 from chunkc.kernels.formats import AdamFormat, AmsgradFormat, GradScale, Span, UpdateFormat, rounding_key
-from chunkc.kernels.hyper import AdamHyper
+from chunkc.kernels.hyperparameters import AdamHyper
 from chunkc.kernels.sgd import MomentumFormat, SgdHyper
-from chunkc.optim import chunked_optimizer
+from chunkc.optim import optimizer as chunked_optimizer
 from chunkc.optim.adam import AdamRule
 from chunkc.optim.elementwise import ByTriton, update_on_cpu
 from chunkc.optim.formats import Formats

@@ -30,7 +30,7 @@ from optim_models import (
 
 import chunkc
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER, MASTER_LOW
-from chunkc.kernels.hyper import AdamHyper
+from chunkc.kernels.hyperparameters import AdamHyper
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -30,7 +30,7 @@ from torch import nn
 
 import chunkc
 from chunkc.optim import SGD
-from chunkc.session import owner
+from chunkc.session.session import owner
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

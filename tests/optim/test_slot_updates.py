@@ -11,7 +11,7 @@ from harness import differences
 from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, interrupt_a_backward, trained
 
 import chunkc
-from chunkc.runtime.used_gradients import UsedGradient
+from chunkc.runtime.store.consumed_gradients import UsedGradient
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -15,8 +15,8 @@ from zoo import Case, floats
 
 import chunkc
 from chunkc.ir.errors import ChunkStateError
-from chunkc.runtime import executor
-from chunkc.runtime.chunk_states import ChunkState, advance
+from chunkc.runtime.execution import executor
+from chunkc.runtime.store.chunk_states import ChunkState, advance
 
 pytestmark = [pytest.mark.second_tier, pytest.mark.timeout(300)]
 

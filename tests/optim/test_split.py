@@ -27,7 +27,7 @@ from torch import nn
 import chunkc
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.optim import elementwise
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 BF16 = torch.bfloat16

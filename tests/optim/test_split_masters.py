@@ -12,7 +12,7 @@ from torch import nn
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.kernels.split import join_master, split_master
 from chunkc.optim.split_masters import NotedContents, checksum, decode, encode, replace_written
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 NUM_ELEMENTS = (1 << 17) + 77  # several pieces
 

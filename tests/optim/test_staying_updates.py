@@ -12,8 +12,8 @@ from harness import differences
 from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, trained
 
 import chunkc
-from chunkc.optim import staying_updates
-from chunkc.runtime.used_gradients import UsedGradient
+from chunkc.optim import resident_updates as staying_updates
+from chunkc.runtime.store.consumed_gradients import UsedGradient
 
 pytestmark = pytest.mark.timeout(120)
 

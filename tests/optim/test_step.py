@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import chunkc
 from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, MASTER_LOW
-from chunkc.passes import update_planning
+from chunkc.passes.planning import updates as update_planning
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 import chunkc
 from chunkc.kernels import elementwise_triton, lamb_triton
-from chunkc.kernels.distances import alignment_of, distances_of, kinds_of
 from chunkc.kernels.formats import AdamFormat, AdamSlots, Span, UpdateFormat
-from chunkc.kernels.hyper import AdamHyper, scalar_table
+from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
+from chunkc.kernels.pointer_offsets import alignment_of, distances_of, kinds_of
 from chunkc.kernels.sgd import SgdFormat
-from chunkc.optim import on_device, rule, together
+from chunkc.optim import multi_tensor as together
+from chunkc.optim import on_device, rule
 from chunkc.optim.rule import Staying
 
 FORMATS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -11,7 +11,7 @@ from harness import array, differences
 from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, interrupt_a_backward
 
 import chunkc
-from chunkc.ir.chunks import GRAD
+from chunkc.ir.layout import GRAD
 
 pytestmark = pytest.mark.timeout(120)
 

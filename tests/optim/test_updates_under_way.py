@@ -199,7 +199,7 @@ def test_a_failed_update_is_named_at_the_next_fetch(monkeypatch: pytest.MonkeyPa
     made.backward(1)
     with monkeypatch.context() as patch:
         patch.setattr("chunkc.optim.elementwise.chunk_update", lambda *args, **options: 1 / 0)
-        patch.setattr("chunkc.optim.chunked_optimizer.update_in_place", lambda *args: None)
+        patch.setattr("chunkc.optim.optimizer.update_in_place", lambda *args: None)
         made.optimizer.step()
         with pytest.raises(chunkc.StreamError, match=r"chunk param:0 \(layers.0.weight.*division by zero"):
             made.backward(2)

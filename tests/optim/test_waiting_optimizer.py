@@ -222,7 +222,7 @@ def test_a_failed_update_is_told_before_anything_is_loaded(made: Gated) -> None:
     saved = copy.deepcopy(made.optimizer.state_dict())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chunkc.optim.elementwise.chunk_update", lambda *args, **options: 1 / 0)
-        patch.setattr("chunkc.optim.chunked_optimizer.update_in_place", lambda *args: None)
+        patch.setattr("chunkc.optim.optimizer.update_in_place", lambda *args: None)
         made.optimizer.step()
         before = dict(made.states())
         with pytest.raises(chunkc.StreamError, match="division by zero"):

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from metering import measure
 
-from chunkc.passes.scratch import cpu
+from chunkc.passes.memory.scratch import cpu
 from chunkc.torch_private import onednn
 
 aten = torch.ops.aten

@@ -9,11 +9,9 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from chunkc.passes.codegen import EagerSegment
-from chunkc.passes.cuts import (
-    clone_parameter_views,
-)
-from chunkc.passes.graphs import op_name, placeholders, returned
-from chunkc.passes.segments import Piece
+from chunkc.passes.graphs.graphs import op_name, placeholders, returned
+from chunkc.passes.segments.cuts import clone_parameter_views
+from chunkc.passes.segments.segments import Piece
 
 aten = torch.ops.aten
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 
 def measure(target: Any, args: tuple, kwargs: dict) -> tuple[int, Any]:

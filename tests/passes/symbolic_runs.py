@@ -18,16 +18,16 @@ from torch._inductor.codecache import PyCodeCache
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chunkc.capture import TracedGraphs, capture_graph
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment
-from chunkc.passes.cuts import clone_parameter_views, cut
-from chunkc.passes.graphs import placeholders, returned
-from chunkc.passes.inductor.wrapper_reader import AT, ParsedWrapper
-from chunkc.passes.segments import Piece, Segment, SegmentTable, extract
-from chunkc.passes.shapes import ShapesAt, SymbolicShapes, symbol_values
-from chunkc.passes.symbols import Size, free_symbols, plain_symbol, region, shape_env_of
-from chunkc.runtime import cpu_allocator
+from chunkc.passes.graphs.graphs import placeholders, returned
+from chunkc.passes.graphs.shapes import ShapesAt, SymbolicShapes, symbol_values
+from chunkc.passes.graphs.symbols import Size, free_symbols, plain_symbol, region, shape_env_of
+from chunkc.passes.memory.inductor.wrapper_reader import AT, ParsedWrapper
+from chunkc.passes.segments.cuts import clone_parameter_views, cut
+from chunkc.passes.segments.segments import Piece, Segment, SegmentTable, extract
+from chunkc.runtime.device import cpu_allocator
+from chunkc.tracing.capture import TracedGraphs, capture_graph
 
 Values = dict[sympy.Symbol, int]
 

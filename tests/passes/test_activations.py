@@ -9,8 +9,8 @@ import pytest
 
 from chunkc.ir.plan import Position
 from chunkc.ir.program import PhaseProgram, SegmentCall
-from chunkc.passes.activations import SMALL_NBYTES, Saved, candidates, choose, leaving
-from chunkc.passes.profile import last_holds
+from chunkc.passes.memory.profile import last_holds
+from chunkc.passes.planning.offload import SMALL_NBYTES, Saved, candidates, choose, leaving
 
 BIG = SMALL_NBYTES
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chunkc.passes.attention_cuda import attention_kernel, may_take_cudnn, prefers_cudnn
+from chunkc.passes.graphs.attention_cuda import attention_kernel, may_take_cudnn, prefers_cudnn
 
 HALF, FULL = torch.bfloat16, torch.float32
 HOPPER, BLACKWELL, ULTRA, AMPERE = (9, 0), (10, 0), (10, 3), (8, 0)

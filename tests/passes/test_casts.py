@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from chunkc.ir.chunks import ChunkLayout, ParamSpec
+from chunkc.ir.layout import ChunkLayout, ParamSpec
 from chunkc.ir.shards import Shards
-from chunkc.passes.casts import read_as_casts, with_casts_given
-from chunkc.passes.graphs import storage_keys
-from chunkc.passes.layout import lay_out
+from chunkc.passes.graphs.graphs import storage_keys
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.rewrite.casts import read_as_casts, with_casts_given
 
 WIDTH = 4
 BF16, FP16 = torch.bfloat16, torch.float16

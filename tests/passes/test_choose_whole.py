@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from verify_cases import HARDWARE, MEMORIES, MODULES, NUM_LAYERS, backward_program, forward_program
 
-from chunkc.captured import Captured, profile
-from chunkc.ir.chunks import ChunkLayout, ParamSpec
 from chunkc.ir.errors import BudgetError
+from chunkc.ir.layout import ChunkLayout, ParamSpec
 from chunkc.ir.shards import Shards, ZeroStage
-from chunkc.ir.verify_staying import nbytes_that_stay
+from chunkc.ir.verify.resident import nbytes_that_stay
 from chunkc.passes.codegen import CompiledSegment
-from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import check_minimum, choose_whole, whole_beside
-from chunkc.plans import step_plan, update_plan
-from chunkc.policy import decide
-from chunkc.situation import Forms, GraphCaptured, PhaseCalled, Situation, StepDecision, UpdateDue
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.planning.residency import check_minimum, choose_whole, whole_beside
+from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.decide import decide
+from chunkc.policy.plans import step_plan, update_plan
+from chunkc.policy.state import Forms, GraphCaptured, PhaseCalled, Situation, StepDecision, UpdateDue
 
 HUGE = 1 << 40
 SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import chunkc
 from chunkc.passes import codegen
-from chunkc.passes.inductor import memory
+from chunkc.passes.memory.inductor import memory
 
 
 class Named(nn.Module):

@@ -15,15 +15,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from chunkc.ir.hardware import CPU
 from chunkc.ir.links import BETWEEN_DEVICES, LinkSpec, host_links
 from chunkc.machines.presets import load_hardware
-from chunkc.passes.collectives import WAIT, Meeting, exchange_of, wait_at_once, without_group_names
-from chunkc.passes.cost import cost_s
-from chunkc.passes.cuts import cut
-from chunkc.passes.graphs import is_compute, returned
-from chunkc.passes.reruns import may_run_again
-from chunkc.passes.scratch.cpu import scratch_nbytes
-from chunkc.passes.segment_memory import eager_memory
-from chunkc.passes.segments import SegmentTable, extract
-from chunkc.runtime import cpu_allocator
+from chunkc.passes.graphs.collectives import WAIT, Meeting, exchange_of, wait_at_once, without_group_names
+from chunkc.passes.graphs.cost import cost_s
+from chunkc.passes.graphs.graphs import is_compute, returned
+from chunkc.passes.memory.scratch.cpu import scratch_nbytes
+from chunkc.passes.memory.segment_memory import eager_memory
+from chunkc.passes.planning.recompute import may_run_again
+from chunkc.passes.segments.cuts import cut
+from chunkc.passes.segments.segments import SegmentTable, extract
+from chunkc.runtime.device import cpu_allocator
 
 ops = torch.ops._c10d_functional
 

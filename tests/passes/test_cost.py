@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from chunkc.ir.hardware import CPU
-from chunkc.passes.cost import cost_s, node_flops
-from chunkc.passes.graphs import is_compute
+from chunkc.passes.graphs.cost import cost_s, node_flops
+from chunkc.passes.graphs.graphs import is_compute
 
 
 def nodes_of(function: Callable[..., object], *inputs: Tensor) -> list[fx.Node]:

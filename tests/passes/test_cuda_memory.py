@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chunkc.passes.cuda_memory import (
+from chunkc.passes.graphs.cuda_memory import (
     cublas_workspace_nbytes,
     cublaslt_workspace_nbytes,
     default_workspaces_nbytes,

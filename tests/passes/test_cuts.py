@@ -10,7 +10,8 @@ import torch
 from cut_cases import blocks_graph, mlp_graph, ops, run_pieces, trace
 from torch import fx
 
-from chunkc.passes.cuts import (
+from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned, storage_keys
+from chunkc.passes.segments.cuts import (
     clone_parameter_views,
     copy_changing,
     cut,
@@ -18,8 +19,7 @@ from chunkc.passes.cuts import (
     materialise_returned_placeholders,
     with_dropouts_again,
 )
-from chunkc.passes.graphs import is_compute, op_name, placeholders, returned, storage_keys
-from chunkc.passes.segments import SegmentTable, extract
+from chunkc.passes.segments.segments import SegmentTable, extract
 
 aten = torch.ops.aten
 

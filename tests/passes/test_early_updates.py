@@ -10,17 +10,17 @@ import torch
 from verify_cases import HARDWARE, HUGE, LAYOUT, MEMORIES, MODULES, NUM_LAYERS, backward_program, plan_step
 from verify_cases import step_positions as positions_of_step
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ParamSpec
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ParamSpec
 from chunkc.ir.links import host_links
 from chunkc.ir.plan import PREFETCH, WRITE_BACK, PhasePlan, Position
-from chunkc.ir.verify import verify_phase
-from chunkc.passes.early_updates import updated_in, with_updates
-from chunkc.passes.insert import insert_events
-from chunkc.passes.layout import lay_out
-from chunkc.passes.phases import plan_phases
-from chunkc.passes.planning import check_minimum
-from chunkc.passes.update_planning import MIN_TILE_NUMEL
+from chunkc.ir.verify.verifier import verify_phase
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.timeline import plan_phases
+from chunkc.passes.planning.updates import MIN_TILE_NUMEL
+from chunkc.passes.planning.updates_in_backward import updated_in, with_updates
+from chunkc.passes.rewrite.insert import insert_events
 
 ALL = dict.fromkeys(range(NUM_LAYERS), 1)
 MINIMUM = check_minimum([p for phase in positions_of_step() for p in phase], LAYOUT, HUGE, 0)

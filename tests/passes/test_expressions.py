@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._sympy.functions import FloatTrueDiv, FloorDiv, Max, Mod, ToFloat
 
-from chunkc.passes.expressions import Expressions, compiled
+from chunkc.passes.graphs.expressions import Expressions, compiled
 
 A, B = sympy.symbols("a b", integer=True, positive=True)
 SIZES = [

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from chunkc.passes import graphs
+from chunkc.passes.graphs import graphs
 
 
 def trace(function, *args: torch.Tensor) -> fx.Graph:

@@ -10,11 +10,11 @@ import torch
 from torch import fx, nn
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import Chunk, ParamSpec
+from chunkc.ir.layout import Chunk, ParamSpec
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan, Tile
 from chunkc.ir.program import PhaseProgram, SegmentCall
-from chunkc.passes.insert import insert_events, insert_update_events
-from chunkc.passes.layout import lay_out
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.rewrite.insert import insert_events, insert_update_events
 
 GROUPS = {"w": 0, "v": 1}
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkc.ir.chunks import ALIGNMENT_NBYTES, ChunkLayout, ParamSpec
-from chunkc.passes.layout import SMALL_SHARE, auto_chunk_nbytes, block_of, lay_out, unfrozen
+from chunkc.ir.layout import ALIGNMENT_NBYTES, ChunkLayout, ParamSpec
+from chunkc.passes.planning.layout import SMALL_SHARE, auto_chunk_nbytes, block_of, lay_out, unfrozen
 
 
 def spec(name: str, numel: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> ParamSpec:

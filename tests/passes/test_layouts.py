@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from chunkc.passes.layouts import OPERANDS_ALIKE
+from chunkc.passes.rewrite.layouts import OPERANDS_ALIKE
 
 aten = torch.ops.aten
 SHAPE = (4, 6, 8, 10)

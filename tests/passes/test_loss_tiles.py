@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx
 from torch.nn.functional import cross_entropy, linear, log_softmax, nll_loss
 
-from chunkc.passes.graphs import tile_of
-from chunkc.passes.loss_tiles import tile_losses
+from chunkc.passes.graphs.graphs import tile_of
+from chunkc.passes.rewrite.loss_tiles import tile_losses
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 

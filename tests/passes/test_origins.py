@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc.formats import render_text
+from chunkc.explaining.formats import render_text
 from chunkc.ir.explanation import Explanation
-from chunkc.passes.origins import source_line
+from chunkc.passes.graphs.origins import source_line
 
 HERE = Path(__file__).name
 TORCH = Path(torch.__file__).parent

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item
+from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
 from chunkc.ir.plan import Moment, PhasePlan, Position
 from chunkc.ir.program import BACKWARD
 from chunkc.ir.simulate import simulate, step_time
-from chunkc.passes.pacing import TooSlow
-from chunkc.passes.schedule import Schedule, schedule
+from chunkc.passes.planning.copy_scheduling import TooSlow
+from chunkc.passes.planning.eviction import Schedule, schedule
 
 
 def call(name: str, reads: frozenset[Chunk], writes: frozenset[Chunk], cost_s: float) -> Position:

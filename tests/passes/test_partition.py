@@ -8,8 +8,8 @@ from torch import fx, nn
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses import FakeTensorMode
 
-from chunkc.passes.graphs import is_compute, op_name, placeholders, returned, storage_keys
-from chunkc.passes.partition import made_early, partition
+from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned, storage_keys
+from chunkc.passes.rewrite.partition import made_early, partition
 
 MOVES = (
     "view",

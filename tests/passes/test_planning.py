@@ -11,14 +11,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from chunkc.ir.chunks import STEP_NBYTES, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import STEP_NBYTES, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.links import host_links
 from chunkc.ir.plan import EVICT, PREFETCH, Plan, Position, gradients_at
-from chunkc.passes.layout import lay_out
-from chunkc.passes.phases import plan_phases
-from chunkc.passes.planning import (
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.planning.residency import (
     StepProfile,
     check_minimum,
     choose_resident,
@@ -26,7 +25,8 @@ from chunkc.passes.planning import (
     fixed_nbytes,
     staying_beside,
 )
-from chunkc.passes.update_planning import update_positions, update_tiles
+from chunkc.passes.planning.timeline import plan_phases
+from chunkc.passes.planning.updates import update_positions, update_tiles
 
 HUGE = 1 << 40
 CHUNK_NBYTES = 4096

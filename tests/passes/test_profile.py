@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from chunkc.ir.chunks import Chunk
+from chunkc.ir.layout import Chunk
 from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
-from chunkc.passes.profile import last_holds, positions
+from chunkc.passes.memory.profile import last_holds, positions
 
 
 def memory(*nbytes: int, released: tuple[int, ...] = (), outputs: tuple[int, ...] = (0,), storages=(10,)):

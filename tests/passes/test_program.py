@@ -9,16 +9,16 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.layout import ParamSpec
 from chunkc.ir.links import host_links
 from chunkc.ir.program import PhaseProgram
-from chunkc.passes.cuts import clone_parameter_views, cut, home_views
-from chunkc.passes.graphs import is_compute, placeholders
-from chunkc.passes.program import backward_program, forward_program
-from chunkc.passes.segment_memory import eager_memory
-from chunkc.passes.segments import SegmentTable, extract
+from chunkc.passes.graphs.graphs import is_compute, placeholders
+from chunkc.passes.memory.program import backward_program, forward_program
+from chunkc.passes.memory.segment_memory import eager_memory
+from chunkc.passes.segments.cuts import clone_parameter_views, cut, home_views
+from chunkc.passes.segments.segments import SegmentTable, extract
 
 
 def trace(function, *args: torch.Tensor) -> fx.GraphModule:

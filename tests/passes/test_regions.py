@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc.passes.regions import write_out_regions
+from chunkc.passes.rewrite.regions import write_out_regions
 
 region = torch.compiler.nested_compile_region
 

@@ -14,11 +14,11 @@ import torch
 from torch import fx
 
 from chunkc.ir.program import RERUN, MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
-from chunkc.passes.activations import SMALL_NBYTES, candidates, leaving
-from chunkc.passes.planning import StepProfile
-from chunkc.passes.profile import last_holds, positions
-from chunkc.passes.rerun_choice import Stretches, dropped_between, leanest, needed_early, ways_to_cut
-from chunkc.passes.reruns import Repeatable, may_run_again, rerunning
+from chunkc.passes.memory.profile import last_holds, positions
+from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, leaving
+from chunkc.passes.planning.recompute import Repeatable, may_run_again, rerunning
+from chunkc.passes.planning.recompute_search import Stretches, dropped_between, leanest, needed_early, ways_to_cut
+from chunkc.passes.planning.residency import StepProfile
 
 BIG = SMALL_NBYTES
 aten = torch.ops.aten

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from chunkc.ir.chunks import Chunk
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item
+from chunkc.ir.layout import Chunk
 from chunkc.ir.links import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec
 from chunkc.ir.plan import Position
-from chunkc.passes.schedule import residency
+from chunkc.passes.planning.eviction import residency
 
 Span = tuple[Chunk, int, int, bool]
 

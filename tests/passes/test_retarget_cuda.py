@@ -14,9 +14,9 @@ from zoo import LADDER
 
 from chunkc.explaining.offline import OfflineGraph, capture_offline
 from chunkc.models import MODELS
-from chunkc.passes.graphs import placeholders, returned, tensors_of
-from chunkc.passes.retarget_cuda import on_cuda
-from chunkc.passes.segment_memory import eager_memory
+from chunkc.passes.graphs.graphs import placeholders, returned, tensors_of
+from chunkc.passes.memory.segment_memory import eager_memory
+from chunkc.passes.rewrite.retarget_cuda import on_cuda
 
 aten = torch.ops.aten
 HALF = torch.bfloat16

@@ -15,7 +15,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item
 from chunkc.ir.links import FROM_DISK, ROUTES, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec, host_links
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Position
-from chunkc.passes.schedule import residency, schedule
+from chunkc.passes.planning.eviction import residency, schedule
 
 Stops = Sequence[Sequence[Event]]
 

@@ -12,14 +12,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from chunkc.ir.program import Estimate, MemoryStep, SegmentMemory
 from chunkc.passes.codegen import CompiledSegment, compile_segment
-from chunkc.passes.cuts import cut
-from chunkc.passes.graphs import placeholders
-from chunkc.passes.inductor.memory import inductor_memory
-from chunkc.passes.inductor.wrapper_reader import UnreadableWrapper
-from chunkc.passes.segment_memory import bounded_memory, eager_memory
-from chunkc.passes.segment_storages import graph_storages
-from chunkc.passes.segments import SegmentTable, extract
-from chunkc.runtime import cpu_allocator
+from chunkc.passes.graphs.graphs import placeholders
+from chunkc.passes.memory.inductor.memory import inductor_memory
+from chunkc.passes.memory.inductor.wrapper_reader import UnreadableWrapper
+from chunkc.passes.memory.segment_memory import bounded_memory, eager_memory
+from chunkc.passes.memory.segment_storages import graph_storages
+from chunkc.passes.segments.cuts import cut
+from chunkc.passes.segments.segments import SegmentTable, extract
+from chunkc.runtime.device import cpu_allocator
 
 pytestmark = pytest.mark.usefixtures("metered")
 aten = torch.ops.aten

@@ -8,11 +8,9 @@ from cut_cases import blocks_graph, mlp_graph, ops, run_pieces, trace
 from torch import fx
 
 from chunkc.passes.codegen import EagerSegment
-from chunkc.passes.cuts import (
-    cut,
-)
-from chunkc.passes.graphs import is_compute, op_name, placeholders, returned
-from chunkc.passes.segments import SegmentTable, canonical_text, extract, for_the_backward
+from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned
+from chunkc.passes.segments.cuts import cut
+from chunkc.passes.segments.segments import SegmentTable, canonical_text, extract, for_the_backward
 
 aten = torch.ops.aten
 

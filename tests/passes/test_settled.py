@@ -5,9 +5,9 @@ from __future__ import annotations
 from verify_cases import LAYOUT, MODULES, NUM_LAYERS, backward_program, case, plan_step
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import Chunk
+from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan
-from chunkc.passes.insert import insert_events, settled_after
+from chunkc.passes.rewrite.insert import insert_events, settled_after
 
 
 def test_every_group_is_settled_once_after_its_gradients_left() -> None:

@@ -14,10 +14,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 from chunkc.ir.program import SegmentMemory
-from chunkc.passes.expressions import compiled
-from chunkc.passes.graphs import placeholders
-from chunkc.passes.segment_memory import eager_memory
-from chunkc.passes.shapes import ShapesAt, SymbolicShapes, is_number, numbers_first, symbol_values
+from chunkc.passes.graphs.expressions import compiled
+from chunkc.passes.graphs.graphs import placeholders
+from chunkc.passes.graphs.shapes import ShapesAt, SymbolicShapes, is_number, numbers_first, symbol_values
+from chunkc.passes.memory.segment_memory import eager_memory
 
 aten = torch.ops.aten
 THREADS = 4

@@ -25,15 +25,15 @@ from verify_cases import (
 )
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkLayout, ParamSpec
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.plan import Plan, Position, gradients_at
-from chunkc.ir.verify import verify_phase
-from chunkc.ir.verify_staying import nbytes_that_stay
-from chunkc.passes.early_updates import with_updates, with_waiting
-from chunkc.passes.insert import insert_events
-from chunkc.passes.layout import lay_out
-from chunkc.passes.phases import plan_phases
-from chunkc.passes.planning import check_minimum, choose_resident, fixed_nbytes
+from chunkc.ir.verify.resident import nbytes_that_stay
+from chunkc.ir.verify.verifier import verify_phase
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.planning.residency import check_minimum, choose_resident, fixed_nbytes
+from chunkc.passes.planning.timeline import plan_phases
+from chunkc.passes.planning.updates_in_backward import with_updates, with_waiting
+from chunkc.passes.rewrite.insert import insert_events
 
 ALL = frozenset(range(NUM_LAYERS))
 SPENT = replace(LAYOUT, spent=ALL)

@@ -17,10 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from chunkc.passes.codegen import describe_segment
-from chunkc.passes.segments import SegmentTable, extract
-from chunkc.passes.shapes import SymbolicShapes
-from chunkc.passes.symbols import free_symbols, plain_symbol, region
-from chunkc.runtime import cpu_allocator
+from chunkc.passes.graphs.shapes import SymbolicShapes
+from chunkc.passes.graphs.symbols import free_symbols, plain_symbol, region
+from chunkc.passes.segments.segments import SegmentTable, extract
+from chunkc.runtime.device import cpu_allocator
 
 
 @pytest.fixture(autouse=True)

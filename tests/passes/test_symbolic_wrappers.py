@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
-from chunkc.passes.inductor.memory import inductor_memory
-from chunkc.passes.shapes import ShapesAt, SymbolicShapes
+from chunkc.passes.graphs.shapes import ShapesAt, SymbolicShapes
+from chunkc.passes.memory.inductor.memory import inductor_memory
 
 TRACED = {"s27": 6, "s77": 5}
 SHAPES = [(6, 5), (2, 2), (3, 31), (1, 7), (64, 33), (5, 1024)]

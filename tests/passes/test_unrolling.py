@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc import capture
-from chunkc.capture import TracedGraphs, capture_graph
-from chunkc.passes.graphs import storage_key, tensors_of
-from chunkc.passes.origins import origin_of
-from chunkc.passes.repeats import LAYER, find_repeats
-from chunkc.passes.unrolling import NotAlike, unroll
+from chunkc.passes.graphs.graphs import storage_key, tensors_of
+from chunkc.passes.graphs.origins import origin_of
+from chunkc.passes.rewrite.repeats import LAYER, find_repeats
+from chunkc.passes.rewrite.unrolling import NotAlike, unroll
+from chunkc.tracing import capture
+from chunkc.tracing.capture import TracedGraphs, capture_graph
 
 WIDTH = 16
 NUM_LAYERS = 7

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chunkc.ir.chunks import ChunkGroup, ParamSpec, TensorSlice
 from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.layout import ChunkGroup, ParamSpec, TensorSlice
 from chunkc.ir.links import host_links
 from chunkc.ir.states import StateFormat
-from chunkc.passes.update_placement import cpu_update_s, device_update_s, groups_for_cpu
+from chunkc.passes.planning.update_placement import cpu_update_s, device_update_s, groups_for_cpu
 
 GPU = Hardware(
     name="gpu", kind="cuda", flops_per_s=1e15, memory_bytes_per_s=4e12, links=host_links(50e9, 50e9),

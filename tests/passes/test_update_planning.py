@@ -9,15 +9,15 @@ from itertools import pairwise
 import pytest
 import torch
 
-from chunkc.ir.chunks import Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.links import host_links
 from chunkc.ir.plan import PREFETCH
 from chunkc.ir.states import StateFormat
-from chunkc.passes.layout import lay_out
-from chunkc.passes.planning import check_minimum
-from chunkc.passes.update_planning import (
+from chunkc.passes.planning.layout import lay_out
+from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.updates import (
     MAX_GROUP_TILES,
     MAX_TILE_NUMEL,
     MIN_TILE_NUMEL,

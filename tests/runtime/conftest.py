@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from update_cases import Subject
 
-from chunkc.runtime.homes import Home, open_home
+from chunkc.runtime.storage.homes import Home, open_home
 
 
 @pytest.fixture(params=["cpu", "disk"])

@@ -10,12 +10,12 @@ import torch
 from torch import fx, nn
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.ir.layout import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.plan import EVICT, WRITE_BACK
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.homes import MemoryHome
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.homes import MemoryHome
+from chunkc.runtime.store.store import ChunkStore
 
 MIB = 1 << 20
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from chunkc.runtime.gpu import relabelled
-from chunkc.runtime.streams import JobMark, WorkerStream
+from chunkc.runtime.device.gpu import relabelled
+from chunkc.runtime.device.streams import JobMark, WorkerStream
 
 DLPACK_CPU = 1
 
@@ -67,7 +67,7 @@ class FakeEvent:
 
 
 class FakeGpu:
-    """Stands for `chunkc.runtime.gpu.TorchGpu`; its device memory is RAM.
+    """Stands for `chunkc.runtime.device.gpu.TorchGpu`; its device memory is RAM.
 
     Args:
         longest_s: a third of all jobs start up to so much later than they could. `reseed` draws anew, and also which

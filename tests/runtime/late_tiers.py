@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from chunkc.runtime.tier import CpuTier, Links
+from chunkc.runtime.device.tier import CpuTier, Links
 
 Factory = Callable[[], CpuTier]
 
@@ -61,5 +61,5 @@ class LateTier(CpuTier):
 def tier_of_new_sessions(factory: Factory) -> Iterator[None]:
     """Sessions made inside compute on a tier made by `factory`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chunkc.runtime.open_compute.CpuTier", factory)
+        patch.setattr("chunkc.runtime.storage.open_compute.CpuTier", factory)
         yield

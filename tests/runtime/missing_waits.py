@@ -30,9 +30,9 @@ from plain_modules import Stack
 from zoo import Case, floats
 
 from chunkc.ir.errors import ChunkStateError
-from chunkc.runtime import executor
-from chunkc.runtime.chunk_states import ChunkState, advance
-from chunkc.runtime.store import ChunkStore
+from chunkc.runtime.execution import executor
+from chunkc.runtime.store.chunk_states import ChunkState, advance
+from chunkc.runtime.store.store import ChunkStore
 
 
 # One chunk each, small enough to be updated in one piece.

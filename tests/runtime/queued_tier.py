@@ -16,9 +16,9 @@ import torch
 from fake_gpu import FakeGpu
 
 from chunkc.ir.links import INWARD
-from chunkc.runtime.cuda import CudaLink, CudaMark, CudaTier
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import Links
+from chunkc.runtime.device.cuda import CudaLink, CudaMark, CudaTier
+from chunkc.runtime.device.tier import Links
+from chunkc.runtime.store.store import ChunkStore
 
 EDGES = (
     "prefetch after mark",

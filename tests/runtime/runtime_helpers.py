@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from chunkc.runtime.streams import JobMark
+from chunkc.runtime.device.streams import JobMark
 
 MIB = 1 << 20
 

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from chunkc.ir.chunks import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.homes import Home, MemoryHome
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import CpuTier
+from chunkc.ir.layout import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.homes import Home, MemoryHome
+from chunkc.runtime.store.store import ChunkStore
 
 EMPTY = ChunkLayout(0, (), ())
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from store_cases import FullHome
 
-from chunkc.ir.chunks import GRAD, Chunk
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.homes import MemoryHome
+from chunkc.ir.layout import GRAD, Chunk
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.homes import MemoryHome
 
 CHUNKS = [Chunk(GRAD, index) for index in range(3)]
 SIZES = dict.fromkeys(CHUNKS, 4096)

@@ -6,9 +6,9 @@ from itertools import product
 
 import pytest
 
-from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import ChunkStateError
-from chunkc.runtime.chunk_states import ChunkState, advance
+from chunkc.ir.layout import Chunk
+from chunkc.runtime.store.chunk_states import ChunkState, advance
 
 ALLOWED = (
     ("FREE", "PREFETCHING"),  # a slot is taken

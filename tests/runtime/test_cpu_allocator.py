@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
-from chunkc.runtime import cpu_allocator
+from chunkc.runtime.device import cpu_allocator
 
 
 @pytest.fixture(autouse=True)
@@ -216,7 +216,7 @@ def test_resizing_a_storage_in_place_is_followed() -> None:
 def test_memory_from_before_install_is_neither_charged_nor_uncharged() -> None:
     outcome = run_python(
         "import torch\n"
-        "from chunkc.runtime import cpu_allocator as meter\n"
+        "from chunkc.runtime.device import cpu_allocator as meter\n"
         "old = torch.ones(1000)\n"
         "assert not meter.is_installed()\n"
         "meter.install(); meter.install()\n"
@@ -243,7 +243,7 @@ def test_ninja_is_found_beside_python_when_the_environment_is_not_activated(tmp_
     assert compiler is not None
     outcome = run_python(
         "import os\n"
-        "from chunkc.runtime import cpu_allocator as meter\n"
+        "from chunkc.runtime.device import cpu_allocator as meter\n"
         "path = os.environ['PATH']\n"
         "with meter._ninja_on_path():\n"
         "    import torch.utils.cpp_extension as extension\n"

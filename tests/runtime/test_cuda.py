@@ -18,16 +18,16 @@ from queued_tier import QueuedTier
 from store_cases import fetch, put_back
 from torch import Tensor, nn
 
-from chunkc.ir.chunks import Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.errors import OptionsError, StreamError
-from chunkc.runtime import cuda
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.cuda import CudaLink, CudaTier
-from chunkc.runtime.homes import Home
-from chunkc.runtime.pinned import PinnedHome
-from chunkc.runtime.staging import StagedDiskHome
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.streams import Launch
+from chunkc.ir.layout import Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.runtime.device import cuda
+from chunkc.runtime.device.cuda import CudaLink, CudaTier
+from chunkc.runtime.device.streams import Launch
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.homes import Home
+from chunkc.runtime.storage.pinned import PinnedHome
+from chunkc.runtime.storage.staging import StagedDiskHome
+from chunkc.runtime.store.store import ChunkStore
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -10,8 +10,8 @@ from fake_gpu import FakeGpu
 
 from chunkc.ir.errors import StreamError
 from chunkc.ir.links import GATHER, SCATTER
-from chunkc.runtime.cuda import CudaTier
-from chunkc.runtime.streams import Launch, WorkerStream
+from chunkc.runtime.device.cuda import CudaTier
+from chunkc.runtime.device.streams import Launch, WorkerStream
 
 pytestmark = pytest.mark.timeout(60)
 

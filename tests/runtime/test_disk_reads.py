@@ -16,11 +16,11 @@ from fake_gpu import FakeGpu
 from runtime_helpers import MIB, random_bytes
 
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.disk_reads import NUM_UNDER_WAY, PIECE_NBYTES, is_cached
-from chunkc.runtime.homes import DiskHome, Region
-from chunkc.runtime.maps import drop_pages
-from chunkc.runtime.pinned import PinnedHome
-from chunkc.runtime.staging import StagedDiskHome
+from chunkc.runtime.storage.disk_reads import NUM_UNDER_WAY, PIECE_NBYTES, is_cached
+from chunkc.runtime.storage.homes import DiskHome, Region
+from chunkc.runtime.storage.maps import drop_pages
+from chunkc.runtime.storage.pinned import PinnedHome
+from chunkc.runtime.storage.staging import StagedDiskHome
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -229,7 +229,7 @@ def test_the_pages_of_a_reader_wait_for_the_copy_out_of_them(tmp_path: Path) -> 
 def test_a_file_system_that_cannot_is_read_through_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, under_way: list[int]
 ) -> None:
-    monkeypatch.setattr("chunkc.runtime.maps.open_past_cache", lambda fd: None)
+    monkeypatch.setattr("chunkc.runtime.storage.maps.open_past_cache", lambda fd: None)
     home = DiskHome(str(tmp_path))
     nbytes = NUM_UNDER_WAY * PIECE_NBYTES
     region, expected = home.allocate(nbytes), random_bytes(nbytes)

@@ -14,8 +14,8 @@ from fake_gpu import FakeGpu
 from runtime_helpers import raiser
 
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.cuda import CudaLink
-from chunkc.runtime.streams import Launch, WorkerStream
+from chunkc.runtime.device.cuda import CudaLink
+from chunkc.runtime.device.streams import Launch, WorkerStream
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from chunkc.ir import shards
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ParamSpec
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ParamSpec
 from chunkc.ir.shards import Shards
-from chunkc.passes.layout import lay_out
-from chunkc.runtime.exchange import gather, scatter_sums
+from chunkc.passes.planning.layout import lay_out
+from chunkc.runtime.distributed.exchange import gather, scatter_sums
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (5, 3), "b": (1,), "c": (7,), "d": (4, 2), "e": ()}
 RANKS = [(1, 1), (2, 1), (3, 1), (2, 2), (4, 2), (6, 3)]

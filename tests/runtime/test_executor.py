@@ -11,9 +11,9 @@ import torch
 from executor_cases import MIB, WIDTH, Builder, boxed, make_store
 from torch import Tensor, fx, nn
 
-from chunkc.ir.chunks import Chunk
-from chunkc.runtime import cpu_allocator
-from chunkc.runtime.executor import Measurement, Run, lower
+from chunkc.ir.layout import Chunk
+from chunkc.runtime.device import cpu_allocator
+from chunkc.runtime.execution.executor import Measurement, Run, lower
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -12,15 +12,15 @@ from executor_cases import MIB, WIDTH, Builder, boxed, make_store
 from torch import Tensor, fx
 
 from chunkc.ir import chunk_ops
-from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import ChunkStateError, HomeError
+from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Tile
-from chunkc.runtime import cpu_allocator
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.executor import Executable, Measurement, Run, lower
-from chunkc.runtime.homes import open_home
-from chunkc.runtime.slots import Traffic
-from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.device import cpu_allocator
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.execution.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.homes import open_home
+from chunkc.runtime.store.slots import Traffic
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.runtime.cuda import CudaTier, memory_limit
-from chunkc.runtime.gpu import TorchGpu, has_kernels_for
-from chunkc.runtime.homes import Region
-from chunkc.runtime.pinned import PinnedHome
-from chunkc.runtime.staging import StagedDiskHome
-from chunkc.runtime.streams import Launch
+from chunkc.runtime.device.cuda import CudaTier, memory_limit
+from chunkc.runtime.device.gpu import TorchGpu, has_kernels_for
+from chunkc.runtime.device.streams import Launch
+from chunkc.runtime.storage.homes import Region
+from chunkc.runtime.storage.pinned import PinnedHome
+from chunkc.runtime.storage.staging import StagedDiskHome
 
 _skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

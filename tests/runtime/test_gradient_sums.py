@@ -9,13 +9,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from chunkc.ir.chunks import ParamSpec
 from chunkc.ir.errors import HomeError
+from chunkc.ir.layout import ParamSpec
 from chunkc.kernels.sums_cpu import sum_squares
-from chunkc.passes.layout import lay_out
-from chunkc.runtime.gradient_sums import GradientSums, asked_by
-from chunkc.runtime.homes import MemoryHome
-from chunkc.runtime.tier import CpuTier
+from chunkc.passes.planning.layout import lay_out
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.storage.homes import MemoryHome
+from chunkc.runtime.store.gradient_sums import GradientSums, asked_by
 
 
 def take(sums: GradientSums) -> Any:

@@ -20,7 +20,7 @@ import torch
 from runtime_helpers import MIB, open_fds, random_bytes
 
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.homes import DiskHome, Home, Region
+from chunkc.runtime.storage.homes import DiskHome, Home, Region
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.bool]
 

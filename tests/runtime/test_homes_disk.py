@@ -17,7 +17,7 @@ import torch
 from runtime_helpers import MIB, open_fds, random_bytes
 
 from chunkc.ir.errors import HomeError, OptionsError
-from chunkc.runtime.homes import DiskHome, MemoryHome, open_home
+from chunkc.runtime.storage.homes import DiskHome, MemoryHome, open_home
 
 
 def test_short_reads_and_writes_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_no_file_is_to_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
 def test_no_file_is_left_after_sigkill(tmp_path: Path) -> None:
     script = (
-        "import sys, time, torch; from chunkc.runtime.homes import open_home\n"
+        "import sys, time, torch; from chunkc.runtime.storage.homes import open_home\n"
         "home = open_home('disk:' + sys.argv[1]); region = home.allocate(1 << 20)\n"
         "home.tensor(region, torch.uint8, (1 << 20,), (1,), 0).fill_(1)\n"
         "print('ready', flush=True); time.sleep(60)"

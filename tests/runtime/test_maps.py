@@ -10,9 +10,9 @@ import pytest
 import torch
 from runtime_helpers import MIB, open_fds, random_bytes
 
-from chunkc.runtime import maps
-from chunkc.runtime.homes import DiskHome, MemoryHome
-from chunkc.runtime.maps import NamelessFile, drop_pages, evict_pages
+from chunkc.runtime.storage import maps
+from chunkc.runtime.storage.homes import DiskHome, MemoryHome
+from chunkc.runtime.storage.maps import NamelessFile, drop_pages, evict_pages
 
 
 def on_disk_nbytes(file: NamelessFile) -> int:

@@ -10,7 +10,7 @@ from late_tiers import LateTier, tier_of_new_sessions
 from plain_modules import Stack
 from zoo import Case, floats
 
-from chunkc.runtime import saved_instructions
+from chunkc.runtime.execution import saved_instructions
 
 pytestmark = pytest.mark.second_tier
 

@@ -11,8 +11,8 @@ from late_tiers import LateTier
 from missing_waits import KINDS, Subject, Wait, shows_by_the_clock, slow_without
 
 from chunkc.ir.errors import ChunkStateError
-from chunkc.runtime import executor
-from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.execution import executor
 
 pytestmark = pytest.mark.timeout(120)
 

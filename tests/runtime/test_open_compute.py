@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import chunkc.runtime.open_compute
-from chunkc.runtime.homes import DiskHome, MemoryHome
-from chunkc.runtime.open_compute import open_compute, split_exactly
+import chunkc.runtime.storage.open_compute
+from chunkc.runtime.storage.homes import DiskHome, MemoryHome
+from chunkc.runtime.storage.open_compute import open_compute, split_exactly
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_large_blocks_are_split_exactly_unless_the_user_has_decided_otherwise(
     environment: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(chunkc.runtime.open_compute, "use_expandable_segments", lambda: done.append("set"))
+    monkeypatch.setattr(chunkc.runtime.storage.open_compute, "use_expandable_segments", lambda: done.append("set"))
     with caplog.at_level(logging.WARNING):
         split_exactly(environment)
     assert [*done, *("warned" for record in caplog.records if "PYTORCH_ALLOC_CONF" in record.message)] == (

@@ -17,15 +17,15 @@ import pytest
 import torch
 from fake_gpu import FakeEvent, FakeGpu, FakeStream
 
-import chunkc.runtime.pinned
-from chunkc.ir.chunks import Chunk
+import chunkc.runtime.storage.pinned
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.cuda import CudaLink, CudaMark
-from chunkc.runtime.homes import MemoryHome, Region
-from chunkc.runtime.pinned import PinnedHome, _Retired, _Unpinner, populate, unpinner
-from chunkc.runtime.staging import open_arena
-from chunkc.runtime.streams import Launch
+from chunkc.ir.layout import Chunk
+from chunkc.runtime.device.cuda import CudaLink, CudaMark
+from chunkc.runtime.device.streams import Launch
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.homes import MemoryHome, Region
+from chunkc.runtime.storage.pinned import PinnedHome, _Retired, _Unpinner, populate, unpinner
+from chunkc.runtime.storage.staging import open_arena
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -135,7 +135,7 @@ def read_as_casts(gpu: FakeGpu, regions: Sequence[torch.Tensor]) -> list[torch.T
 
 def test_the_waits_for_buffers_of_casts_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer is filled anew only when the copy out of it is over, on whichever stream."""
-    monkeypatch.setattr(chunkc.runtime.pinned, "CAST_PIECE_NBYTES", 2 * PAGE)
+    monkeypatch.setattr(chunkc.runtime.storage.pinned, "CAST_PIECE_NBYTES", 2 * PAGE)
     regions = [torch.randint(-99, 99, (numel,)).float() for numel in (1, PAGE, 7 * PAGE + 3, 5 * PAGE)]
     right, wrong = 0, 0
     for seed in range(20):
@@ -370,7 +370,7 @@ def test_several_threads_find_pages_for_a_large_region() -> None:
 
 
 def test_how_long_pinning_takes_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunkc.runtime.pinned, "_LOG_EVERY_NBYTES", 1 << 20)
+    monkeypatch.setattr(chunkc.runtime.storage.pinned, "_LOG_EVERY_NBYTES", 1 << 20)
     home = PinnedHome(FakeGpu())
     with caplog.at_level(logging.INFO, logger="chunkc"):
         for _ in range(4):

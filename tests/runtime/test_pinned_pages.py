@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from fake_gpu import FakeGpu
 
-from chunkc.runtime import numa
-from chunkc.runtime.pinned import PinnedHome
+from chunkc.runtime.device import numa
+from chunkc.runtime.storage.pinned import PinnedHome
 
 NUMA_MAPS = Path("/proc/self/numa_maps")
 SMAPS = Path("/proc/self/smaps")
@@ -64,7 +64,7 @@ def policy_at(address: int) -> str:
 def test_regions_come_from_the_node_that_the_gpu_is_on(
     node: int | None, expected: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chunkc.runtime.pinned._LOG_EVERY_NBYTES", 1 << 20)
+    monkeypatch.setattr("chunkc.runtime.storage.pinned._LOG_EVERY_NBYTES", 1 << 20)
     home = PinnedHome(FakeGpu(node=node))
     with caplog.at_level(logging.INFO, "chunkc"):
         region = home.allocate(1 << 20)
@@ -84,7 +84,7 @@ def test_a_device_s_node_is_what_the_system_says(tmp_path: Path, monkeypatch: py
 def test_what_numactl_has_chosen_stays() -> None:
     script = """
 import ctypes, mmap
-from chunkc.runtime import numa
+from chunkc.runtime.device import numa
 INTERLEAVE, SET_MEMPOLICY = 3, {"x86_64": 238, "aarch64": 237}[numa.platform.machine()]
 assert numa._syscall(SET_MEMPOLICY, INTERLEAVE, ctypes.byref(ctypes.c_uint64(1)), ctypes.c_ulong(65)) == 0
 memory = mmap.mmap(-1, 1 << 20)

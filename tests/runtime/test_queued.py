@@ -22,11 +22,11 @@ from zoo import Case, floats
 import chunkc
 from chunkc.optim.rule import TileUpdate
 from chunkc.optim.update import PreparedUpdate
-from chunkc.runtime.cuda import CudaTier
-from chunkc.runtime.gradient_sums import GradientSums
-from chunkc.runtime.pinned import PinnedHome
-from chunkc.runtime.staging import StagedDiskHome
-from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.device.cuda import CudaTier
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.storage.pinned import PinnedHome
+from chunkc.runtime.storage.staging import StagedDiskHome
+from chunkc.runtime.store.gradient_sums import GradientSums
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -71,8 +71,10 @@ class Subject:
                 disk = StagedDiskHome(
                     str(directory), self.gpu, pinned, piece_nbytes=4096, num_pieces=2, views_on_device=home == "disk"
                 )
-                patch.setattr("chunkc.runtime.open_compute.CpuTier", lambda: QueuedTier(self.gpu))
-                patch.setattr("chunkc.runtime.open_compute.open_home", lambda spec: disk if home == "disk" else pinned)
+                patch.setattr("chunkc.runtime.storage.open_compute.CpuTier", lambda: QueuedTier(self.gpu))
+                patch.setattr(
+                    "chunkc.runtime.storage.open_compute.open_home", lambda spec: disk if home == "disk" else pinned
+                )
             chunkc.place(self.model, debug=debug)
         self.session = session_of(self.model)
         self.tier: Any = self.session.store.tier

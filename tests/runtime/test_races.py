@@ -16,7 +16,7 @@ from harness import (
 from late_tiers import Factory, LateTier, tier_of_new_sessions
 from zoo import CASES
 
-from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.device.tier import CpuTier
 
 pytestmark = pytest.mark.timeout(120)
 

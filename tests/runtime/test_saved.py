@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.runtime.homes import DiskHome, Home, MemoryHome
-from chunkc.runtime.saved import STAND_IN, SavedRoom, SavedValues, saved_values
+from chunkc.runtime.execution.saved import STAND_IN, SavedRoom, SavedValues, saved_values
+from chunkc.runtime.storage.homes import DiskHome, Home, MemoryHome
 
 
 @pytest.fixture(params=[MemoryHome, DiskHome])

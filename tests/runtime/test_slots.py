@@ -12,15 +12,15 @@ import pytest
 import torch
 from store_cases import EMPTY, fetch, layout_of, make_parameters, placed, put_back, random_gradients, sink_all, taking
 
-from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import ChunkStateError, HomeError, StreamError, UnsupportedError
+from chunkc.ir.layout import Chunk
 from chunkc.ir.links import QUEUES
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.chunk_states import ChunkState
-from chunkc.runtime.homes import MemoryHome
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.streams import WorkerStream
-from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.device.streams import WorkerStream
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.homes import MemoryHome
+from chunkc.runtime.store.chunk_states import ChunkState
+from chunkc.runtime.store.store import ChunkStore
 
 pytestmark = pytest.mark.timeout(30)
 

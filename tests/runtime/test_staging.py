@@ -15,11 +15,11 @@ import pytest
 import torch
 from fake_gpu import FakeEvent, FakeGpu
 
-from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import HomeError, OptionsError, UnsupportedError
-from chunkc.runtime.cuda import CudaLink
-from chunkc.runtime.pinned import PinnedHome, unpinner
-from chunkc.runtime.staging import StagedDiskHome, open_arena
+from chunkc.ir.layout import Chunk
+from chunkc.runtime.device.cuda import CudaLink
+from chunkc.runtime.storage.pinned import PinnedHome, unpinner
+from chunkc.runtime.storage.staging import StagedDiskHome, open_arena
 
 pytestmark = pytest.mark.timeout(60)
 

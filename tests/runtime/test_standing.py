@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ChunkGroup, ParamSpec
 from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ParamSpec
 from chunkc.ir.shards import Shards
-from chunkc.passes.layout import lay_out
-from chunkc.runtime.standing import Standing
-from chunkc.runtime.tier import CpuTier
-from chunkc.runtime.used_gradients import LocalGradient
+from chunkc.passes.planning.layout import lay_out
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.store.consumed_gradients import LocalGradient
+from chunkc.runtime.store.replicated import Standing
 
 RANK, ROWS = 1, 10
 

@@ -23,12 +23,12 @@ from store_cases import (
 )
 from torch import nn
 
-from chunkc.ir.chunks import PARAM, Chunk
 from chunkc.ir.errors import HomeError
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.homes import DiskHome, Home, MemoryHome
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import CpuTier
+from chunkc.ir.layout import PARAM, Chunk
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.homes import DiskHome, Home, MemoryHome
+from chunkc.runtime.store.store import ChunkStore
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -133,7 +133,7 @@ def test_a_gradient_that_another_thread_trains_stays_where_it_is(home: Home, mon
     another.start()
     another.join()
     with monkeypatch.context() as patch:
-        patch.setattr("chunkc.runtime.store.gradient_of", lambda parameter: pytest.fail("it was read"))
+        patch.setattr("chunkc.runtime.store.store.gradient_of", lambda parameter: pytest.fail("it was read"))
         store.place(store.layout, {}, frozenset())
     assert all(parameter.grad is grads[name] for name, parameter in parameters.items())
     assert all(store.is_managed(name) for name in parameters)

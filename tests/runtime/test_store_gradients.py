@@ -6,8 +6,8 @@ import pytest
 import torch
 from store_cases import CHANNELS_LAST, placed, random_gradients, sink_all, taking
 
-from chunkc.ir.chunks import Chunk
-from chunkc.runtime.homes import Home
+from chunkc.ir.layout import Chunk
+from chunkc.runtime.storage.homes import Home
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -14,7 +14,7 @@ import torch
 from runtime_helpers import raiser
 
 from chunkc.ir.errors import HomeError, StreamError
-from chunkc.runtime.streams import WorkerStream
+from chunkc.runtime.device.streams import WorkerStream
 
 pytestmark = pytest.mark.timeout(30)  # a hang is a failure
 

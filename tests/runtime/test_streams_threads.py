@@ -17,7 +17,7 @@ import pytest
 from runtime_helpers import raiser
 
 from chunkc.ir.errors import HomeError, StreamError
-from chunkc.runtime.streams import JobMark, WorkerStream
+from chunkc.runtime.device.streams import JobMark, WorkerStream
 
 pytestmark = pytest.mark.timeout(30)  # a hang is a failure
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from chunkc.ir.errors import HomeError, StreamError
-from chunkc.runtime import cpu_allocator
-from chunkc.runtime.tier import CpuTier
+from chunkc.runtime.device import cpu_allocator
+from chunkc.runtime.device.tier import CpuTier
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from harness import differences
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk, ParamSpec
-from chunkc.passes.layout import lay_out
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.homes import MemoryHome
-from chunkc.runtime.twins import Twins
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ParamSpec
+from chunkc.passes.planning.layout import lay_out
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.homes import MemoryHome
+from chunkc.runtime.store.shadow_copies import Twins
 
 LAYOUT = lay_out([ParamSpec("w", (256,), (1,), torch.float32, True)], 1024)
 HERE = Chunk(PARAM, 0)

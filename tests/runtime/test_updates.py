@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from update_cases import NUMEL, Gate, Subject, blocks_until_opened, opened_soon
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk
 from chunkc.ir.errors import StreamError
-from chunkc.runtime.updates import HomeUpdates
+from chunkc.ir.layout import GRAD, PARAM, Chunk
+from chunkc.runtime.device.updates import HomeUpdates
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -190,7 +190,7 @@ def test_the_order_of_use_is_that_of_the_latest_step() -> None:
 def test_updates_under_way_end_before_the_interpreter_does() -> None:
     script = """
         import time
-        from chunkc.runtime.updates import HomeUpdates
+        from chunkc.runtime.device.updates import HomeUpdates
         updates = HomeUpdates()
         def job():
             time.sleep(0.5)

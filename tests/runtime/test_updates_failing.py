@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from update_cases import Gate, Subject, opened_soon
 
-from chunkc.ir.chunks import Chunk
 from chunkc.ir.errors import HomeError, StreamError
-from chunkc.runtime.streams import WorkerStream
-from chunkc.runtime.updates import HomeUpdates, finish_all
+from chunkc.ir.layout import Chunk
+from chunkc.runtime.device.streams import WorkerStream
+from chunkc.runtime.device.updates import HomeUpdates, finish_all
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -14,9 +14,9 @@ from runtime_helpers import ctrl_c_in_a_wait, raiser
 from update_cases import Gate
 
 from chunkc.ir.errors import StreamError
-from chunkc.runtime import streams as streams_module
-from chunkc.runtime import updates as updates_module
-from chunkc.runtime.updates import HomeUpdate, HomeUpdates
+from chunkc.runtime.device import streams as streams_module
+from chunkc.runtime.device import updates as updates_module
+from chunkc.runtime.device.updates import HomeUpdate, HomeUpdates
 
 pytestmark = pytest.mark.timeout(60)
 

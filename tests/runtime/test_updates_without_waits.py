@@ -17,7 +17,7 @@ import pytest
 import torch
 from update_cases import NUMEL, Subject, opened_soon
 
-from chunkc.ir.chunks import GRAD, PARAM, Chunk
+from chunkc.ir.layout import GRAD, PARAM, Chunk
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -151,9 +151,9 @@ def test_without_its_wait_the_interpreter_ends_in_the_middle_of_an_update() -> N
     """With the wait: `test_updates_under_way_end_before_the_interpreter_does`."""
     script = """
         import time
-        import chunkc.runtime.updates
-        chunkc.runtime.updates._finish_at_exit = lambda reference: None
-        updates = chunkc.runtime.updates.HomeUpdates()
+        import chunkc.runtime.device.updates
+        chunkc.runtime.device.updates._finish_at_exit = lambda reference: None
+        updates = chunkc.runtime.device.updates.HomeUpdates()
         def job():
             print("begun", flush=True)
             time.sleep(30)

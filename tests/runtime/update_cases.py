@@ -11,12 +11,12 @@ from fake_gpu import FakeGpu
 from queued_tier import QueuedTier
 from torch import Tensor, nn
 
-from chunkc.ir.chunks import PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
-from chunkc.runtime.arena import Arena
-from chunkc.runtime.homes import MemoryHome
-from chunkc.runtime.pinned import PinnedHome
-from chunkc.runtime.store import ChunkStore
-from chunkc.runtime.tier import CpuTier
+from chunkc.ir.layout import PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.homes import MemoryHome
+from chunkc.runtime.storage.pinned import PinnedHome
+from chunkc.runtime.store.store import ChunkStore
 
 NUMEL = 64
 SHORT_S, LONG_S = 0.1, 10.0

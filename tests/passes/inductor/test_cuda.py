@@ -7,7 +7,7 @@ import torch
 from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from chunkc.passes.inductor.cuda import steady_inductor
+from chunkc.passes.memory.inductor.cuda import steady_inductor
 
 
 def test_only_cuda_segments_are_compiled_that_way() -> None:

@@ -18,8 +18,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.codegen import CompiledSegment, Show, compile_segment, compiled_together, prepare_compiler
-from chunkc.passes.cuts import cut
-from chunkc.passes.segments import Segment, SegmentTable, extract
+from chunkc.passes.segments.cuts import cut
+from chunkc.passes.segments.segments import Segment, SegmentTable, extract
 from chunkc.torch_private import inductor
 from chunkc.torch_private.fake import detect_fake_mode
 from chunkc.torch_private.inductor import without_waiting

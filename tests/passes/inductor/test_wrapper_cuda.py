@@ -8,8 +8,8 @@ from cuda_wrappers import LAYER, OLDER
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.passes.inductor.memory import inductor_memory
-from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
+from chunkc.passes.memory.inductor.memory import inductor_memory
+from chunkc.passes.memory.scratch.cuda import cuda_scratch_nbytes
 
 BF16 = torch.bfloat16
 aten = torch.ops.aten

@@ -20,16 +20,16 @@ from torch._inductor.virtualized import V
 from torch.fx.experimental.proxy_tensor import make_fx
 from zoo import CASES
 
-from chunkc import build
 from chunkc.explaining.explain import explain
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes import codegen
 from chunkc.passes.codegen import CompiledSegment, compile_segment, describe_segment, find_vector_isa
-from chunkc.passes.cuts import cut
-from chunkc.passes.graphs import placeholders
-from chunkc.passes.inductor.wrapper_source import wrapper_of
-from chunkc.passes.segments import Segment, SegmentTable, canonical_text, extract
+from chunkc.passes.graphs.graphs import placeholders
+from chunkc.passes.memory.inductor.wrapper_source import wrapper_of
+from chunkc.passes.segments.cuts import cut
+from chunkc.passes.segments.segments import Segment, SegmentTable, canonical_text, extract
+from chunkc.tracing import build
 
 
 def segment_of(function: Callable[..., object], *shapes: tuple[int, ...]) -> Segment:

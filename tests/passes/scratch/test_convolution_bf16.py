@@ -8,7 +8,7 @@ import pytest
 import torch
 from convolution_cases import KNOWN, SLACK_NBYTES, Shape, aten, check, check_both, gap, gaps, last
 
-from chunkc.passes.scratch import cpu
+from chunkc.passes.memory.scratch import cpu
 from chunkc.torch_private import onednn
 
 pytestmark = pytest.mark.usefixtures("metered")

@@ -10,7 +10,7 @@ import torch
 from convolution_cases import KNOWN, SLACK_NBYTES, WITHIN, Shape, aten, gap
 from metering import measure
 
-from chunkc.passes.scratch import cpu
+from chunkc.passes.memory.scratch import cpu
 
 pytestmark = pytest.mark.usefixtures("metered")
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from chunkc.ir.errors import OptionsError
-from chunkc.passes.scratch import cpu, declared, operators
-from chunkc.passes.scratch.iterator import reduces_two_inner_dimensions
-from chunkc.runtime import cpu_allocator
+from chunkc.passes.memory.scratch import cpu, declared, operators
+from chunkc.passes.memory.scratch.iterator import reduces_two_inner_dimensions
+from chunkc.runtime.device import cpu_allocator
 
 aten = torch.ops.aten
 

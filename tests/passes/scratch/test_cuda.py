@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 import chunkc
-from chunkc.passes.cuda_memory import rounded_nbytes
-from chunkc.passes.scratch import declared
-from chunkc.passes.scratch.cuda import cuda_scratch_nbytes, is_known_on_cuda
-from chunkc.passes.scratch.cuda_rules import CONVOLUTION_NBYTES
+from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.passes.memory.scratch import declared
+from chunkc.passes.memory.scratch.cuda import cuda_scratch_nbytes, is_known_on_cuda
+from chunkc.passes.memory.scratch.cuda_rules import CONVOLUTION_NBYTES
 
 aten = torch.ops.aten
 MIB = 1 << 20

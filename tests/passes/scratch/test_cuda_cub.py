@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chunkc.passes.scratch import cuda_cub
+from chunkc.passes.memory.scratch import cuda_cub
 
 TURING, AMPERE, RTX_30, HOPPER = (7, 5), (8, 0), (8, 6), (9, 0)
 

@@ -12,7 +12,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
-from chunkc.passes.scratch.cuda import cuda_scratch_nbytes
+from chunkc.passes.memory.scratch.cuda import cuda_scratch_nbytes
 
 aten = torch.ops.aten
 HOPPER = (9, 0)

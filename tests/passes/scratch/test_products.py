@@ -6,7 +6,7 @@ import pytest
 import torch
 from metering import measure
 
-from chunkc.passes.scratch import cpu
+from chunkc.passes.memory.scratch import cpu
 
 pytestmark = pytest.mark.usefixtures("metered")
 aten = torch.ops.aten

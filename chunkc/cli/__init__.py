@@ -1,0 +1,1 @@
+"""The command: `chunkc explain`, `chunkc calibrate` and `chunkc diff`."""

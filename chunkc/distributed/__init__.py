@@ -1,0 +1,1 @@
+"""What ranks agree on before they exchange anything, and models cut by tensor parallelism."""

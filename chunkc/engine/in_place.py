@@ -1,0 +1,88 @@
+"""Compiles a model in place, as the trainers of other libraries need it: its class and its files stay as they are."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from chunkc.distribute import TIMEOUT_S, distribute
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.shards import ZeroStage
+from chunkc.runtime.store.shards import Part, part_of
+from chunkc.session.place import place
+from chunkc.session.session import sessions_of
+from chunkc.torch_private import dynamo
+
+
+def compile_in_place(model: nn.Module, options: dict[str, Any]) -> None:
+    """`model.compile(backend="chunkc", options=options)`, unless the user has compiled it in place.
+
+    Raises:
+        OptionsError: it is what `torch.compile` returned.
+    """
+    if isinstance(model, dynamo.OptimizedModule):
+        raise OptionsError(
+            "the model is what torch.compile(model) returned, and files saved from it would have _orig_mod. before "
+            'every name; give the model itself, or compile it in place: model.compile(backend="chunkc", options=...)'
+        )
+    if not dynamo.is_compiled_in_place(model):
+        dynamo.compile_in_place(model, backend="chunkc", options=options)
+
+
+def was_called(model: nn.Module) -> bool:
+    """Whether a call has compiled code for one of the model's parameters, so that it computes in the budget."""
+    return any(session.num_graphs for session in sessions_of(model.parameters()))
+
+
+def place_on(model: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
+    """Instead of `model.to(device)`: parameters go straight from the CPU's memory to their homes.
+
+    Nothing happens where the CPU computes, or where chunkc has placed the model before.
+    """
+    if device.type != "cpu" and not sessions_of(model.parameters()):
+        places = {key: options[key] for key in ("home", "disk_holds", "chunk_size", "debug") if key in options}
+        place(model, device=device, **places)
+
+
+def is_distributed(model: nn.Module) -> bool:
+    """Whether `chunkc.distribute` has cut a model over ranks."""
+    return any(isinstance(part_of(parameter), Part) for parameter in model.parameters())
+
+
+def distribute_over_all(
+    model: nn.Module,
+    device: torch.device,
+    options: dict[str, Any],
+    zero_stage: ZeroStage | None,
+    timeout_s: float = TIMEOUT_S,
+) -> None:
+    """`chunkc.distribute` over all processes, unless the user has done so; all begin with the values of rank 0.
+
+    So do other libraries, whose users build heads at random on every rank.
+
+    Args:
+        device: where this process computes.
+    """
+    if is_distributed(model):
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    by_gloo = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    values = [*model.parameters(), *model.buffers()]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, [(tuple(value.shape), value.dtype) for value in values], group=by_gloo)
+    if all(found == of_ranks[0] for found in of_ranks):  # else `distribute` says what differs
+        with torch.no_grad():
+            for value in values:  # through a copy: gloo may hold on to what it is given for a while after the call
+                received = value.detach().clone()
+                dist.broadcast(received, src=0, group=by_gloo)
+                value.data.copy_(received)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    at_home = {"home": options.get("home", "cpu"), "disk_holds": options.get("disk_holds", "auto")}
+    distribute(model, mesh, **at_home, zero_stage=zero_stage, timeout_s=timeout_s)
+    # `by_gloo` stays: PyTorch names groups by how many there are, and the next one would have a name that is taken.

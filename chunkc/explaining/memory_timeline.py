@@ -1,0 +1,261 @@
+"""A planned step's moments and its peak, for people: what is in memory, by kind and by the user's module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from chunkc.ir.explanation import ExplainedMoment, Peak, TimedEvent
+from chunkc.ir.items import ItemId
+from chunkc.ir.layout import Chunk, ChunkLayout
+from chunkc.ir.plan import EVICT, PREFETCH, Moment, PhasePlan, Plan, Tile
+from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
+from chunkc.passes.memory.profile import call_steps
+from chunkc.policy.captured_step import Captured
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a graph's phase.
+
+    Attributes:
+        name: the phase's; where there are several graphs, `forward.1` is the second forward and `backward.1` its
+            backward.
+        plan: moments are named after the run. A single graph's forward and backward share one.
+        graph: rewritten, with chunk nodes.
+        present: chunks that are in slots when it begins.
+        gone: storages that the program has as held, and that are gone.
+    """
+
+    name: str
+    phase: str
+    captured: Captured
+    plan: Plan
+    graph: fx.GraphModule
+    present: frozenset[ItemId] = frozenset()
+    gone: frozenset[str] = frozenset()
+
+    @property
+    def program(self) -> PhaseProgram:
+        return self.captured.programs[self.phase]
+
+    @property
+    def planned(self) -> PhasePlan:
+        return next(phase for phase in self.plan.phases if phase.phase == self.phase)
+
+    @property
+    def calls(self) -> tuple[Moment, ...]:
+        """The moments of the program's calls."""
+        planned = self.planned
+        return tuple(moment for at, moment in enumerate(planned.moments) if at not in planned.tiles)
+
+    @property
+    def updates(self) -> dict[str, Tile]:
+        """What is updated in it, by the name of the moment."""
+        planned = self.planned
+        return {planned.moments[at].name: tile for at, tile in planned.tiles.items()}
+
+    @property
+    def returned_before_nbytes(self) -> int:
+        """Outputs of the call before, which the caller may hold."""
+        return self.captured.output_nbytes if self.phase == FORWARD else 0
+
+    def costs_s(self) -> dict[str, float]:
+        """Seconds of arithmetic, by the moment's name."""
+        return {m.name: call.cost_s for m, call in zip(self.calls, self.program.calls, strict=True)}
+
+
+@dataclass(frozen=True)
+class StepPlans:
+    """A planned step: the runs of its graphs, and the optimizer's update in slots, with a moment for each of `tiles`;
+    the CPU updates `at_home`."""
+
+    runs: tuple[PlannedRun, ...]
+    layout: ChunkLayout
+    resident: frozenset[int]
+    update: Plan | None
+    at_home: frozenset[int] = frozenset()
+    tiles: tuple[Tile, ...] = ()
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        found = {id(plan): plan for plan in (*(run.plan for run in self.runs), self.update) if plan is not None}
+        return tuple(found.values())
+
+    @property
+    def phases(self) -> tuple[PhasePlan, ...]:
+        return (*(run.planned for run in self.runs), *(self.update.phases if self.update else ()))
+
+    @property
+    def trained(self) -> frozenset[str]:
+        """Parameters that get a gradient."""
+        return frozenset(name for run in self.runs for name in run.captured.trained)
+
+    @property
+    def gradients_at_home(self) -> frozenset[int]:
+        """Groups whose gradients go home, unless updates use them up: these know of no backward that keeps them."""
+        return frozenset(
+            index
+            for run in self.runs
+            if run.phase == BACKWARD
+            for index in self.layout.groups_of(run.captured.trained) - run.planned.uses_up
+        )
+
+    @property
+    def updated_in_backward(self) -> frozenset[int]:
+        """Groups that a backward updates."""
+        return frozenset(tile.group for run in self.runs for tile in run.updates.values())
+
+
+def explained_moments(
+    step: StepPlans, events: Sequence[TimedEvent], expressions: Sequence[str] = ()
+) -> Iterator[ExplainedMoment]:
+    """Every operation of forward and backward, and every tile of the update.
+
+    `expressions`: the non-model bytes of each of the former, for a step of dynamic shapes.
+    """
+    in_symbols = iter(expressions)
+    spans = {event.name: event for event in events if event.kind in ("call", "update")}
+
+    def of_update(moment: Moment) -> ExplainedMoment:
+        return ExplainedMoment(
+            call=moment.name,
+            phase=moment.phase,
+            op=moment.op,
+            module=moment.module,
+            source="",
+            start_s=spans[moment.name].start_s,
+            contents=_contents(moment, moment.non_model_nbytes, 0),
+        )
+
+    for run in step.runs:
+        gone_nbytes = sum(run.program.storages[storage] for storage in run.gone)
+        extra = run.returned_before_nbytes - gone_nbytes
+        operations = call_steps(run.program, run.captured.memories)
+        for at_call, moment in enumerate(run.planned.moments):
+            if at_call in run.planned.tiles:
+                yield of_update(moment)
+                continue
+            steps, span = next(operations), spans[moment.name]
+            for index, at in enumerate(steps):
+                share = (span.end_s - span.start_s) * index / len(steps)
+                yield ExplainedMoment(
+                    call=moment.name,
+                    phase=run.phase,
+                    op=at.op,
+                    module=at.module,
+                    source=at.source,
+                    start_s=span.start_s + share,
+                    contents=_contents(moment, at.around_nbytes + extra, at.inside_nbytes),
+                    expression=next(in_symbols, None),
+                )
+    for moment in step.update.moments if step.update else ():
+        yield of_update(moment)
+
+
+def _contents(moment: Moment, activations: int, temporaries: int) -> dict[str, int]:
+    return {
+        "parameters": moment.parameter_nbytes,
+        "gradients": moment.gradient_nbytes,
+        "optimizer states": moment.state_nbytes,
+        "slots": moment.slot_nbytes,
+        "activations": activations,
+        "temporaries": temporaries,
+        "others": moment.other_nbytes,
+    }
+
+
+def peak_of(step: StepPlans) -> Peak:
+    """The fullest moment of the step and what fills it, by kind and module."""
+    moments = [moment for phase in step.phases for moment in phase.moments]
+    if not moments:
+        return Peak("", "", "", {})
+    peak = max(moments, key=lambda moment: moment.nbytes)
+    contents: dict[str, int] = {}
+
+    def add(kind: str, module: str, nbytes: int) -> None:
+        if nbytes:
+            label = f"{kind}: {module}" if module else kind
+            contents[label] = contents.get(label, 0) + nbytes
+
+    for spec in (
+        *step.layout.small,
+        *(s.spec for g in sorted(step.resident) for s in step.layout.groups[g].slices),
+    ):
+        add("parameters", spec.name.rpartition(".")[0], spec.nbytes)
+    add("gradients", "", peak.gradient_nbytes)
+    add("optimizer states", "", peak.state_nbytes)
+    add("others", "", peak.other_nbytes)
+    in_slots_nbytes = 0
+    for chunk in _slots_at(step, peak):
+        group = step.layout.groups[chunk.group]
+        add("slots", group.slices[0].spec.name.rpartition(".")[0], step.layout.chunk_nbytes_of(chunk))
+        in_slots_nbytes += step.layout.chunk_nbytes_of(chunk)
+    add("activations", "on their way", peak.slot_nbytes - in_slots_nbytes)
+    run = next((run for run in step.runs if peak in run.planned.moments), None)
+    if run is None or peak.name in run.updates:
+        add("activations", "", peak.non_model_nbytes)
+        return Peak(peak.name, peak.op, peak.module, _largest_first(contents))
+    index, program = run.calls.index(peak), run.program
+    steps = next(found for i, found in enumerate(call_steps(program, run.captured.memories)) if i == index)
+    fullest = max(steps, key=lambda at: at.nbytes)
+    makers = makers_of(run.captured)
+    for storage in sorted(fullest.around - run.gone):
+        add("activations", makers.get(storage, "inputs"), program.storages[storage])
+    add("activations", "outputs of the step before", run.returned_before_nbytes)
+    add("temporaries", fullest.module, fullest.inside_nbytes)
+    return Peak(peak.name, peak.op, peak.module, _largest_first(contents), fullest.source)
+
+
+def _largest_first(contents: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(contents.items(), key=lambda item: -item[1]))
+
+
+def makers_of(captured: Captured) -> dict[str, str]:
+    """Storage -> the module whose call made it."""
+    found: dict[str, str] = {}
+    for program in captured.programs.values():
+        for call in program.calls:
+            for storage in call.output_storages:
+                found.setdefault(storage, call.module or "the model")
+    return found
+
+
+def saved_at_home(step: StepPlans) -> dict[str, int]:
+    """Bytes of saved values that go home between forward and backward, by the module whose call made them."""
+    found: dict[str, int] = {}
+    for run in step.runs:
+        makers = makers_of(run.captured) if run.phase == FORWARD else {}
+        for one in run.captured.absent if run.phase == FORWARD else ():
+            module = makers.get(one.storage, "the model")
+            found[module] = found.get(module, 0) + one.nbytes
+    return found
+
+
+def saved_again(step: StepPlans) -> dict[str, int]:
+    """Bytes of saved values that the backward makes again, by the module whose call made them."""
+    found: dict[str, int] = {}
+    for run in step.runs:
+        makers = makers_of(run.captured) if run.phase == FORWARD else {}
+        for storage in run.program.remade if run.phase == FORWARD else ():
+            module = makers.get(storage, "the model")
+            found[module] = found.get(module, 0) + run.program.storages[storage]
+    return found
+
+
+def _slots_at(step: StepPlans, peak: Moment) -> list[ItemId]:
+    """Chunks that have a slot at a moment."""
+    starts = [*(run.present for run in step.runs), *([frozenset()] if step.update else [])]
+    for phase, start in zip(step.phases, starts, strict=True):
+        present: set[ItemId] = set(start)
+        for index, stop in enumerate(phase.stops):
+            for event in stop:
+                if event.kind == PREFETCH and isinstance(event.item, Chunk):
+                    present.add(event.item)
+                elif event.kind == EVICT and isinstance(event.item, Chunk):
+                    present.discard(event.item)
+            if index < len(phase.moments) and phase.moments[index] is peak:
+                return sorted(present)
+    return []

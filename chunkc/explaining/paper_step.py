@@ -1,0 +1,149 @@
+"""A training step on paper: its graphs described and laid out, rehearsed under a budget, and planned."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chunkc.explaining.cuda_offline import overhead_on
+from chunkc.explaining.dry_run import PaperGraph, PaperRun, Rehearsed, Training, rehearse
+from chunkc.explaining.memory_timeline import PlannedRun, StepPlans
+from chunkc.explaining.offline import OfflineStep
+from chunkc.explaining.updates import Updates
+from chunkc.ir.errors import BudgetError
+from chunkc.ir.explanation import TimedEvent
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.items import ALL_PRESENT, ItemId
+from chunkc.ir.layout import PARAM
+from chunkc.ir.plan import Plan, Tile
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.ir.simulate import STAYING, simulate
+from chunkc.options import Options
+from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended
+from chunkc.policy.captured_step import Captured
+from chunkc.policy.decide import decide
+from chunkc.policy.plans import StepPlan, step_plan, update_plan
+from chunkc.policy.state import Forms, Key, PhaseCalled, StepRequest
+from chunkc.tracing.build import Builder
+
+Plans = dict[tuple[int, Key], StepPlan]
+"""(graph, what was asked for) -> its plan."""
+
+
+class Replay:
+    """The graphs of a step, to be planned for budgets."""
+
+    def __init__(self, step: OfflineStep, options: Options, hardware: Hardware, updates: Updates) -> None:
+        self._step, self._hardware = step, hardware
+        self.graphs: list[PaperGraph] = []
+        chunk_nbytes = options.chunk_size if isinstance(options.chunk_size, int) else None
+        layout = replace(EMPTY_LAYOUT, overhead_nbytes=overhead_on(hardware), disk_holds=options.on_disk(hardware.kind))
+        for graph in step.graphs:
+            layout = extended(layout, graph.movable, graph.fixed, chunk_nbytes)
+            builder = Builder(
+                graph.capture,
+                options.codegen,
+                layout,
+                budget_nbytes=0,
+                hardware=hardware,
+                may_be_whole=options.may_be_whole,
+                compiled=False,
+                strict=options.strict,
+                share=graph.share if options.may_leave else 1.0,
+            )
+            self.graphs.append(PaperGraph(builder))
+        self.layout = layout
+        self.training = Training(self.graphs, step, updates, options.home, hardware, options.activations)
+
+    def fitting(self, budget_nbytes: int) -> Rehearsed:
+        """The training under a budget, or, where it would refuse that, under the next that it takes."""
+        while True:
+            try:
+                return rehearse(self.training, budget_nbytes)
+            except BudgetError as error:
+                budget_nbytes = error.minimum_nbytes
+
+    def expressions(self, rehearsed: Rehearsed) -> tuple[str, ...]:
+        """Every moment's bytes in the symbols of a graph that was traced so; nothing where there are none."""
+        return self.graphs[0].expressions(rehearsed.captured[0])
+
+    def minimum_nbytes(self, rehearsed: Rehearsed) -> int:
+        """The smallest budget that works, in whichever form the graphs have there, if the rehearsed one does."""
+        return min(self.fitting(1).budget_nbytes, rehearsed.budget_nbytes)
+
+    def planned(self, rehearsed: Rehearsed) -> StepPlans:
+        """The verified plans of a step."""
+        several = len(self._step.calls) > 1
+        runs: list[PlannedRun] = []
+        plans: Plans = {}
+        present, gradients = frozenset[ItemId](), set[str]()
+        for run in rehearsed.runs:
+            request = run.request
+            captured = rehearsed.captured[run.graph].without(request.around.absent or ALL_PRESENT)
+            if run.phase == FORWARD:
+                present = frozenset[ItemId]()
+            found = self._plan(rehearsed.captured[run.graph], run.graph, request, plans)
+            if run.phase == BACKWARD and (around := request.around.finding(found.plan, present)) != request.around:
+                present = frozenset()
+                held_nbytes = request.held_nbytes - request.spare_nbytes
+                forms = Forms(rehearsed.captured[run.graph])
+                request = decide(rehearsed.situation, PhaseCalled(forms, held_nbytes, around)).request
+                found = self._plan(rehearsed.captured[run.graph], run.graph, request, plans)
+            name = f"{run.phase}.{run.number}" if several else run.phase
+            plan = found.plan.beside_less(request.spare_nbytes).beginning_with(gradients).beside_less(run.gone_nbytes)
+            if several:
+                plan = _of_one_run(plan, run, name, captured)
+            runs.append(PlannedRun(name, run.phase, captured, plan, found.graphs[run.phase], present, run.gone))
+            present = plan.kept if run.phase == FORWARD else frozenset[ItemId]()
+            if run.phase == BACKWARD:
+                gradients |= captured.trained.difference(*(moment.used_up for moment in plan.moments))
+        situation = rehearsed.situation
+        return StepPlans(tuple(runs), situation.layout, situation.resident, *self._update(rehearsed))
+
+    def events(self, step: StepPlans) -> tuple[TimedEvent, ...]:
+        """The planned step against the clock."""
+        hardware, updates = self._hardware, self.training.updates
+        costs = {name: cost_s for run in step.runs for name, cost_s in run.costs_s().items()}
+        nbytes = updates.nbytes(step)
+        rate = hardware.update_bytes_per_s
+        in_slots = [*(name for run in step.runs for name in run.updates)]
+        in_slots += [moment.name for moment in (step.update.moments if step.update else ())]
+        costs |= {name: nbytes[name] / rate for name in in_slots}
+        return simulate(
+            step.phases,
+            costs,
+            hardware,
+            staying_update_s=nbytes[STAYING] / rate,
+            at_home=updates.simulated(step.at_home, step.layout, hardware),
+            update_nbytes=nbytes,
+            standing={group.index: group.trainable for group in step.layout.groups if PARAM in group.standing_kinds},
+        )
+
+    def _update(self, rehearsed: Rehearsed) -> tuple[Plan | None, frozenset[int], tuple[Tile, ...]]:
+        """The plan of the optimizer's step, the groups that the CPU updates at home, and the tiles of the others."""
+        if all(captured.backward is None for captured in rehearsed.captured):
+            return None, frozenset(), ()
+        found = update_plan(rehearsed.update, self._hardware)
+        return found.plan, rehearsed.at_home, found.tiles
+
+    def _plan(self, captured: Captured, graph: int, request: StepRequest, plans: Plans) -> StepPlan:
+        """A graph's plan that was asked for."""
+        key = graph, request.key
+        if key not in plans:
+            plans[key] = step_plan(captured, request, self._hardware)
+        return plans[key]
+
+
+def _of_one_run(plan: Plan, run: PaperRun, name: str, captured: Captured) -> Plan:
+    """The part of a graph's plan that is one run's, with calls named after it, and without what is gone by then."""
+    gone_nbytes = sum(captured.forward.storages[storage] for storage in run.gone)
+    (phase,) = (phase for phase in plan.phases if phase.phase == run.phase)
+    moments = tuple(
+        replace(
+            moment,
+            name=moment.name if at in phase.tiles else f"{name}.{moment.name.removeprefix(f'{run.phase}.')}",
+            other_nbytes=moment.other_nbytes + gone_nbytes,
+            non_model_nbytes=moment.non_model_nbytes - gone_nbytes,
+        )
+        for at, moment in enumerate(phase.moments)
+    )
+    return replace(plan, phases=(replace(phase, moments=moments),))

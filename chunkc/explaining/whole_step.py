@@ -1,0 +1,71 @@
+"""Completes a `BudgetError` whose minimum covers less than a whole step, by tracing the call that raises it.
+
+A graph is compiled when a call comes to it. An evaluation that comes first makes no gradients, and of a model in
+several graphs the first ones know nothing of the others: the error of each would name another minimum. Where the call
+of a compiled module is on the stack, its step can be traced on fake tensors, as `chunkc.explain` does; which is above
+the core, so the package gives that to `trace_with`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from chunkc.ir.errors import BudgetError, UnsupportedError
+from chunkc.machines.devices import device_of, hardware_of, parse_device
+from chunkc.options import Options
+from chunkc.runtime.store.shards import Part, part_of
+from chunkc.session.logs import logger
+from chunkc.tracing.caller import compiled_call
+from chunkc.utils.progress import compilation_progress
+
+MinimumOf = Callable[..., int]
+"""(module, arguments, keyword arguments; options, hardware, trains) -> the smallest budget of a step."""
+
+_traced_with: list[MinimumOf] = []
+
+
+def trace_with(minimum_of: MinimumOf) -> None:
+    """Find minimums of whole steps by this function from now on."""
+    _traced_with[:] = [minimum_of]
+
+
+def completed(error: BudgetError, options: Options) -> BudgetError:
+    """The error, with the minimum of a whole step where its own covers less, and the step can be traced.
+
+    To be called where the module's call is on the stack, and Dynamo is done.
+    """
+    if not (error.covers or error.evaluates) or not _traced_with or error.training_nbytes is not None:
+        return error
+    call = compiled_call()
+    if call is None or _is_cut(call.module.parameters()):
+        return error
+    parameters = dict(call.module.named_parameters())
+    try:
+        hardware = hardware_of(device_of(parameters) if parameters else parse_device("cpu"))
+    except UnsupportedError as problem:  # some are elsewhere, as those of an embedding that the CPU looks up
+        logger.debug("the minimum of a whole step is not known: %s", problem)
+        return error
+
+    def minimum_nbytes(*, trains: bool | None) -> int:
+        with torch.inference_mode(False), torch.set_grad_enabled(trains is not False):
+            return _traced_with[0](
+                call.module, call.args, call.kwargs, options=options, hardware=hardware, trains=trains
+            )
+
+    try:
+        with compilation_progress() as show:
+            show("tracing a whole step for the smallest budget", 0, None)
+            training_nbytes = minimum_nbytes(trains=error.evaluates or None)
+            evaluation_nbytes = minimum_nbytes(trains=False) if error.evaluates and error.covers else None
+    except Exception as problem:  # the user's code runs in it: what it raises is not to hide the error at hand
+        logger.debug("the minimum of a whole step is not known: %s", problem)
+        return error
+    return error.of_step(training_nbytes, evaluation_nbytes)
+
+
+def _is_cut(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether parameters are cut over ranks: what each needs depends on all."""
+    return any(isinstance(part_of(parameter), Part) for parameter in parameters)

@@ -1,0 +1,1 @@
+"""Check a rewritten graph independently of the planner that made it."""

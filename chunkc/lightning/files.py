@@ -1,0 +1,182 @@
+"""Lightning's checkpoints: its own files, written and read without a copy of them in memory.
+
+Where ranks have parts of the tensors, rank 0 writes the file that one process would write. It takes one whole tensor
+after the other from the ranks into a file without a name beside the checkpoint, and saves what is mapped from there.
+Each rank reads its parts from a memory map of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import mmap
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from torch import nn
+
+from chunkc.distributed.agreement import agree, together
+from chunkc.ir.errors import CheckpointError, HomeError
+from chunkc.runtime.distributed.transport import Transport
+from chunkc.runtime.storage.maps import NamelessFile, drop_pages
+from chunkc.runtime.store.shards import own_of
+from chunkc.torch_private.dtensor import DTensor
+from chunkc.weights.load import place_of
+from chunkc.weights.over_ranks import send_to_first, whole_on_first
+
+_PHASE = "saving a checkpoint of Lightning's"
+
+
+class MappedCheckpointIO(TorchCheckpointIO):
+    """Lightning's own files, written and read without a copy of them in memory: both strategies' default.
+
+    A file on a local disk is written beside and renamed, and read as a memory map. Others go Lightning's way.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if storage_options is not None or not _is_local(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+        beside = f"{path}.{os.getpid()}.part"
+        try:
+            torch.save(checkpoint, beside)
+            os.replace(beside, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(beside)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        if map_location is None:
+            map_location = "cpu"
+        if not _is_local(path) or not zipfile.is_zipfile(path):  # `torch.save` once wrote files that no map can show
+            return super().load_checkpoint(path, map_location, weights_only)
+        return torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
+
+
+def _is_local(path: Any) -> bool:
+    return "://" not in str(path)
+
+
+def save_over_ranks(
+    checkpoint: dict[str, Any], path: Any, transport: Transport, write: Callable[[dict[str, Any]], None]
+) -> None:
+    """Write one checkpoint of all ranks; all of them call this, each with its own parts.
+
+    Args:
+        path: where the checkpoint will be.
+        write: called on rank 0 alone, with whole tensors.
+
+    Raises:
+        CheckpointError: rank 0 cannot write it.
+        DistributedError: ranks have other tensors in it, or one is gone.
+    """
+    found = list(_distributed_in(checkpoint))
+    agree(transport, {"the tensors of the checkpoint": repr([(tuple(one.shape), one.dtype) for one in found])})
+    is_writer = transport.rank == 0
+    firsts = together(transport, _PHASE, lambda: _firsts(found), CheckpointError)[0]
+    sent = sorted(set(firsts))
+    if not is_writer:
+        together(transport, _PHASE, _nothing, CheckpointError)
+        send_to_first([found[at] for at in sent], transport)
+        together(transport, _PHASE, _nothing, CheckpointError)
+        return
+    rooms: dict[int, torch.Tensor] = {}
+    distinct = {at: found[at] for at in sent}
+    together(transport, _PHASE, lambda: rooms.update(_rooms_for(distinct, _folder_of(path))), CheckpointError)
+    for at, room in rooms.items():
+        room.copy_(whole_on_first(found[at], transport))
+        drop_pages(room)
+    whole = _replaced(checkpoint, iter([rooms[first] for first in firsts]))
+    together(transport, _PHASE, lambda: _written(write, whole, path), CheckpointError)
+
+
+def _nothing() -> None:
+    """What a rank does that does not write."""
+
+
+def _written(write: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any], path: Any) -> None:
+    try:
+        write(checkpoint)
+    except OSError as error:
+        raise CheckpointError(f"cannot save {path}: {error.strerror or error}") from error
+
+
+def _distributed_in(value: Any) -> Iterator[DTensor]:
+    """The distributed tensors in a checkpoint, in order."""
+    if isinstance(value, DTensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _distributed_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _distributed_in(inner)
+
+
+def _replaced(value: Any, whole: Iterator[torch.Tensor]) -> Any:
+    """A checkpoint with the next of other tensors instead of each distributed one; what has none is the same object."""
+    if isinstance(value, DTensor):
+        return next(whole)
+    if next(_distributed_in(value), None) is None:
+        return value
+    if isinstance(value, Mapping):
+        made: Any = copy.copy(value)  # of the same class: a `state_dict` has an attribute, too
+        for key, inner in value.items():
+            made[key] = _replaced(inner, whole)
+        return made
+    items = [_replaced(inner, whole) for inner in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _firsts(tensors: Sequence[DTensor]) -> list[int]:
+    """For each tensor, the index of the first one with the same memory here: a tied weight is saved once."""
+    known: dict[tuple[Any, ...], int] = {}
+    return [known.setdefault((*place_of(tensor), tuple(tensor.shape)), at) for at, tensor in enumerate(tensors)]
+
+
+def _folder_of(path: Any) -> str:
+    return os.path.dirname(os.path.abspath(path)) if _is_local(path) else tempfile.gettempdir()
+
+
+def _rooms_for(tensors: Mapping[int, DTensor], folder: str) -> dict[int, torch.Tensor]:
+    """Room for whole tensors in a file without a name, which is gone with the last of them.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = NamelessFile(folder)
+        return {at: _room_for(tensor, file) for at, tensor in tensors.items()}
+    except (OSError, HomeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(
+            f"no room in {folder} for the tensors of a checkpoint, which are put together there ({reason}): a save "
+            "needs twice the checkpoint's bytes for a while"
+        ) from error
+
+
+def _room_for(tensor: DTensor, file: NamelessFile) -> torch.Tensor:
+    if tensor.numel() == 0:
+        return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
+    nbytes = tensor.numel() * tensor.dtype.itemsize
+    mapping = file.map(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+    return torch.frombuffer(mapping.memory, dtype=tensor.dtype, count=tensor.numel()).view(tuple(tensor.shape))
+
+
+def own_weights(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A `state_dict` with this rank's parts of what is cut over ranks in the module, as views of the whole tensors."""
+    own = module.state_dict(keep_vars=True)
+    cut: Any = copy.copy(state_dict)
+    for name, tensor in state_dict.items():
+        like = own.get(name)
+        if isinstance(like, DTensor) and not isinstance(tensor, DTensor) and tensor.shape == like.shape:
+            cut[name] = own_of(tensor, like)
+    return cut

@@ -1,0 +1,275 @@
+"""Lightning on several processes: what its strategies do there, for the Trainer and for Fabric.
+
+Lightning starts the processes, or finds that a launcher has. They meet over gloo, and over NCCL where there are GPUs;
+`chunkc.distribute` cuts the model over them, and nothing wraps it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParallelStrategy
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from chunkc.distribute import TIMEOUT_S
+from chunkc.distributed.process_group import meet
+from chunkc.engine.in_place import compile_in_place, distribute_over_all, is_distributed, place_on
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.shards import ZeroStage, check_zero_stage
+from chunkc.lightning.files import MappedCheckpointIO, own_weights, save_over_ranks
+from chunkc.optim.optimizer import ChunkedOptimizer
+from chunkc.options import parse_options
+from chunkc.runtime.store.shards import Part, part_of
+from chunkc.session.session import all_entered, sessions_of
+
+
+class OverDevices:
+    """What both strategies share: the backend's options, devices and processes as Lightning chose them, and files.
+
+    It goes before one of Lightning's strategies for a single device, and is that one where there is one.
+
+    Attributes:
+        cluster_environment, num_nodes: Lightning sets them, as it does `parallel_devices`.
+    """
+
+    _root_device: torch.device
+    _checkpoint_io: Any
+    _start_method = "popen"  # Lightning's launcher starts the same command again
+
+    def __init__(
+        self,
+        *,
+        accelerator: Any = None,
+        checkpoint_io: Any = None,
+        zero_stage: ZeroStage | None = None,
+        timeout_s: float = TIMEOUT_S,
+        **rest: Any,
+    ) -> None:
+        precision = {key: rest.pop(key) for key in ("precision", "precision_plugin") if key in rest}
+        parse_options(rest)  # raises now, not at the first step
+        check_zero_stage(zero_stage)
+        if not timeout_s > 0:
+            raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
+        self.options: dict[str, Any] = rest
+        self.zero_stage, self.timeout_s = zero_stage, timeout_s
+        self.cluster_environment: Any = None
+        self.num_nodes = 1
+        self._devices: list[torch.device] = []
+        own = {"accelerator": accelerator, "checkpoint_io": checkpoint_io}
+        super().__init__(**own, **precision)
+
+    # --- devices and processes ---
+
+    @property
+    def parallel_devices(self) -> list[torch.device]:
+        """Those of this host; Lightning gives them to strategies that have this, and there are none before."""
+        return self._devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Sequence[torch.device]) -> None:
+        self._devices = [torch.device(device) for device in devices]
+        self._root_device = self._devices[0]
+
+    @property
+    def num_processes(self) -> int:
+        """On this host."""
+        return len(self._devices) or 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.num_processes * self.num_nodes > 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any] | None:
+        return {"num_replicas": self.world_size, "rank": self.global_rank} if self.is_distributed else None
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    def set_world_ranks(self) -> None:
+        """Which of the processes this one is; Lightning calls it before it starts the others, too."""
+        if not self.is_distributed:
+            return
+        environment = self.cluster_environment
+        self.local_rank = environment.local_rank()
+        environment.set_global_rank(environment.node_rank() * self.num_processes + self.local_rank)
+        environment.set_world_size(self.num_nodes * self.num_processes)
+        self.global_rank, self.world_size = environment.global_rank(), environment.world_size()
+        self._root_device = self._devices[self.local_rank]
+        _rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """As Lightning's, once all processes have met."""
+        super().setup_environment()  # type: ignore[misc]
+        if not self.is_distributed:
+            return
+        self.set_world_ranks()
+        if not dist.is_initialized():
+            environment = self.cluster_environment
+            os.environ["MASTER_ADDR"] = str(environment.main_address)
+            os.environ["MASTER_PORT"] = str(environment.main_port)
+            meet(self.global_rank, self.world_size, self.timeout_s)
+
+    # --- the model ---
+
+    def place(self, module: nn.Module) -> None:
+        """Bring a model's parameters to where they will be, and its buffers to the device.
+
+        Raises:
+            OptionsError: there are several processes, and they have not met.
+        """
+        if not self.is_distributed:
+            place_on(module, self._root_device, self.options)
+            module.to(self._root_device)
+        elif dist.is_initialized():
+            distribute_over_all(module, self._root_device, self.options, self.zero_stage, self.timeout_s)
+        else:
+            raise OptionsError("the processes have not met yet: call fabric.launch() at the beginning")
+
+    def compile(self, module: nn.Module, parts: Iterable[nn.Module]) -> None:
+        """Compile a model and its parts in place. Several distributed models have a budget each."""
+        options = dict(self.options) if self.is_distributed else self.options
+        for part in (module, *parts):
+            compile_in_place(part, options)
+
+    # --- what ranks do together ---
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.is_distributed and dist.is_initialized():
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if not self.is_distributed or not dist.is_initialized():
+            return obj
+        found = [obj]
+        dist.broadcast_object_list(found, src)
+        return found[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As Lightning's: in place, and what is no tensor stays as it is."""
+        if not self.is_distributed or not dist.is_initialized() or not isinstance(tensor, Tensor):
+            return tensor
+        op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
+        is_mean = op in ("mean", "avg", dist.ReduceOp.AVG)  # which gloo does not have
+        if is_mean or op is None:
+            op = dist.ReduceOp.SUM
+        dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op, group=group)
+        if is_mean:
+            mean = tensor / dist.get_world_size(group)
+            tensor.copy_(mean)
+        return tensor
+
+    all_reduce = reduce
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return _PARALLEL.all_gather(self, tensor, group, sync_grads) if self.is_distributed else tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return _PARALLEL.reduce_boolean_decision(self, decision, all) if self.is_distributed else decision
+
+    # --- checkpoints ---
+
+    @property
+    def checkpoint_io(self) -> Any:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = MappedCheckpointIO()
+        return super().checkpoint_io  # type: ignore[misc]
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: Any) -> None:
+        self._checkpoint_io = checkpoint_io
+
+    def save_parts(
+        self, parameters: Iterable[nn.Parameter], checkpoint: dict[str, Any], path: Any, storage_options: Any
+    ) -> None:
+        """Write a checkpoint that has these parameters and their states; all ranks call it."""
+        known = list(parameters)
+        everyone = next((part.everyone for p in known if isinstance(part := part_of(p), Part)), None)
+
+        def write(whole: dict[str, Any]) -> None:
+            self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
+
+        if everyone is not None:
+            sessions = sessions_of(known)
+            with all_entered(sessions):
+                for session in sessions:
+                    session.store.updates.finish()
+                save_over_ranks(checkpoint, path, everyone, write)
+        elif self.is_global_zero:
+            write(checkpoint)
+
+
+_rank_zero_only: Any = rank_zero_only
+_PARALLEL: Any = FabricParallelStrategy
+"""Lightning's own for several processes, whose functions ask a strategy no more than the ones above."""
+
+
+def load_weights(module: nn.Module, state_dict: Any, strict: bool) -> None:
+    """`load_state_dict` with whole tensors, of which each rank takes its parts."""
+    cut = own_weights(module, state_dict) if is_distributed(module) else state_dict
+    module.load_state_dict(cut, strict=strict)
+
+
+def check_states(optimizer: Any) -> None:
+    """Refuse to load whole states into an optimizer that does not know of parts.
+
+    Raises:
+        UnsupportedError: its parameters are cut over ranks.
+    """
+    if not isinstance(optimizer, ChunkedOptimizer) and any(isinstance(part_of(p), Part) for p in _all_of(optimizer)):
+        raise UnsupportedError(
+            f"states of {type(optimizer).__name__} are not loaded with several processes: take an optimizer of "
+            "chunkc.optim"
+        )
+
+
+def check_parameters(optimizers: Iterable[Any], module: nn.Module) -> None:
+    """Refuse optimizers of parameters that a model had before it was distributed.
+
+    Raises:
+        OptionsError: one has such parameters.
+    """
+    known = set(module.parameters())
+    for optimizer in optimizers:
+        if any(parameter not in known for parameter in _all_of(optimizer)):
+            raise OptionsError(
+                f"{type(optimizer).__name__} has parameters that the model does not have any more, since it is "
+                "distributed: make the optimizer of the module's parameters in configure_optimizers, or after "
+                "fabric.setup_module"
+            )
+
+
+def replace_parameters(optimizers: Iterable[Any], former: Mapping[str, nn.Parameter], module: nn.Module) -> None:
+    """Give optimizers that were made before a model was distributed its parameters as they are now.
+
+    Args:
+        former: the model's parameters then, by name.
+
+    Raises:
+        OptionsError: an optimizer has states already.
+    """
+    now = dict(module.named_parameters())
+    made = {parameter: now[name] for name, parameter in former.items()}
+    for optimizer in optimizers:
+        if all(made.get(parameter, parameter) is parameter for parameter in _all_of(optimizer)):
+            continue
+        if optimizer.state:
+            raise OptionsError(
+                f"{type(optimizer).__name__} has states already, of parameters that are not distributed yet: load them "
+                "after fabric.setup"
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [made.get(parameter, parameter) for parameter in group["params"]]
+        if isinstance(optimizer, ChunkedOptimizer):
+            optimizer.lay_out([part_of(parameter) for parameter in _all_of(optimizer)])
+
+
+def _all_of(optimizer: Any) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -1,0 +1,248 @@
+"""What stays resident, what is compiled whole, and which plan is asked for: decided here and nowhere else.
+
+A pure state machine that is driven twice: by what happens in training (`compilation`, `graph`, `optim.update`), and by
+what a step on fake tensors says will happen (`explaining.rehearsal`). A `Situation` is what a model has come to. An
+event is what happens next. `decide` answers with a decision: the situation from then on, and a request for a plan.
+Who drives it acts: compiles, moves residents home, makes the plan, runs it.
+
+| event | what is decided |
+|---|---|
+| `GraphCaptured` | who stays, among those that stay so far and the groups that are new; the first plan |
+| `SizesCalled` | with dynamic shapes: who leaves where a call's sizes need more room |
+| `PhaseCalled` | beside what others hold: who leaves, whether a whole graph is cut, and the plan |
+| `UpdateDue` | who leaves for the optimizer's step, and is due then as well; or the plan |
+
+How many bytes others hold is counted by `live_values`, for both drivers too. An event that does not fit raises
+`BudgetError`, and the situation stays what it was. Residents only ever leave: one that came back would move again as
+soon as the same room was needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import overload
+
+from chunkc.ir.errors import BudgetError
+from chunkc.ir.layout import ChunkLayout
+from chunkc.ir.plan import Position
+from chunkc.passes.planning.residency import (
+    check_minimum,
+    choose_resident,
+    choose_whole,
+    everything,
+    fixed_nbytes,
+    staying_beside,
+    whole_beside,
+)
+from chunkc.passes.planning.updates import check_update, staying_beside_update, whole_beside_update
+from chunkc.policy.activation_search import Mixes, absences, first_or_quickest, leanest_form
+from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.first_fit import first_that_fits
+from chunkc.policy.state import (
+    Around,
+    Event,
+    GraphCaptured,
+    PhaseCalled,
+    Situation,
+    SizesCalled,
+    StepDecision,
+    StepRequest,
+    UpdateDecision,
+    UpdateDue,
+    UpdateRequest,
+    spent_in,
+)
+from chunkc.policy.step_seconds import step_s
+
+HELD_GRANULES = 256
+"""Plans are made for what others hold rounded up to this part of the budget, where that fits: a program that keeps a
+few more values each step, such as losses, does not replan every time."""
+
+
+@overload
+def decide(situation: Situation, event: UpdateDue) -> UpdateDecision: ...
+
+
+@overload
+def decide(situation: Situation, event: GraphCaptured | SizesCalled | PhaseCalled) -> StepDecision: ...
+
+
+def decide(situation: Situation, event: Event) -> StepDecision | UpdateDecision:
+    """What follows from an event.
+
+    Raises:
+        BudgetError: it does not fit the budget, whoever leaves.
+    """
+    match event:
+        case GraphCaptured():
+            return _captured(situation, event)
+        case SizesCalled():
+            return _beside(situation, event.captured, Around(spent=event.spent), 0, exact=True)
+        case PhaseCalled():
+            return _phase(situation, event)
+        case UpdateDue():
+            return _update(situation, event)
+
+
+def _captured(now: Situation, event: GraphCaptured) -> StepDecision:
+    """Any group may stay that is new and not cut over ranks; of the others those that stay so far. Any may stand whole
+    that is new and cut, where no stage is forced; of the others those that do so far."""
+    captured, layout = event.captured, event.layout.with_whole(())
+    num_known = len(now.layout.groups) if now.num_graphs else 0
+    new = layout.groups[num_known:]
+    allowed = now.resident | (frozenset(group.index for group in new) - layout.cut)
+    may_be_whole = now.layout.whole.union(group.index for group in new if group.may_be_whole)
+    all_may_stay = len(allowed) == len(layout.groups)
+    least = profile(leanest_form(captured, now.activations, layout), layout).all
+    check_minimum(least, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
+    after = replace(now, layout=layout, num_graphs=now.num_graphs + 1, trained=now.trained | captured.trained)
+
+    # A group with a parameter that gets no gradient here is not updated in this backward, and has its other gradients.
+    spent = spent_in(layout, event.around.spent, captured.trained, frozenset(), event.around.spent)
+
+    def decision(around: Around) -> StepDecision:
+        seen = around.seen_by(captured)
+        needs = profile(seen, layout).all
+        check_minimum(needs, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
+        resident, spent = choose_resident(needs, layout, now.budget_nbytes, allowed), frozenset[int]()
+        if resident != everything(layout) and (spent := around.spent & allowed):
+            spending = replace(layout, spent=spent)
+            resident = choose_resident(profile(seen, spending).all, spending, now.budget_nbytes, allowed)
+        chosen = choose_whole(needs, layout, now.budget_nbytes, may_be_whole)
+        found = replace(after, layout=chosen, resident=resident)
+        return StepDecision(found, captured, StepRequest(_spending(found, spent), around=around))
+
+    return _chosen(after, captured, replace(event.around, spent=spent), 0, allowed, decision)
+
+
+def _phase(now: Situation, event: PhaseCalled) -> StepDecision:
+    """The first of a graph's forms that fits."""
+    return first_that_fits(event.forms, lambda captured: _beside(now, captured, event.around, event.held_nbytes))
+
+
+def _beside(
+    now: Situation, captured: Captured, around: Around, held_nbytes: int, *, exact: bool = False
+) -> StepDecision:
+    """A graph beside what others hold, from which residents may have to leave; `exact`: without room for more."""
+
+    def decision(around: Around) -> StepDecision:
+        def needs_of(layout: ChunkLayout) -> Sequence[Position]:
+            step = profile(around.seen_by(captured), layout)
+            return step.backward if around.cold_backward else step.passes
+
+        layout = whole_beside(needs_of(now.layout), now.layout, now.budget_nbytes, held_nbytes)
+        spent = around.spent & now.resident
+        if now.resident == everything(layout) and _all_stay(needs_of(layout), layout, now, held_nbytes):
+            spent = frozenset()
+        needs = needs_of(spending := replace(layout, spent=spent))
+        resident, _ = staying_beside(needs, spending, now.budget_nbytes, held_nbytes, now.resident)
+        after = now if (resident, layout.whole) == now.staying else replace(now, layout=layout, resident=resident)
+        asked = _spending(after, spent)
+        room_nbytes = held_nbytes if exact else _with_room(asked, needs, held_nbytes)
+        return StepDecision(after, captured, StepRequest(asked, room_nbytes, room_nbytes - held_nbytes, around))
+
+    return _chosen(now, captured, around, held_nbytes, now.resident, decision)
+
+
+def _spending(now: Situation, spent: frozenset[int]) -> Situation:
+    """The situation of a request whose backward uses up these groups' gradients where they stay."""
+    return replace(now, layout=replace(now.layout, spent=spent)) if spent else now
+
+
+def _all_stay(needs: Sequence[Position], layout: ChunkLayout, now: Situation, held_nbytes: int) -> bool:
+    """Whether there is room for all residents, with those of their gradients that the layout says."""
+    with suppress(BudgetError):
+        check_minimum(needs, layout, now.budget_nbytes, held_nbytes, now.resident)
+        return True
+    return False
+
+
+def _chosen(
+    now: Situation,
+    captured: Captured,
+    around: Around,
+    held_nbytes: int,
+    allowed: frozenset[int],
+    decision: Callable[[Around], StepDecision],
+) -> StepDecision:
+    """What may become of the values that a graph saves: the first that fits, or under "auto" the quickest.
+
+    Args:
+        allowed: groups that may stay.
+        decision: what follows from one; raises `BudgetError` where it does not fit.
+    """
+    if around.absent is not None:
+        return decision(around)
+    layout, hardware, mixes = replace(now.layout, spent=around.spent), now.hardware, None
+    if now.activations == "auto" and hardware is not None:
+        sizes, with_twins = (now.budget_nbytes, held_nbytes), bool(around.undoable)
+        used_up = frozenset(group for group, _ in around.updates) - around.undoable - layout.cut
+        mixes = Mixes(captured, layout, allowed, *sizes, hardware, used_up=used_up, with_twins=with_twins)
+
+    def seconds(one: StepDecision, most_s: float) -> float:
+        assert hardware is not None
+        seen, room_nbytes = one.request.around.seen_by(captured), now.budget_nbytes - one.request.held_nbytes
+        planned, resident = one.request.situation.layout, one.situation.resident
+        updates, undoable = dict(around.updates), around.undoable
+        return step_s(seen, planned, resident, hardware, room_nbytes, updates, most_s, undoable=undoable)
+
+    return first_or_quickest(
+        absences(captured, now.activations, layout),
+        mixes,
+        lambda absent: decision(replace(around, absent=absent)),
+        seconds,
+        lambda one: one.situation.resident,
+    )
+
+
+def _with_room(now: Situation, needs: Sequence[Position], held_nbytes: int) -> int:
+    """What others hold, with room for a little more of it where that fits (see `HELD_GRANULES`)."""
+    granule = max(1, now.budget_nbytes // HELD_GRANULES)
+    wider_nbytes = -(-held_nbytes // granule) * granule
+    if wider_nbytes != held_nbytes and _all_stay(needs, now.layout, now, wider_nbytes):
+        return wider_nbytes
+    return held_nbytes
+
+
+def _update(now: Situation, event: UpdateDue) -> UpdateDecision:
+    """Trained residents that leave are due as well. What ranks have whole gives its room back for the step where that
+    is needed: after it, all of it that is trained is gathered anew."""
+    asked = now.budget_nbytes, event.held_nbytes, now.resident, event.num_stages
+    before = replace(now.layout, spent=event.spent)
+    layout = whole_beside_update(before, event.groups, now.budget_nbytes, event.held_nbytes, event.num_stages)
+    try:
+        check_update(layout, event.groups, *asked)
+    except BudgetError:
+        trained = now.layout.groups_of(now.trained) - event.spent
+        staying = staying_beside_update(before, event.groups, trained, *asked)
+        if staying == now.resident:
+            raise
+        return UpdateDecision(replace(now, resident=staying), None)
+    return UpdateDecision(
+        now, UpdateRequest(replace(now, layout=layout), event.groups, event.held_nbytes, event.num_stages, event.spent)
+    )
+
+
+# --- before there is a graph: whole or in segments ---
+
+
+def fits_whole(layout: ChunkLayout, budget_nbytes: int, captured: Captured | None = None) -> bool:
+    """Whether all model data can stay on the compute tier, beside what a graph needs that is compiled whole; without
+    one: as far as model data alone tells. A part of a model leaves room for what others save."""
+    if layout.cut:
+        return False
+    staying_nbytes = fixed_nbytes(layout, everything(layout))
+    positions = () if captured is None else profile(captured, layout).all
+    most_nbytes = max((position.non_model_nbytes for position in positions), default=0)
+    others_nbytes = 0 if captured is None else captured.others_nbytes
+    return staying_nbytes + most_nbytes + others_nbytes <= budget_nbytes
+
+
+def smallest_budget(captured: Captured, layout: ChunkLayout) -> int:
+    """The smallest budget for a graph by itself, of which any group may stay."""
+    try:
+        return check_minimum(profile(captured, layout).all, layout.with_whole(()), 0, 0, all_may_stay=not layout.cut)
+    except BudgetError as error:
+        return error.minimum_nbytes

@@ -1,0 +1,157 @@
+"""Values of earlier calls, and how many bytes of them others hold beside a run: counted here for both who ask.
+
+Training watches storages without keeping them alive; `explain` knows from a step on fake tensors which are alive when
+(`explaining.held`). What is watched, and what counts beside which phase, is the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.policy.captured_step import Captured
+from chunkc.policy.needs import Held
+
+V = TypeVar("V")
+
+
+class HeldValues(ABC, Generic[V]):
+    """Values that calls returned, saved or were given."""
+
+    def __init__(self) -> None:
+        self._caller_nbytes = 0
+
+    @abstractmethod
+    def watch(self, values: Iterable[V], nbytes: int | None = None, *, returned: bool = False) -> None:
+        """Watch the storages of those values that have one; with `nbytes`, let each stand for so many bytes.
+
+        Args:
+            returned: a call has returned them.
+        """
+
+    @abstractmethod
+    def returned(self, values: Sequence[V]) -> Sequence[V]:
+        """Those in storages that an earlier call has returned."""
+
+    @abstractmethod
+    def nbytes(self, leaving_out: Sequence[V] = ()) -> int:
+        """Bytes of those still alive, without the storages of `leaving_out`."""
+
+    @abstractmethod
+    def storage(self, value: V) -> tuple[int, int] | None:
+        """What a value's storage is known by while it is alive, and its bytes; None: the value has none."""
+
+    @abstractmethod
+    def constants_nbytes(self) -> int:
+        """Bytes of the constants of compiled code."""
+
+    def given_nbytes(self, values: Iterable[V]) -> int:
+        """Bytes of the values' storages, each storage once."""
+        return sum(dict(found for value in values if (found := self.storage(value)) is not None).values())
+
+    def beside_forward(self, captured: Captured, inputs: Sequence[V]) -> Held:
+        """What others hold beside a graph that is about to run its forward with these inputs."""
+        held = Held.around(captured, self.nbytes(leaving_out=inputs), self.given_nbytes(inputs))
+        always_nbytes = self.constants_nbytes()
+        return Held(held.forward_nbytes + always_nbytes, held.backward_nbytes + always_nbytes, always_nbytes)
+
+    def forward_ran(self, captured: Captured, inputs: Sequence[V], outputs: Sequence[V]) -> None:
+        """Watch what a forward was given, and of what it returned all that takes memory."""
+        own = captured.own_memory
+        passed_on_nbytes = self.given_nbytes(self.returned(inputs))
+        self.watch(inputs)
+        self.watch((outputs[position] for position in own.user_outputs), returned=True)
+        saved = [outputs[position] for position in own.saved if outputs[position] is not None]
+        self.watch(saved[:1], captured.saved_nbytes)  # they live and die together: one stands for all
+        self._caller_nbytes = captured.caller_nbytes - passed_on_nbytes
+
+    def beside_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
+        """What others hold beside a graph that is about to run its backward with these arguments."""
+        return max(0, self.values_beside_backward(captured, arguments)) + self.constants_nbytes()
+
+    def values_beside_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
+        """The same without constants; below zero where values of its own are gone, by so many bytes."""
+        tangents = _tangents(captured, arguments)
+        others_nbytes = self.nbytes(leaving_out=tangents) + self._around_tangents_nbytes(captured, tangents)
+        return others_nbytes - captured.between_nbytes
+
+    def _around_tangents_nbytes(self, captured: Captured, tangents: Sequence[V]) -> int:
+        """Bytes that storages of a backward's gradients have beyond what its program counts: one may be a view of a
+        larger tensor."""
+        if captured.backward is None:
+            return 0
+        beyond_nbytes: dict[int, int] = {}
+        for name, value in zip(captured.tangents, tangents, strict=True):
+            if (found := self.storage(value)) is not None:
+                key, nbytes = found
+                counted_nbytes = captured.backward.storages[captured.backward.inputs[name]]
+                beyond_nbytes[key] = beyond_nbytes.get(key, nbytes) - counted_nbytes
+        return sum(max(0, nbytes) for nbytes in beyond_nbytes.values())
+
+    def backward_begins(self, captured: Captured, arguments: Sequence[V]) -> None:
+        """Watch the gradients that a backward is given: in this run the program counts them."""
+        self.watch(_tangents(captured, arguments))
+
+    def beside_update(self) -> int:
+        """What others hold beside the optimizer's step: no less than the caller gave to the latest forward, or has of
+        it. What one graph hands to the next is held by whoever still has it."""
+        return max(self._caller_nbytes, self.nbytes()) + self.constants_nbytes()
+
+
+def _tangents(captured: Captured, arguments: Sequence[V]) -> Sequence[V]:
+    """Of a backward's arguments those that are gradients of the forward's outputs."""
+    return arguments[len(arguments) - len(captured.tangents) :]
+
+
+class LiveValues(HeldValues[object]):
+    """Real tensors' storages, watched without keeping them alive.
+
+    Args:
+        granule_nbytes: the allocator gives each a multiple of this.
+    """
+
+    def __init__(self, granule_nbytes: int = 1) -> None:
+        super().__init__()
+        self.granule_nbytes = granule_nbytes
+        self._watched: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._returned: dict[int, StorageWeakRef] = {}
+        self._constants: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def watch_constants(self, values: Iterable[torch.Tensor]) -> None:
+        """Watch the constants of code that was compiled."""
+        for value in values:
+            storage = value.untyped_storage()
+            nbytes = rounded_nbytes(storage.nbytes(), self.granule_nbytes)
+            self._constants[storage.data_ptr()] = StorageWeakRef(storage), nbytes
+
+    def constants_nbytes(self) -> int:
+        return sum(nbytes for ref, nbytes in self._constants.values() if not ref.expired())
+
+    def watch(self, values: Iterable[object], nbytes: int | None = None, *, returned: bool = False) -> None:
+        for value in values:
+            if (found := self.storage(value)) is not None:
+                assert isinstance(value, torch.Tensor)
+                key, taken_nbytes = found
+                self._watched[key] = StorageWeakRef(value.untyped_storage()), taken_nbytes if nbytes is None else nbytes
+                if returned:
+                    self._returned[key] = self._watched[key][0]
+
+    def returned(self, values: Sequence[object]) -> Sequence[object]:
+        self._returned = {key: ref for key, ref in self._returned.items() if not ref.expired()}
+        return [t for t in values if isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in self._returned]
+
+    def nbytes(self, leaving_out: Sequence[object] = ()) -> int:
+        self._watched = {key: (ref, n) for key, (ref, n) in self._watched.items() if not ref.expired()}
+        skipped = {t.untyped_storage().data_ptr() for t in leaving_out if isinstance(t, torch.Tensor)}
+        return sum(n for key, (_, n) in self._watched.items() if key not in skipped)
+
+    def storage(self, value: object) -> tuple[int, int] | None:
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return None
+        storage = value.untyped_storage()
+        return storage.data_ptr(), rounded_nbytes(storage.nbytes(), self.granule_nbytes)

@@ -1,0 +1,201 @@
+"""A plan that was asked for is made, put into the graph, and verified.
+
+The backend and `chunkc explain` both come this way: what is explained is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from chunkc.ir.errors import VerificationError
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.items import ItemId
+from chunkc.ir.layout import ChunkLayout
+from chunkc.ir.plan import Plan, Position, Tile
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.ir.verify.recompute import Dropped, verify_reruns
+from chunkc.ir.verify.verifier import verify_phase
+from chunkc.passes.planning.timeline import plan_phases
+from chunkc.passes.planning.updates import plan_update
+from chunkc.passes.planning.updates_in_backward import with_updates
+from chunkc.passes.rewrite.insert import insert_events, insert_update_events
+from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.state import StepRequest, UpdateRequest
+from chunkc.utils.garbage import no_automatic_collection
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """The plan of a step, and its phases' graphs with the plan's chunk nodes."""
+
+    request: StepRequest
+    plan: Plan
+    graphs: Mapping[str, fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """The plan of an optimizer's step with a moment for each of its tiles, and the graph that it makes."""
+
+    request: UpdateRequest
+    plan: Plan
+    tiles: tuple[Tile, ...]
+    graph: fx.Graph
+
+
+@no_automatic_collection()
+def step_plan(
+    captured: Captured, request: StepRequest, hardware: Hardware, *, settling: bool = False, verified: bool = True
+) -> StepPlan:
+    """The plan of a captured graph that was asked for.
+
+    Args:
+        settling: the backward says when groups are settled.
+
+    Raises:
+        VerificationError: a bug in the planner; nothing has run.
+    """
+    source, captured, layout = captured, request.around.seen_by(captured), request.situation.layout
+    plan = _planned(captured, request, hardware)
+    graphs = rewrite(captured, plan, layout, settling=settling)
+    if verified:
+        undoable = request.around.undoable
+        verify(captured, plan, graphs, layout, held_nbytes=request.held_nbytes, source=source, undoable=undoable)
+    return StepPlan(request, plan, graphs)
+
+
+def backward_positions(captured: Captured, request: StepRequest, hardware: Hardware) -> tuple[Position, ...]:
+    """The backward's calls, with the updates that it makes in slots between them."""
+    situation, backward = request.situation, profile(captured, request.situation.layout).backward
+    if not request.around.updates and not situation.layout.spent:
+        return backward
+    return with_updates(
+        backward,
+        situation.layout,
+        dict(request.around.updates),
+        undoable=request.around.undoable,
+        budget_nbytes=situation.budget_nbytes,
+        held_nbytes=request.held_nbytes,
+        resident=situation.resident,
+        hardware=hardware,
+    )
+
+
+def _planned(captured: Captured, request: StepRequest, hardware: Hardware) -> Plan:
+    """The plan of forward and backward, or of a cold backward alone."""
+    layout, situation = request.situation.layout, request.situation
+    step = profile(captured, layout)
+    phases = [] if request.around.cold_backward else [(FORWARD, step.forward)]
+    if captured.backward is not None:  # which may have nothing to compute, as that of an addition alone
+        phases.append((BACKWARD, backward_positions(captured, request, hardware)))
+    return plan_phases(
+        phases,
+        layout,
+        budget_nbytes=situation.budget_nbytes,
+        resident=situation.resident,
+        hardware=hardware,
+        held_nbytes=request.held_nbytes,
+        boundary_nbytes=step.boundary_nbytes,
+        saved=captured.absent,
+    )
+
+
+def rewrite(
+    captured: Captured, plan: Plan, layout: ChunkLayout, *, settling: bool = False
+) -> dict[str, fx.GraphModule]:
+    """Phase -> its graph with the plan's chunk nodes; with `settling`, the backward says when groups are settled."""
+    return {
+        phase.phase: insert_events(
+            captured.programs[phase.phase],
+            phase,
+            captured.modules,
+            group_of=layout.group_of(),
+            resident=plan.resident,
+            layout=layout if settling and phase.phase == BACKWARD else None,
+        )
+        for phase in plan.phases
+    }
+
+
+def verify(
+    captured: Captured,
+    plan: Plan,
+    graphs: Mapping[str, fx.GraphModule],
+    layout: ChunkLayout,
+    *,
+    source: Captured,
+    held_nbytes: int = 0,
+    undoable: Collection[int] = (),
+) -> None:
+    """Check the rewritten graphs, independently of how they came about.
+
+    Args:
+        source: the graph with nothing absent.
+        undoable: groups whose updates leave the gradients to home.
+
+    Raises:
+        VerificationError: a bug in the planner; nothing has run.
+    """
+    present: frozenset[ItemId] = frozenset()
+    dropped = Dropped(captured.forward.remade, captured.extra, captured.forward.copied.keys())
+    if violations := verify_reruns(graphs, source.programs, source.modules, dropped):
+        raise VerificationError(violations)
+    for phase in plan.phases:
+        program = captured.programs[phase.phase]
+        elsewhere = program.held - set(program.inputs.values())  # held by the caller, not passed in
+        extra = sum(program.storages[storage] for storage in elsewhere)
+        extra += captured.output_nbytes if phase.phase == FORWARD else 0
+        kept = plan.kept if phase is not plan.phases[-1] else frozenset[ItemId]()
+        violations = verify_phase(
+            graphs[phase.phase].graph,
+            layout=layout,
+            memories=captured.memories,
+            resident=plan.resident,
+            held_nbytes=held_nbytes + extra,
+            budget_nbytes=plan.budget_nbytes,
+            present=present,
+            kept=kept,
+            gradients={name for call in program.calls for _, name in call.gradients},
+            at_home=program.copied.keys(),
+            updates=phase.updated,
+            undoable=undoable,
+        )
+        if violations:
+            raise VerificationError(violations)
+        present = kept
+
+
+@no_automatic_collection()
+def update_plan(request: UpdateRequest, hardware: Hardware, *, verified: bool = True) -> UpdatePlan:
+    """The plan of an optimizer's step that was asked for.
+
+    Raises:
+        VerificationError: a bug in the planner; nothing has run.
+    """
+    situation = request.situation
+    plan, tiles = plan_update(
+        situation.layout,
+        request.groups,
+        budget_nbytes=situation.budget_nbytes,
+        resident=situation.resident,
+        hardware=hardware,
+        held_nbytes=request.held_nbytes,
+        num_stages=request.num_stages,
+    )
+    graph = insert_update_events(plan.phases[0], tiles)
+    if verified:
+        violations = verify_phase(
+            graph,
+            layout=situation.layout,
+            memories={},
+            resident=situation.resident,
+            held_nbytes=request.held_nbytes,
+            budget_nbytes=situation.budget_nbytes,
+            updates=request.groups,
+        )
+        if violations:
+            raise VerificationError(violations)
+    return UpdatePlan(request, plan, tiles, graph)

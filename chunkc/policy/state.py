@@ -1,0 +1,242 @@
+"""What is said to `policy`, and what it answers: a situation, what happens in it, what follows, what is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Set
+from dataclasses import dataclass, field, replace
+
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.items import ALL_PRESENT, Absence, ItemId
+from chunkc.ir.layout import ChunkLayout
+from chunkc.ir.plan import Plan
+from chunkc.options import Activations
+from chunkc.passes.planning.layout import EMPTY_LAYOUT
+from chunkc.passes.planning.residency import everything
+from chunkc.policy.captured_step import Captured
+
+Key = tuple[object, ...]
+"""What a plan depends on, to find it again."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a model has come to.
+
+    Attributes:
+        layout: of the parameters of all graphs so far.
+        resident: its groups that stay on the compute tier.
+        num_graphs: that were compiled so far. Before the first, any group may still become resident.
+        trained: parameters whose gradients these graphs make.
+        activations: what becomes of values that forwards save: see `chunkc.options`.
+        hardware: against which ways are timed that fit alike; None: the first one is taken.
+    """
+
+    budget_nbytes: int
+    layout: ChunkLayout = EMPTY_LAYOUT
+    resident: frozenset[int] = frozenset()
+    num_graphs: int = 0
+    trained: frozenset[str] = frozenset()
+    activations: Activations = "keep"
+    hardware: Hardware | None = field(default=None, compare=False)
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Whether the next graph may be compiled whole: no group has been sent home by an earlier one's plan."""
+        return self.num_graphs == 0 or self.resident == everything(self.layout)
+
+    @property
+    def key(self) -> Key:
+        """What plans depend on."""
+        return self.budget_nbytes, self.layout.version, *self.staying, self.activations
+
+    @property
+    def staying(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Groups that stay on the compute tier, and those that are cut over ranks and stand there whole."""
+        return self.resident, self.layout.whole
+
+    def gone_nbytes(self, others_nbytes: int) -> int:
+        """How much less than nothing others hold beside a backward, as values of its own are gone (see `live_values`).
+
+        Of a model in one graph it is the caller who lets go of outputs: the prediction is for one who does not.
+        """
+        return max(0, -others_nbytes) if self.num_graphs > 1 else 0
+
+
+@dataclass(frozen=True)
+class Forms:
+    """A graph as it is compiled now; `in_segments` cuts it, where it is whole."""
+
+    captured: Captured
+    in_segments: Callable[[], Captured] | None = None
+
+    def __iter__(self) -> Iterator[Captured]:
+        """As it is, and after that in segments."""
+        yield self.captured
+        if self.in_segments is not None:
+            yield self.in_segments()
+
+
+@dataclass(frozen=True)
+class Around:
+    """What of a phase's surroundings its plan depends on, beside the bytes that others hold.
+
+    Attributes:
+        cold_backward: the backward finds none of its chunks in a slot.
+        hooked: parameters whose gradients are returned to autograd.
+        left_out: parameters whose gradients nothing reads.
+        updates: (group, stages of its update) of the groups that the backward may update, in slots or where they stay,
+            in order.
+        undoable: those of `updates` that leave the gradients as they are, so that these go home as well.
+        kept_inputs: inputs of a backward that others keep: gradients of outputs, and saved values for another backward.
+        absent: what of the forward's values is absent until the backward; None: that is yet to be decided.
+        spent: groups that stay, and that have no gradients before and after it: none are there, and what a backward
+            makes of them its updates use up. Whether they do, is decided: they need not, where there is room.
+    """
+
+    cold_backward: bool = False
+    hooked: frozenset[str] = frozenset()
+    left_out: frozenset[str] = frozenset()
+    updates: tuple[tuple[int, int], ...] = ()
+    undoable: frozenset[int] = frozenset()
+    kept_inputs: frozenset[str] = frozenset()
+    absent: Absence | None = None
+    spent: frozenset[int] = frozenset()
+
+    def seen_by(self, captured: Captured) -> Captured:
+        """The captured graph in these surroundings."""
+        there = captured.without(self.absent or ALL_PRESENT)
+        return there.returning(self.hooked).leaving_out(self.left_out).holding(self.kept_inputs)
+
+    def finding(self, plan: Plan, present: Collection[ItemId]) -> Around:
+        """The surroundings of a backward that finds these chunks in slots, where `plan` was made for these."""
+        return replace(self, cold_backward=True) if plan.begins_cold(present) else self
+
+
+ALONE = Around()
+
+
+def spent_in(
+    layout: ChunkLayout, free: Collection[int], made: Set[str], kept: Set[str], updated: Collection[int]
+) -> frozenset[int]:
+    """Of groups that stay, those that have no gradients before and after a phase of a graph (see `Around.spent`).
+
+    Args:
+        free: those without gradients now, that backwards may update.
+        made: parameters whose gradients the graph's backward makes; `kept`: those of them that it leaves to autograd.
+        updated: groups that this backward may update.
+    """
+    names = {index: {s.spec.name for s in layout.groups[index].slices} for index in free}
+    return frozenset(
+        index for index in free if names[index].isdisjoint(made) or (index in updated and names[index] <= made - kept)
+    )
+
+
+# --- what is asked for ---
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """The plan of a graph's forward and backward.
+
+    Attributes:
+        situation: the one it is for.
+        held_nbytes: what others hold that there is room for.
+        spare_nbytes: the part of it that nobody holds yet.
+    """
+
+    situation: Situation
+    held_nbytes: int = 0
+    spare_nbytes: int = 0
+    around: Around = ALONE
+
+    @property
+    def key(self) -> Key:
+        return *self.situation.key, self.held_nbytes, self.around
+
+
+@dataclass(frozen=True)
+class UpdateRequest:
+    """The plan of an optimizer's step that updates these groups in slots, beside `held_nbytes` of others' values, in
+    stages (see `chunkc.ir.updates`). `situation`: that of the step, in which fewer groups may stand whole than else.
+    `spent`: as of `UpdateDue`."""
+
+    situation: Situation
+    groups: tuple[int, ...]
+    held_nbytes: int
+    num_stages: int
+    spent: frozenset[int] = frozenset()
+
+    @property
+    def key(self) -> Key:
+        return *self.situation.key, self.groups, self.held_nbytes, self.num_stages, self.spent
+
+
+# --- events ---
+
+
+@dataclass(frozen=True)
+class GraphCaptured:
+    """A graph was compiled to `captured`; `layout` has room for its parameters. `around`: when it will run, as far as
+    that is known."""
+
+    captured: Captured
+    layout: ChunkLayout
+    around: Around = ALONE
+
+
+@dataclass(frozen=True)
+class SizesCalled:
+    """A graph is about to be called with other sizes, at which it is this; `spent` as of an `Around`."""
+
+    captured: Captured
+    spent: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class PhaseCalled:
+    """A forward or a backward is about to run beside `held_nbytes` of others' values."""
+
+    forms: Forms
+    held_nbytes: int
+    around: Around = ALONE
+
+
+@dataclass(frozen=True)
+class UpdateDue:
+    """The optimizer is about to update these groups in slots, beside `held_nbytes` of others' values; of those that
+    stay, `spent` have no gradients (any more)."""
+
+    groups: tuple[int, ...]
+    held_nbytes: int
+    num_stages: int = 1
+    spent: frozenset[int] = frozenset()
+
+
+Event = GraphCaptured | SizesCalled | PhaseCalled | UpdateDue
+
+
+# --- decisions ---
+
+
+@dataclass(frozen=True)
+class StepDecision:
+    """What follows for a graph.
+
+    Attributes:
+        situation: from now on. Residents that are in it no more leave for good, before anything else happens.
+        captured: the form that the graph has from now on.
+        request: for the plan to run by.
+    """
+
+    situation: Situation
+    captured: Captured
+    request: StepRequest
+
+
+@dataclass(frozen=True)
+class UpdateDecision:
+    """What follows for an optimizer's step: `request` is for the plan to run by. None: residents have to leave first,
+    and more groups are due than were said."""
+
+    situation: Situation
+    request: UpdateRequest | None

@@ -1,0 +1,94 @@
+"""Seconds that a step takes by the plan that a graph would get: how the policy compares ways."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import GRAD, ChunkLayout
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.passes.planning.copy_scheduling import TooSlow
+from chunkc.passes.planning.timeline import passes_s
+from chunkc.passes.planning.update_placement import group_update_nbytes
+from chunkc.passes.planning.updates_in_backward import updated_in, with_updates
+from chunkc.policy.captured_step import Captured, profile
+
+
+def step_s(
+    seen: Captured,
+    layout: ChunkLayout,
+    resident: frozenset[int],
+    hardware: Hardware,
+    budget_nbytes: int,
+    updates: Mapping[int, int],
+    most_s: float = math.inf,
+    *,
+    undoable: Collection[int] = (),
+) -> float:
+    """Seconds that a step takes by the plan that its graph would get; where that is more than `most_s`, perhaps `inf`.
+
+    The optimizer's step is taken to fetch all that moves and is not updated before, at the rate of the links, while
+    that is updated which has arrived.
+
+    Args:
+        budget_nbytes: less what others hold.
+        updates, undoable: groups that the backward may update (see `with_updates`).
+
+    Raises:
+        BudgetError: there is none.
+    """
+    needs, trained = profile(seen, layout), layout.groups_of(seen.trained)
+    if sum(position.cost_s for position in needs.passes) + update_arithmetic_s(layout, trained, hardware) > most_s:
+        return math.inf
+    backward = needs.backward
+    if updates or layout.spent:
+        backward = with_updates(
+            backward,
+            layout,
+            updates,
+            undoable=undoable,
+            budget_nbytes=budget_nbytes,
+            held_nbytes=0,
+            resident=resident,
+            hardware=hardware,
+        )
+    update_s = _update_s(layout, trained - updated_in(backward), resident, hardware)
+    try:
+        seconds = passes_s(
+            [(FORWARD, needs.forward), (BACKWARD, backward)],
+            layout,
+            budget_nbytes=budget_nbytes,
+            resident=resident,
+            hardware=hardware,
+            boundary_nbytes=needs.boundary_nbytes,
+            saved=seen.absent,
+            most_s=most_s - update_s,
+        )
+    except TooSlow:
+        return math.inf
+    return seconds + update_s
+
+
+def _update_s(layout: ChunkLayout, groups: frozenset[int], resident: frozenset[int], hardware: Hardware) -> float:
+    """Seconds of the update of these groups: of the residents, then of those that move, or until the busiest link has
+    brought them to the compute tier, with gradients and states, and home again."""
+    moving = groups - resident
+    moving_s = max(update_arithmetic_s(layout, moving, hardware), _links_s(layout, moving, hardware))
+    return update_arithmetic_s(layout, groups & resident, hardware) + moving_s
+
+
+def update_arithmetic_s(layout: ChunkLayout, groups: Collection[int], hardware: Hardware) -> float:
+    """Seconds of the update itself."""
+    return sum(group_update_nbytes(layout.groups[index]) for index in groups) / hardware.update_bytes_per_s
+
+
+def _links_s(layout: ChunkLayout, groups: Collection[int], hardware: Hardware) -> float:
+    """Seconds that the busiest link is busy for the update."""
+    links: dict[str, float] = {}
+    for group in (layout.groups[index] for index in groups):
+        for kind in group.update_kinds:
+            inward, outward = layout.links_of(kind)
+            for link in (inward, *(() if kind == GRAD else (outward,))):
+                links[link] = links.get(link, 0.0) + hardware.copy_s(link, group.nbytes(kind))
+    return max(links.values(), default=0.0)

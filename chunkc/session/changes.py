@@ -1,0 +1,166 @@
+"""Is what a session remembers still what the user has? Asked at the beginning of every call, and answered here alone.
+
+Between calls a model is ordinary PyTorch, so its user may do to it whatever PyTorch allows. Each call of a compiled
+graph, each backward and each step of an optimizer begins with `reconcile`:
+
+- *The data of a parameter at home was replaced* (`p.data = ...`): shows by address and strides. Its values are taken
+  home, and it is a home view again. Who has views of the former data keeps its bytes (`ChunkStore.take_over`).
+- *The new data is in memory that others share* (processes, other parameters): refused.
+- *Another dtype, shape or device*: compared with the layout. A compilation lays the model out anew; a step refuses.
+- *One tensor is `.grad` of several parameters, or the user's own*: autograd adds to it, not chunkc, and its room is
+  taken from the budget.
+- *A parameter was frozen since the forward*: it gets no gradient (`ChunkStore.sink`).
+- *Views are kept of a former gradient*: its storage lives. They keep its bytes (`ChunkStore.collect_gradients`).
+- *A parameter was written between forward and backward*: autograd refuses, by version counters.
+- *Another thread calls*: it waits (`Session.entered`), and leaves the gradients of what others train unread
+  (`runtime.trainers`).
+- *The model is gone, or laid out anew*: weak references say so. Everything is given back, and code that was compiled
+  for it refuses (`Session.own`).
+- *This is a child of `os.fork`*: tensors over a disk home refuse (`runtime.forks`), and so do copies
+  (`runtime.streams`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.layout import GRAD, Chunk
+from chunkc.ir.units import format_nbytes
+from chunkc.session.logs import logger
+from chunkc.session.movable import is_shared_memory, shares_memory
+from chunkc.session.pending_readers import await_readers
+from chunkc.session.session import Session, owner
+
+
+def reconcile(session: Session, names: Iterable[str]) -> bool:
+    """Take over what the user has changed of these parameters; whether anything was.
+
+    Raises:
+        UnsupportedError: a change cannot be taken over; nothing has changed.
+        StreamError, HomeError: an update or a copy of the parameter's home had failed.
+    """
+    store = session.store
+    replaced = store.replaced(names)
+    if not replaced:
+        return False
+    await_readers(p for name in replaced for p in store.beside(name).values())  # they have views
+    for name in replaced:
+        _check_replacement(session, name)
+    _check_views(session, frozenset(replaced))
+    store.take_over(replaced)
+    return True
+
+
+def forget_gradients(session: Session) -> None:
+    """Let go of gradients at home that no parameter has any more: until the next ones come, they take no RAM there."""
+    store = session.store
+    unread = store.trainers.trained_by_others()
+    indices = [chunk.group for chunk in store.arena.chunks if chunk.kind == GRAD]
+    for index in indices:
+        names = (where.spec.name for where in store.layout.groups[index].slices)
+        if unread.isdisjoint(names) and not store.updates.before(index) and not store.has_gradients(index):
+            store.arena.forget(Chunk(GRAD, index))
+
+
+def _check_replacement(session: Session, name: str) -> None:
+    store = session.store
+    data, spec = store.parameter(name).data, store.layout.specs()[name]
+    if (tuple(data.shape), data.dtype, data.device) != (spec.shape, spec.dtype, store.tier.device):
+        raise UnsupportedError(
+            f"{name} was laid out as {_described(spec.dtype, spec.shape, store.tier.device)}, and is "
+            f"{_described(data.dtype, data.shape, data.device)} now: call the compiled model once, which lays it out "
+            "anew, before the optimizer's step; or convert it back"
+        )
+    if session.early.has_begun(session, store.group_index(name)):
+        raise UnsupportedError(
+            f'the data of {name} was replaced after its update had begun (overlap="backward"): do so after step(), or '
+            'use overlap="forward"'
+        )
+    if is_shared_memory(data):
+        raise UnsupportedError(
+            f"{name} has been moved into memory that other processes share (share_memory(), or a queue that sent it): "
+            "training it would leave that memory. Send copies (`{k: v.clone() for k, v in model.state_dict().items()}`)"
+            "; to go on, give the parameter memory of its own: `p.data = p.data.clone()`"
+        )
+    for other, parameter in store.parameters().items():
+        if other != name and _overlap(data, parameter.data):
+            raise UnsupportedError(
+                f"the data of {name} and of {other} lie in the same memory now: assign the parameter itself "
+                "(`b.weight = a.weight`) to tie two modules, or give each data of its own"
+            )
+
+
+def _check_views(session: Session, replaced: frozenset[str]) -> None:
+    """Where somebody keeps views of what a parameter was, the others of its chunk need another home as well."""
+    store = session.store
+    for name in replaced:
+        for other, parameter in store.beside(name).items() if store.is_viewed(name) else ():
+            if other not in replaced and shares_memory(parameter):
+                raise UnsupportedError(
+                    f"the data of {name} was replaced, while somebody keeps views of its former data and of {other} "
+                    "(a state_dict, say): delete them, or clone them before"
+                )
+
+
+def _described(dtype: torch.dtype, shape: Iterable[int], device: torch.device) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two tensors have bytes in common, as far as their spans say."""
+    (first, first_end), (second, second_end) = _span(left), _span(right)
+    return first < second_end and second < first_end
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    num = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+    return tensor.data_ptr(), tensor.data_ptr() + num * tensor.itemsize
+
+
+def end_where_laid_out_otherwise(parameters: Iterable[torch.Tensor]) -> None:
+    """Before a compilation: end the sessions of parameters that have another dtype, shape or device now, or strides.
+
+    The model is then laid out anew, as if nothing had been compiled for it.
+    """
+    for parameter in parameters:
+        hit = owner(parameter)
+        if hit is None:
+            continue
+        session, name = hit
+        spec = session.store.layout.specs().get(name)
+        now = (tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype)
+        if spec is not None and now != (spec.shape, spec.stride, spec.dtype):
+            logger.info("%s is %s now: the model is laid out anew", name, _described(now[2], now[0], parameter.device))
+            with session.entered():
+                session.store.updates.finish()
+                session.store.release_slots()
+                session.end()
+
+
+def note_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
+    """Say of which parameters the memory is others' too, so that they stay where they are."""
+    shared = {name: parameter.nbytes for name, parameter in named.items() if shares_memory(parameter)}
+    if shared:
+        logger.warning(
+            "%s (%s in all) share their memory with other tensors or processes (an earlier state_dict, weights tied "
+            "through .data, share_memory()), and stay on the compute tier: delete those, or clone them, before the "
+            "first call",
+            ", ".join(list(shared)[:3]) + (f" and {len(shared) - 3} more" if len(shared) > 3 else ""),
+            format_nbytes(sum(shared.values())),
+        )
+
+
+def gradients_left_to_autograd(session: Session, names: Collection[str]) -> frozenset[str]:
+    """Those of the parameters whose `.grad` PyTorch has to add to, since others have that very tensor.
+
+    Own gradients that nobody else has go home at once. What stays on the compute tier is counted from now on.
+
+    Raises:
+        HomeError: there is no room for another home of gradients that somebody has views of.
+    """
+    left = session.store.leave_to_autograd()
+    session.live.watch(session.store.take_gradients_home())
+    return left & frozenset(names)

@@ -1,0 +1,465 @@
+"""A compiled graph: the programs of its phases, its segments, and the plans made for it so far."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from chunkc.distributed.agreement import agree
+from chunkc.ir.errors import BudgetError, UnsupportedError
+from chunkc.ir.items import ALL_PRESENT
+from chunkc.ir.plan import Plan
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.policy.activation_search import leanest_form
+from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.decide import decide
+from chunkc.policy.needs import Held, Needs, NotedNeeds, needs_of_step, update_needs
+from chunkc.policy.plans import step_plan
+from chunkc.policy.state import ALONE, Around, Forms, Key, PhaseCalled, SizesCalled, StepDecision, StepRequest
+from chunkc.runtime.execution.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.execution.saved import SavedValues, saved_values
+from chunkc.runtime.store.shards import leaf_of
+from chunkc.session.changes import forget_gradients, gradients_left_to_autograd, reconcile
+from chunkc.session.logs import log_plan
+from chunkc.session.rank_phases import Code, before_layers, phase_of_all
+from chunkc.session.residency import stay
+from chunkc.session.session import Session
+from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, keeps_graph, storage_use_count, tensor_use_count
+from chunkc.tracing.autograd_checks import Asked, NodeHooks, OutputHooks, asked_of
+from chunkc.tracing.steps import INPUTS, SizedStep, Steps
+
+ALL_ADDED = Asked({})
+"""Of a backward that is yet to come: what `backward()` does."""
+
+
+def _leave_alone(group: int) -> None:
+    """Begin no update of a group whose gradients are complete: they are not its step's."""
+
+
+@dataclass(frozen=True)
+class PlannedPhase:
+    """A phase under one plan: the rewritten graph, and its instructions."""
+
+    graph: fx.GraphModule
+    executable: Executable
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step under the plan that was asked for, beside `held_nbytes` of others' values; `needs`: of each phase, without
+    these."""
+
+    request: StepRequest
+    plan: Plan
+    phases: Mapping[str, PlannedPhase]
+    needs: Mapping[str, Needs]
+    held_nbytes: int
+
+
+def planned_step(session: Session, captured: Captured, request: StepRequest) -> PlannedStep:
+    """The verified plan of a step that was asked for, whether parameters are there yet or not.
+
+    Raises:
+        VerificationError: a bug in the planner; nothing has run.
+    """
+    options, settling = session.options, session.early.wanted
+    made = step_plan(captured, request, session.hardware, settling=settling, verified=options.verify)
+    log_plan(made.plan, made.graphs)
+    runs = {name: segment.run for name, segment in captured.segments.items()}
+    phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in made.graphs.items()}
+    layout = request.situation.layout
+    leanest = replace(request.around, absent=None).seen_by(leanest_form(captured, options.activations, layout))
+    step = profile(leanest, layout)
+    needs = {FORWARD: Needs.of(step.forward, layout), BACKWARD: Needs.of(step.backward, layout)}
+    return PlannedStep(request, made.plan, phases, needs, request.held_nbytes)
+
+
+def plan_key(session: Session, key: Key) -> Key:
+    """What finds a step's plan again, of a request with this key."""
+    return *key, session.early.wanted
+
+
+@dataclass
+class CompiledGraph:
+    """Runs a captured graph under its session's budget, planning anew when what is around it changes."""
+
+    session: Session
+    steps: Steps
+    captured: Captured
+    """At the sizes of the latest call; before any, as it was traced."""
+
+    code: Code | None = None
+    """As ranks compare it; None: one process trains the model."""
+
+    def __post_init__(self) -> None:
+        self._has_run = False
+        self.number = self.session.num_graphs
+        self.output_hooks = OutputHooks(self._given)
+        self._node_hooks = NodeHooks()
+        self._noted_update = NotedNeeds()
+        layout, always_nbytes = self.session.store.layout, self.session.live.constants_nbytes()
+        needs = update_needs(self.captured, self.captured.trained, layout).beside(always_nbytes)
+        self.session.known.note(self._noted_update, needs)
+        used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
+        self._all_names = frozenset(used | self.captured.trained)
+        self._names = sorted(self._all_names)
+        self._called_in = threading.get_ident()
+        self._groups = layout.groups_of(self._names)
+
+    # --- planning ---
+
+    def admit(self, inputs: Sequence[Any]) -> None:
+        """Before a call with `inputs`: where its sizes are new and need more room, residents move home for good.
+
+        Raises:
+            BudgetError: the call does not fit the budget; nothing has moved.
+        """
+        with self.session.entered():
+            self._admit(inputs)
+
+    def _admit(self, inputs: Sequence[Any]) -> None:
+        session, step = self.session, self._step(INPUTS, inputs)
+        if self.code is not None:
+            return  # nothing stays that could leave, and what fits is said where ranks meet
+        if step.admitted != session.situation.staying:
+            try:
+                decision = decide(session.situation, SizesCalled(step.captured, self._around(frozenset()).spent))
+            except BudgetError as error:
+                raise self._named(FORWARD, error, step, Held(0, 0)) from None
+            if session.transport is None:  # ranks let go together, when the forward begins
+                stay(session, decision.situation)
+            step.admitted = session.situation.staying
+
+    def _step(self, where: str, arguments: Sequence[Any]) -> SizedStep:
+        return self.steps.at(where, arguments, may_be_whole=self.session.situation.may_be_whole)
+
+    def _planned(
+        self,
+        phase: str,
+        step: SizedStep,
+        beside: Callable[[], int],
+        around: Around,
+        held: Callable[[], Held] | None = None,
+    ) -> PlannedStep:
+        """The verified plan of a phase that runs beside what is held now.
+
+        `held`: what an error knows of both phases, by default that they are beside the same.
+
+        Raises:
+            BudgetError: there is none within the budget, whoever leaves.
+            VerificationError: a bug in the planner; nothing has run.
+        """
+        session = self.session
+        of_all = phase_of_all(session, self._title(phase), self._groups, self.code, step, around, beside)
+        if of_all is None:
+            held_nbytes = beside()
+        else:
+            beside, held_nbytes = of_all.beside, of_all.beside()
+            step = of_all.step
+        asked = StepRequest(session.situation, held_nbytes, around=around)
+        found: PlannedStep | None = step.plans.find(plan_key(session, asked.key))
+        if found is not None:
+            return found
+        decision = self._decided(phase, step, held_nbytes, beside, around, held)
+        stay(session, decision.situation)
+        step.become(decision.captured)
+        request = decision.request
+        found = step.plans.find(plan_key(session, request.key))
+        if found is None:
+            found = step.plans.keep(plan_key(session, request.key), planned_step(session, step.captured, request))
+            if of_all is not None:
+                agree(of_all.transport, {"the plan": str(found.plan)})
+        exact = replace(request, held_nbytes=request.held_nbytes - request.spare_nbytes, spare_nbytes=0)
+        if request.spare_nbytes:
+            plan = found.plan.beside_less(request.spare_nbytes)
+            found = replace(found, request=request, plan=plan, held_nbytes=exact.held_nbytes)
+            step.plans.keep(plan_key(session, exact.key), found)
+        if around.absent is None:  # so that this is found again without a decision
+            undecided = replace(exact, around=around)
+            step.plans.keep(plan_key(session, undecided.key), found)
+        return found
+
+    def _title(self, phase: str) -> str:
+        return f"{phase} of what begins with {min(self._names, default='nothing')}"
+
+    def _until_nobody_leaves(self, phase: str, plan: Callable[[], PlannedStep]) -> PlannedStep:
+        """A plan beside which no resident had to leave: a gradient that stays behind, as somebody has it, is another
+        thing that a phase runs beside."""
+        with before_layers(self.session, self._title(phase), self._groups):
+            while True:
+                staying = self.session.situation.staying
+                planned = plan()
+                if self.session.situation.staying == staying:
+                    return planned
+
+    def _decided(
+        self,
+        phase: str,
+        step: SizedStep,
+        held_nbytes: int,
+        beside: Callable[[], int],
+        around: Around,
+        held: Callable[[], Held] | None,
+    ) -> StepDecision:
+        """Where somebody would have to leave, or the graph to be cut, values that only cycles of garbage keep are
+        collected first."""
+        situation = self.session.situation
+        with suppress(BudgetError):
+            decision = decide(situation, PhaseCalled(Forms(step.captured), held_nbytes, around))
+            if decision.situation is situation:
+                return decision
+        gc.collect()
+        try:
+            return decide(situation, PhaseCalled(step.forms, beside(), around))
+        except BudgetError as error:
+            known = Held(beside(), beside()) if held is None else held()
+            raise self._named(phase, error, step, known, around) from None
+
+    def _named(
+        self, phase: str, error: BudgetError, step: SizedStep, held: Held, around: Around = ALONE
+    ) -> BudgetError:
+        """The error to raise, with all that is known of the smallest budget."""
+        situation, (*_, in_segments) = self.session.situation, step.forms
+        form = leanest_form(in_segments, situation.activations, situation.layout)
+        seen = around.seen_by(form if around.absent is None else in_segments)
+        needs = needs_of_step(seen, situation.trained, situation.layout, held)
+        num_graphs, trained, begins = situation.num_graphs, situation.trained, phase == FORWARD
+        return self.session.known.named(error, situation.layout, needs, num_graphs, trained, begins=begins)
+
+    # --- running ---
+
+    def forward(self, arguments: list[Any]) -> list[Any]:
+        """The forward as AOTAutograd calls it: `arguments` is emptied."""
+        with self.session.entered(), self._together(), self._timed(FORWARD):
+            return self._forward(arguments)
+
+    def _timed(self, phase: str) -> AbstractContextManager[None]:
+        return self.session.records.timed(phase, self.session.store.traffic)
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Where this rank fails inside, others do not wait for it. Where a budget is too small, it is so for all."""
+        try:
+            yield
+        except BaseException as error:
+            if self.session.transport is not None and not isinstance(error, BudgetError):
+                self.session.transport.give_up(error)
+            raise
+
+    def _forward(self, arguments: list[Any]) -> list[Any]:
+        if not self._has_run:  # Dynamo's frames keep each other, the first batch and copies of random states alive
+            self._has_run = True
+            gc.collect()
+        session, step = self.session, self._step(FORWARD, arguments)
+        self._called_in = threading.get_ident()
+        session.early.enter_forward(session, self._groups)
+        session.store.release_slots()
+        reconcile(session, self._names)
+        if session.transport is not None:
+            forget_gradients(session)
+        inputs = [arguments[position] for position in step.captured.own_memory.inputs]
+
+        def held() -> Held:
+            return session.live.beside_forward(step.captured, inputs)
+
+        undecided = None if session.options.activations != "keep" else ALL_PRESENT
+
+        def plan() -> PlannedStep:
+            around = replace(self._around(self._hooked()), absent=undecided)
+            return self._planned(FORWARD, step, lambda: held().forward_nbytes, around, held)
+
+        planned = self._until_nobody_leaves(FORWARD, plan)
+        self.captured = captured = step.captured
+        absent = planned.request.around.absent or ALL_PRESENT
+        saved = SavedValues(session.saved_room, absent) if absent else None
+        own_nbytes = captured.forward.held_nbytes + captured.output_nbytes  # the previous call's outputs
+        outputs = self._run(FORWARD, step, planned, arguments, saved, own_nbytes)
+        seen = captured.without(absent)
+        session.live.forward_ran(seen, inputs, outputs)
+        if saved is not None:
+            saved.keep(outputs, seen.forward.num_extra)
+        if captured.backward is None:
+            session.store.release_slots()
+        else:
+            session.early.leave_forward(self._groups)
+        return outputs
+
+    def _given(self, gradients: Sequence[object]) -> None:
+        """Watch gradients of outputs before AOTAutograd may copy them: originals that are still there by the backward
+        are others' values."""
+        with self.session.entered():
+            self.session.live.watch(gradients)
+
+    def backward(self, arguments: list[Any]) -> list[Any]:
+        """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them.
+
+        Of parameters for which `torch.autograd.grad` asks, they are returned instead, in home memory of their own; of
+        those that `backward(inputs=...)` leaves out, they are dropped.
+        """
+        with self.session.entered(), self._together(), self._timed(BACKWARD):
+            return self._backward(arguments)
+
+    def _backward(self, arguments: list[Any]) -> list[Any]:
+        session, store = self.session, self.session.store
+        step = self._step(BACKWARD, arguments)
+        assert step.captured.backward is not None
+        asked = self._asked()
+        hooked_nodes = self._node_hooks.hooked(asked.nodes)
+        store.trainers.claim(self._all_names, None if store.tier.device.type == "cpu" else self._called_in)
+        session.early.enter_backward(session, self._groups, is_last=asked.adds_all or not keeps_graph())
+        if reconcile(session, self._names):
+            store.release_slots()  # what was kept there is not what the user has
+        if not asked.returned:
+            return self._backward_as(asked, step, arguments, hooked_nodes)
+        gradients_left_to_autograd(session, asked.returned)  # frees room
+        with store.gradients_apart(asked.returned) as aside_nbytes:
+            outputs = self._backward_as(asked, step, arguments, hooked_nodes, aside_nbytes)
+            for position, _, name in self._sunk():
+                if name in asked.returned:
+                    outputs[position] = store.parameter(name).grad
+        session.live.watch(outputs[position] for position, _, name in self._sunk() if not store.is_managed(name))
+        return outputs
+
+    def _backward_as(
+        self,
+        asked: Asked,
+        step: SizedStep,
+        arguments: list[Any],
+        hooked_nodes: frozenset[str],
+        aside_nbytes: int = 0,
+    ) -> list[Any]:
+        """Plan and run a backward; `aside_nbytes`: of gradients on the compute tier that are no parameter's now."""
+        session, store = self.session, self.session.store
+        saved = saved_values(arguments[place] for place in step.captured.may_stand)
+        absent = ALL_PRESENT if saved is None else saved.absence
+        seen = step.captured.without(absent)
+
+        def held_nbytes() -> int:
+            return session.live.beside_backward(seen, arguments) + aside_nbytes
+
+        def plan() -> PlannedStep:
+            kept_inputs = _kept_inputs(seen, arguments)
+            around = replace(self._around(self._hooked() | hooked_nodes, asked), kept_inputs=kept_inputs, absent=absent)
+            planned = self._planned(BACKWARD, step, held_nbytes, around)
+            if (found := around.finding(planned.plan, store.present)) != around:
+                store.release_slots()
+                planned = self._planned(BACKWARD, step, held_nbytes, found)
+            return planned
+
+        planned = self._until_nobody_leaves(BACKWARD, plan)
+        hooked = planned.request.around.hooked
+        gone_nbytes = session.situation.gone_nbytes(session.live.values_beside_backward(seen, arguments))
+        session.live.backward_begins(step.captured, arguments)
+        if saved is not None:
+            arguments += saved.take(again=keeps_graph())
+        own_nbytes = seen.between_nbytes + seen.tangent_nbytes
+        settled = partial(session.early.settled, session) if asked.adds_all else _leave_alone
+        outputs = self._run(BACKWARD, step, planned, arguments, saved, own_nbytes, gone_nbytes, settled)
+        if hooked:
+            # Autograd will keep these as `.grad`, on the compute tier, until the next phase takes them home.
+            session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
+        return outputs
+
+    def _sunk(self) -> tuple[tuple[int, str, str], ...]:
+        return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
+
+    def _around(self, hooked: frozenset[str], asked: Asked = ALL_ADDED) -> Around:
+        """The surroundings of a phase, where the gradients of these parameters are returned. A backward that does not
+        add all gradients to `.grad` updates nothing."""
+        if not asked.adds_all:
+            return Around(hooked=hooked - asked.returned - asked.left_out, left_out=asked.left_out)
+        session, made = self.session, {name for _, _, name in self._sunk()}
+        updates = session.early.updates_in_slots(session, self._groups)
+        spent = session.early.spent(session, made, hooked, updates)
+        return Around(hooked=hooked, updates=updates, undoable=session.early.undoable(updates), spent=spent)
+
+    def _hooked(self) -> frozenset[str]:
+        """Parameters whose gradients autograd must see: a hook wants them, or they add to a tensor of several."""
+        store = self.session.store
+        sunk = [name for _, _, name in self._sunk()]
+        hooked = frozenset(name for name in sunk if hooks_of(leaf_of(store.parameter(name))))
+        return hooked | gradients_left_to_autograd(self.session, sunk)
+
+    def _asked(self) -> Asked:
+        """What the backward that runs now does with the gradients of parameters.
+
+        Raises:
+            UnsupportedError: this kind of backward cannot run; nothing has changed.
+        """
+        self.output_hooks.refuse_graph()
+        session = self.session
+        asked = asked_of({name: leaf_of(session.store.parameter(name)) for _, _, name in self._sunk()})
+        if session.transport is not None and not asked.adds_all:
+            raise UnsupportedError(
+                f"this backward leaves out the gradient of {min(asked.returned | asked.left_out)}, of which ranks have "
+                "parts: torch.autograd.grad and backward(inputs=...) do not work through a distributed model; call "
+                "backward() and read .grad, or freeze parameters whose gradients are not wanted, by "
+                "requires_grad_(False) before the forward"
+            )
+        return asked
+
+    def _run(
+        self,
+        phase: str,
+        step: SizedStep,
+        planned: PlannedStep,
+        arguments: list[Any],
+        saved: SavedValues | None,
+        own_nbytes: int,
+        gone_nbytes: int = 0,
+        settled: Callable[[int], None] | None = None,
+    ) -> list[Any]:
+        """Run a phase.
+
+        Args:
+            own_nbytes: of the phase's own values as it begins.
+            gone_nbytes: what others hold is so much less than nothing, as values of its own are gone.
+            settled: is told of each group whose gradients are complete.
+        """
+        session = self.session
+        for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
+            session.known.note(step.noted, planned.needs[due].beside(planned.held_nbytes))
+            step.noted.ran(due, planned.request.around, planned.held_nbytes)
+        plan = planned.plan.beginning_with(session.staying_gradients()).beside_less(gone_nbytes)
+        part = next(part for part in plan.phases if part.phase == phase)
+        measurement = Measurement.beginning(session.store, part.begin_nbytes + own_nbytes)
+        tiles = part.tiles
+        if phase == BACKWARD:
+            used_up = part.uses_up - planned.request.around.undoable
+            sunk = {name for _, _, name in self._sunk()} - planned.request.around.left_out
+            session.store.reserve_gradients(session.store.layout.groups_of(sunk) - used_up)
+        update = session.early.updating(session, tiles.values()) if tiles else None
+        run = Run(session.store, measurement, update, settled, saved)
+        outputs = planned.phases[phase].executable(arguments, run)
+        session.records.note(phase, plan, measurement)
+        return outputs
+
+
+def _kept_inputs(captured: Captured, arguments: list[Any]) -> frozenset[str]:
+    """Saved values that autograd keeps for another backward (`retain_graph=True`); else gradients of outputs that stay
+    with whoever gave them, as in `out.backward(g)`: autograd lets go of its own, so that those have one reference, the
+    one that `arguments` owns."""
+    assert captured.backward is not None
+    if keeps_graph():
+        names, chunked = tuple(captured.backward.inputs), captured.backward.parameters
+        tensors = [name for name, value in zip(names, arguments) if isinstance(value, torch.Tensor)]
+        return frozenset([*tensors, *names[len(arguments) :]]).difference(chunked)
+    if KEEPS_TANGENTS:
+        return frozenset()  # the program holds them all
+    given = dict(zip(captured.backward.inputs, arguments))
+    tangents = {name: given[name] for name in captured.tangents}
+    return frozenset(name for name, value in tangents.items() if isinstance(value, torch.Tensor) and _is_kept(value))
+
+
+def _is_kept(given: torch.Tensor) -> bool:
+    """Whether others than the arguments of a backward have a gradient, or another view of its memory."""
+    own = 2  # the tensor's reference to its storage, and the one of the object that is asked
+    return tensor_use_count(given) > 1 or storage_use_count(given.untyped_storage()) > own

@@ -1,0 +1,85 @@
+"""Groups move between home and the compute tier, with all that belongs to them: parameters, gradients, states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkc.ir.layout import Chunk, ChunkGroup, ChunkLayout
+from chunkc.policy.state import Situation
+from chunkc.runtime.storage.unassigned import nursery_of
+from chunkc.session.declared_states import StateKeeper, declared
+from chunkc.session.movable import shares_memory
+from chunkc.session.pending_readers import await_readers
+from chunkc.session.session import Session
+
+Kept = Mapping[str, tuple[StateKeeper, dict[str, Any]]]
+"""A parameter's name -> who keeps states of it, and these."""
+
+
+@torch.no_grad()
+def place(
+    session: Session, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]
+) -> None:
+    """`ChunkStore.place`; the states of residents that leave go home with them.
+
+    New parameters that stay on the compute tier leave the home that they were built in (`chunkc.init`).
+
+    Raises:
+        HomeError, StreamError: see there; nothing has moved.
+    """
+    store = session.store
+    await_readers([*parameters.values(), *store.parameters().values()])
+    leaving = [layout.groups[index] for index in sorted(store.resident - resident)]
+    states = {group: kept for group in leaving if (kept := _kept(session, group))}
+    wanted = {Chunk(kind, group.index): group.nbytes(kind) for group in states for kind in group.state_kinds}
+    store.arena.reserve(wanted)
+    try:
+        store.place(layout, parameters, resident)
+    except BaseException:
+        store.arena.free(list(wanted))
+        raise
+    on_cpu = store.tier.device.type == "cpu"
+    for name, parameter in parameters.items():
+        if store.is_managed(name) or nursery_of(parameter) is None:
+            continue
+        if not (on_cpu and shares_memory(parameter)):
+            parameter.data = torch.empty_like(parameter, device=store.tier.device).copy_(parameter)
+    for group, kept in states.items():
+        for name, (keeper, state) in kept.items():
+            session.keepers.keep(keeper, group.index, [name])
+            store.reserve_states(group.index)
+            for kind in group.state_kinds:
+                store.write(kind, name, state[kind])
+                state[kind] = store.home_view(kind, name)
+
+
+def _kept(session: Session, group: ChunkGroup) -> Kept:
+    """The states of a group's parameters, of all kinds that the group has room for at home."""
+    found = {}
+    for of_group in group.slices:
+        parameter = session.store.parameters().get(of_group.spec.name)
+        known = None if parameter is None else declared(parameter)
+        keeper = None if known is None or known.keeper is None else known.keeper()
+        if parameter is None or keeper is None:
+            continue
+        state = keeper.kept_states_of(parameter)
+        if all(kind in state for kind in group.state_kinds):
+            found[of_group.spec.name] = keeper, state
+    return found
+
+
+def stay(session: Session, situation: Situation) -> None:
+    """Send residents home for good, all but those of a situation; what ranks have whole goes alike.
+
+    Raises:
+        HomeError, StreamError: nothing has moved.
+    """
+    store = session.store
+    if situation.resident != store.resident:
+        place(session, store.layout, {}, situation.resident)
+    if situation.layout.whole != store.layout.whole:
+        store.stand(situation.layout)

@@ -1,0 +1,370 @@
+"""One session per model: the handle that ties its graphs together.
+
+Sessions are found by the parameters they own, or by the options they were compiled with. The registries below are
+the only state of this kind that lives in a module, beside that of `chunkc.session.declared_states`; they hold parameters and sessions
+weakly.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import torch
+from torch import nn
+
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.estimates import EstimatedOperator, largest_of_each
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import ChunkLayout, ParamSpec
+from chunkc.ir.program import UPDATE
+from chunkc.ir.states import StateFormat
+from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead_of
+from chunkc.options import Options, resolve_budget
+from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended, restated, unfrozen
+from chunkc.policy.live_values import LiveValues
+from chunkc.policy.needs import KnownNeeds
+from chunkc.policy.plans import UpdatePlan
+from chunkc.policy.state import Key, Situation
+from chunkc.runtime.distributed.transport import Transport
+from chunkc.runtime.execution.executor import Executable
+from chunkc.runtime.execution.saved import SavedRoom
+from chunkc.runtime.storage.open_compute import open_compute
+from chunkc.runtime.store.consumed_gradients import gradient_of
+from chunkc.runtime.store.shards import Part, part_of
+from chunkc.runtime.store.store import ChunkStore
+from chunkc.session.declared_states import StateKeeper, declare_states, declared, declared_states, state_format_of
+from chunkc.session.in_backward import EarlyUpdates
+from chunkc.session.records import Records
+from chunkc.session.state_keepers import StateKeepers
+from chunkc.utils.identity import ByIdentity, WeakIdentity
+from chunkc.utils.recent import Recent
+
+DEFAULTS: Mapping[str, object] = MappingProxyType({})
+"""Stands for the options of a model that was compiled without any."""
+
+MAX_UPDATE_PLANS = 64
+"""Plans of the optimizer's step that are kept; the one that was not used for longest goes."""
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What the user asked for, and the budget in bytes that it comes to.
+
+    `source`: the options as they were given. Their identity ties the graphs of one model together.
+    """
+
+    options: Options
+    source: object
+    budget_nbytes: int
+
+
+class Session:
+    """What all graphs compiled for one model share.
+
+    Each attribute but the first few is a small thing with one job; the session is the handle that ties them together.
+
+    Attributes:
+        device: where the model computes.
+        hardware: what the planner takes it for.
+        granule_nbytes: the compute tier's allocator gives multiples of this.
+        overhead_nbytes: what libraries and tables keep on the compute tier, inside the budget.
+        terms: options and budget.
+        store: where chunks are: the layout, who stays, homes and slots.
+        saved_room: where saved values are that are at home between forward and backward.
+        num_graphs, trained: as of a `Situation`.
+        live: values of earlier calls.
+        records: what runs have measured.
+        known: what is known of the smallest budget.
+        update_plans: the latest plans of the optimizer's step, by what was asked for.
+        keepers: whose states are at home.
+        modules: those that were placed, or called when a graph was compiled: what has its parameters. Held weakly.
+        early: updates that begin during the backward.
+        estimates: operators of every graph so far whose inner memory is a guess.
+        is_over: whether it has ended: everything was given back, and what was compiled for it refuses.
+        number: the sessions' own, in the order in which they were made.
+    """
+
+    def __init__(
+        self, options: Options, source: object = None, device: torch.device = _CPU, *, present_nbytes: int = 0
+    ) -> None:
+        """Open the session's tier and homes.
+
+        Args:
+            present_nbytes: what its parameters take on the device already: theirs to use, so not taken from a budget
+                of "auto".
+        """
+        self.device = device
+        self.hardware: Hardware = hardware_of(device)
+        self.granule_nbytes = granule_of(device)
+        self.overhead_nbytes = overhead_of(device)
+        total_nbytes, available_nbytes = memory_of(device, self.hardware)
+        budget_nbytes = resolve_budget(options.memory_budget, total_nbytes, available_nbytes + present_nbytes)
+        self.terms = Terms(options, source, budget_nbytes)
+        tier, arena = open_compute(device, options.home, options.disk_holds_everything(device.type))
+        layout = replace(EMPTY_LAYOUT, overhead_nbytes=self.overhead_nbytes, disk_holds=options.on_disk(device.type))
+        self.store = ChunkStore(layout, arena, tier, options.debug)
+        self.saved_room = SavedRoom(arena.home)
+        self.num_graphs = 0
+        self.trained: frozenset[str] = frozenset()
+        self.live = LiveValues(self.granule_nbytes)
+        self.records = Records()
+        self.known = KnownNeeds()
+        self.update_plans: Recent[Key, tuple[UpdatePlan, Executable]] = Recent(MAX_UPDATE_PLANS)
+        self.keepers = StateKeepers(self.store)
+        self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self.early = EarlyUpdates()
+        self.estimates: tuple[EstimatedOperator, ...] = ()
+        self._lock = threading.RLock()
+        self._num_entered = 0
+        self._alive: set[WeakIdentity] = set()
+        self._had_parameters = False
+        self.is_over = False
+        self.number = next(_numbers)
+
+    @property
+    def options(self) -> Options:
+        return self.terms.options
+
+    @property
+    def budget_nbytes(self) -> int:
+        """The limit for the compute tier, in bytes."""
+        return self.terms.budget_nbytes
+
+    @property
+    def situation(self) -> Situation:
+        """What the model has come to, for `policy.decide`."""
+        return Situation(
+            self.terms.budget_nbytes,
+            self.store.layout,
+            self.store.resident,
+            self.num_graphs,
+            self.trained,
+            self.options.activations,
+            self.hardware,
+        )
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, no other thread is: a phase moves chunks that another would compute with.
+
+        A phase of one thread may run between forward and backward of another.
+
+        Raises:
+            UnsupportedError: the model is gone, or was laid out anew, but code that was compiled before still runs.
+        """
+        with self._lock:
+            if self.is_over:
+                raise UnsupportedError(
+                    "this code was compiled for a model that is gone, or whose parameters have another dtype or shape "
+                    "now; call the compiled model again, and backward() of what it returns"
+                )
+            self._num_entered += 1
+            try:
+                yield
+            finally:
+                self._num_entered -= 1
+                self._end_if_gone()
+
+    def end(self) -> None:
+        """Give back home, threads and file descriptors. Parameters are ordinary tensors from now on, as they are.
+
+        What is at home stays in memory for as long as there are tensors over it.
+        """
+        self.is_over = True
+        for parameter in self.store.parameters().values():
+            if (hit := owner(parameter)) is not None and hit[0] is self:
+                del _owners[parameter]
+        self._alive.clear()
+        self.update_plans.clear()
+        self.saved_room.close()
+        self.store.close()
+
+    def _lost(self, reference: WeakIdentity) -> None:
+        """A parameter is gone. Called by the garbage collector, at any time."""
+        self._alive.discard(reference)
+        if not self._alive and not self.is_over and self._lock.acquire(blocking=False):
+            try:
+                self._end_if_gone()
+            finally:
+                self._lock.release()
+
+    def _end_if_gone(self) -> None:
+        if self._had_parameters and not self._alive and not self.is_over and self._num_entered == 0:
+            self.end()
+
+    def configure(self, options: Options, source: Mapping[str, object]) -> None:
+        """Take over the options of a (later) compilation, all but where home is, which stays as it is.
+
+        Raises:
+            OptionsError: they ask for another home.
+        """
+        if source is self.terms.source:
+            return
+        budget_nbytes = resolve_budget(options.memory_budget, *memory_of(self.device, self.hardware))
+        self.agree(Terms(options.at_home(self.options.home, self.options.disk_holds, source), source, budget_nbytes))
+
+    def agree(self, terms: Terms) -> None:
+        """These terms count from now on."""
+        self.terms = terms
+        self.store.debug = terms.options.debug
+
+    @property
+    def transport(self) -> Transport | None:
+        """By which the ranks meet that train this model; None: one process does."""
+        return self.store.transport
+
+    def extend_layout(self, specs: Iterable[ParamSpec], fixed: Iterable[ParamSpec] = ()) -> ChunkLayout:
+        """The layout with room for parameters it does not know yet, given in order of use. Moves nothing.
+
+        `fixed` are parameters that cannot live in chunks; they count among the small ones.
+        """
+        chunk_nbytes = self.options.chunk_size if isinstance(self.options.chunk_size, int) else None
+        return extended(self.store.layout, specs, fixed, chunk_nbytes)
+
+    def spec_of(self, name: str, parameter: nn.Parameter) -> ParamSpec:
+        """A parameter as the planner sees it on this session's device."""
+        return replace(spec_of(name, parameter), granule_nbytes=self.granule_nbytes, states=state_format_of(parameter))
+
+    def restate(self) -> None:
+        """Lay out states in the formats that the parameters' optimizers declare by now (see `declare_states`). To be
+        called where this session is entered.
+
+        States at home that have another format are their optimizer's from then on, and no longer in a chunk.
+
+        Raises:
+            OptionsError: parameters of one chunk have optimizers that keep states in different formats, or are not
+                where this format needs them.
+        """
+        store = self.store
+        named = {name: found for name, p in store.parameters().items() if (found := declared_states(p)) is not None}
+        layout = restated(store.layout, named)
+        if layout != store.layout:
+            for old, new in zip(store.layout.groups, layout.groups, strict=True):
+                if old.states != new.states:
+                    self.keepers.leave(old.index)
+            store.restate(layout)
+
+    def unfreeze(self, names: Collection[str]) -> None:
+        """Make room at home for the gradients of parameters that were frozen when they were laid out, if there are any.
+
+        Raises:
+            HomeError: there is no room.
+        """
+        layout = unfrozen(self.store.layout, names)
+        if layout != self.store.layout:
+            self.store.place(layout, {}, self.store.resident)
+
+    def staying_gradients(self) -> frozenset[str]:
+        """Parameters that have a gradient now which stays on the compute tier, and what another thread trains."""
+        store = self.store
+        readable = store.readable()
+        staying = {name: p for name, p in store.parameters().items() if not store.is_managed(name)}
+        return frozenset(name for name, p in staying.items() if name not in readable or gradient_of(p) is not None)
+
+    @property
+    def minimum_nbytes(self) -> int:
+        """The smallest budget that every graph compiled so far can work with, beside what was held in its runs."""
+        return self.known.minimum_nbytes(self.store.layout)
+
+    def note_estimates(self, calls: Iterable[EstimatedOperator]) -> tuple[EstimatedOperator, ...]:
+        """Keep which operators' inner memory is a guess; returns those that are new."""
+        before = {operator.operator for operator in self.estimates}
+        self.estimates = largest_of_each((*self.estimates, *calls))
+        return tuple(operator for operator in self.estimates if operator.operator not in before)
+
+    def own(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Register parameters as this session's: with the last of them the session ends."""
+        session = weakref.ref(self)
+
+        def lost(reference: WeakIdentity) -> None:
+            if (found := session()) is not None:
+                found._lost(reference)
+
+        for name, parameter in parameters.items():
+            _owners[parameter] = (self, name)
+            self._alive.add(WeakIdentity(parameter, lost))
+        self._had_parameters |= bool(parameters)
+
+
+_numbers = itertools.count()
+_owners: ByIdentity[tuple[Session, str]] = ByIdentity()
+OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
+    """The session that owns a parameter, and the parameter's name in it."""
+    return _owners.get(part_of(parameter))
+
+
+def readable_parameters() -> list[torch.Tensor]:
+    """All parameters that some session owns, and whose `.grad` this thread may look at."""
+    sessions = dict.fromkeys(session for session, _ in _owners.values())
+    return [parameter for session in sessions for parameter in session.store.readable().values()]
+
+
+def sessions_of(parameters: Iterable[torch.Tensor]) -> list[Session]:
+    """The sessions that own some of the parameters, in the parameters' order."""
+    return list(dict.fromkeys(hit[0] for parameter in parameters if (hit := owner(parameter)) is not None))
+
+
+def managing(parameter: torch.Tensor) -> tuple[Session, str] | None:
+    """The session at whose home a parameter lives, and its name there; None if it stays on the compute tier."""
+    hit = owner(parameter)
+    return hit if hit is not None and hit[0].store.is_managed(hit[1]) else None
+
+
+@contextmanager
+def all_entered(sessions: Iterable[Session]) -> Iterator[None]:
+    """`Session.entered` of several, in an order that is the same for all threads."""
+    with ExitStack() as stack:
+        for session in sorted(sessions, key=lambda session: session.number):
+            stack.enter_context(session.entered())
+        yield
+
+
+@contextmanager
+def stepping(sessions: Collection[Session]) -> Iterator[None]:
+    """An optimizer's step, which changes parameters of these sessions: `all_entered`, and timed."""
+    with all_entered(sessions), ExitStack() as stack:
+        for session in sessions:
+            stack.enter_context(session.records.timed(UPDATE, session.store.traffic))
+        yield
+
+
+def lay_out_states(
+    parameters: Collection[torch.Tensor],
+    states: StateFormat,
+    num_stages: int = 1,
+    keeper: weakref.ref[StateKeeper] | None = None,
+) -> None:
+    """As `declare_states`; layouts made before follow. Waits for phases that other threads run.
+
+    Raises:
+        OptionsError: they cannot (see `Session.restate`); nothing has changed.
+    """
+    sessions = sessions_of(parameters)
+    with all_entered(sessions):
+        before = [declared(p) for p in parameters]
+        declare_states(parameters, states, num_stages, keeper)
+        try:
+            for session in sessions:
+                session.restate()
+        except OptionsError:
+            for parameter, former in zip(parameters, before, strict=True):
+                declare_states([parameter], *(former or (None,)))
+            raise
+
+
+def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
+    """What the planner needs to know of a parameter."""
+    shards = parameter.shards if isinstance(parameter, Part) else None
+    layout = tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype
+    return ParamSpec(name, *layout, parameter.requires_grad, shards=shards)

@@ -1,0 +1,334 @@
+"""From Dynamo's graph to a forward and a backward graph, by AOTAutograd; nothing is compiled here and nothing runs."""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.passes.graphs.collectives import wait_at_once
+from chunkc.passes.graphs.graphs import copy_of, module_path, output_node, placeholders, returned, value_of
+from chunkc.passes.memory.inductor.cuda import steady_inductor
+from chunkc.passes.rewrite.loss_tiles import tile_losses
+from chunkc.passes.rewrite.partition import partition
+from chunkc.passes.rewrite.regions import write_out_regions
+from chunkc.passes.rewrite.repeats import find_repeats, shortened
+from chunkc.passes.rewrite.unrolling import NotAlike, unroll
+from chunkc.passes.segments.cuts import clone_parameter_views, copy_changing, materialise_returned_placeholders
+from chunkc.torch_private.aot import (
+    LazyGraphModule,
+    aot_module_simplified,
+    forbid_donation,
+    in_a_tracing_context,
+    linalg_checks_decomposed,
+    marked_as_boxed,
+    outside_alias_check,
+    random_states_as_values,
+    run_and_save_rng_state,
+    run_with_rng_state,
+)
+from chunkc.torch_private.dynamo import is_of_a_module
+from chunkc.torch_private.engine import without_autocast
+from chunkc.torch_private.fake import detect_fake_mode
+from chunkc.torch_private.inductor import (
+    prepare_all_but_random,
+    prepare_joint_graph,
+    prepare_random,
+    prepares_by_parts,
+)
+from chunkc.torch_private.versions import warn_if_newer
+from chunkc.tracing.decompositions import decompositions
+
+logger = logging.getLogger(__name__)
+
+Boxed = Callable[[list[Any]], list[Any]]
+
+
+@dataclass
+class TracedGraphs:
+    """What AOTAutograd hands over, piece by piece.
+
+    Attributes:
+        num_user_outputs: how many of the forward's outputs are the caller's; the rest is saved for the backward.
+        new_buffers: the inputs, by place, whose new values the first of these are: buffers.
+        by_placeholder: the forward's (and so the backward's) placeholders that are parameters -> the parameters' names.
+        gradients: positions among the backward's outputs -> the parameters whose gradients these are.
+        whole_losses: why losses are not computed in tiles that were to be.
+        may_repeat: parts of the forward may be repeated in the backward.
+    """
+
+    forward: fx.GraphModule | None = None
+    backward: fx.GraphModule | None = None
+    num_user_outputs: int | None = None
+    new_buffers: tuple[int, ...] = ()
+    by_placeholder: Mapping[str, str] = field(default_factory=dict)
+    gradients: Mapping[int, str] = field(default_factory=dict)
+    whole_losses: tuple[str, ...] = ()
+    may_repeat: bool = False
+
+    def order_of_use(self) -> list[str]:
+        """Parameter names in the order in which the forward reads them first; those it never reads come last."""
+        assert self.forward is not None
+        found: dict[str, None] = {}
+        for node in self.forward.graph.nodes:
+            for source in node.all_input_nodes:
+                if source.name in self.by_placeholder and node.op != "output":
+                    found.setdefault(self.by_placeholder[source.name])
+        return [*found, *(name for name in self.by_placeholder.values() if name not in found)]
+
+
+def _with_numbers(run: Boxed, graph: fx.Graph) -> Boxed:
+    """`run`, whose results have what `graph` returns that no node makes: sizes that tracing made numbers."""
+    (values,) = output_node(graph).args
+    assert isinstance(values, (tuple, list))
+    numbers = {place: v for place, v in enumerate(values) if v is not None and not isinstance(v, fx.Node)}
+
+    def with_numbers(arguments: list[Any]) -> list[Any]:
+        results = run(arguments)
+        for place, number in numbers.items():
+            results[place] = number
+        return results
+
+    return with_numbers if numbers else run
+
+
+def unique_name(name: str, is_free: Callable[[str], bool]) -> str:
+    """The name, or the first of `name#2`, `name#3`, ... that is free."""
+    unique, number = name, 2
+    while not is_free(unique):
+        unique, number = f"{name}#{number}", number + 1
+    return unique
+
+
+def capture_graph(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    parameter_names: Sequence[str | None],
+    *,
+    codegen: str,
+    loss_tile_rows: int | None = None,
+    repeatable: bool = False,
+    run_forward: Boxed,
+    run_backward: Boxed,
+) -> tuple[Callable[..., Any], TracedGraphs]:
+    """Trace `gm` for `inputs`.
+
+    Args:
+        parameter_names: per input, the parameter's name; None for an input that is none.
+        codegen: who will compile the segments; decides what is decomposed.
+        loss_tile_rows: compute losses of more rows in tiles of so many (see `passes.loss_tiles`); None: whole.
+        repeatable: parts of the forward may be repeated in the backward: they read copies of buffers that it updates.
+        run_forward, run_backward: called with a list of arguments, which they empty, when the graph runs.
+
+    Returns:
+        What Dynamo is to call, and the graphs. Parameters' views are copied to their readers in them.
+
+    Raises:
+        UnsupportedError: the graph changes inputs that share memory, or has an operator with an effect of its own.
+    """
+    warn_if_newer()
+    capture = TracedGraphs()
+    write_out_regions(gm)
+    if loss_tile_rows is not None:
+        capture.whole_losses = tile_losses(gm.graph, loss_tile_rows)
+        gm.recompile()
+
+    of_modules = [is_of_a_module(node) for node in placeholders(gm.graph)]
+    # Nothing below keeps the inputs: PyTorch 2.11 keeps these functions with the graph.
+    without_gradient = [isinstance(value, torch.Tensor) and not value.requires_grad for value in inputs]
+    num_inputs, num_outputs = len(inputs), len(returned(gm.graph))
+
+    def with_all_layers(gm: fx.GraphModule) -> fx.GraphModule:
+        return gm if repeats is None else _with_graph(gm, unroll(gm.graph, repeats, num_inputs, num_outputs))
+
+    def prepared(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
+        """With all layers, as it is to be partitioned."""
+        if codegen != "inductor":
+            return with_all_layers(gm)
+        with steady_inductor(pytree.tree_leaves(example_inputs)):
+            if repeats is not None and prepares_by_parts():
+                short = _with_graph(gm, copy_of(gm.graph))
+                prepare_all_but_random(short, example_inputs)
+                try:
+                    whole = with_all_layers(short)
+                except NotAlike as error:
+                    logger.debug("all layers are prepared: %s", error)
+                else:
+                    prepare_random(whole, example_inputs)
+                    return whole
+            whole = with_all_layers(gm)
+            prepare_joint_graph(whole, example_inputs)
+        return whole
+
+    def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
+        capture.num_user_outputs = kwargs["num_fwd_outputs"]
+        joint = prepared(joint, joint_inputs)
+        is_parameter = [name is not None for name in parameter_names]
+        # What the forward returns beside the results of Dynamo's graph may be new values of its inputs.
+        writes_inputs = capture.num_user_outputs != num_outputs
+        is_frozen = [
+            (known or of_module) and not writes_inputs and idle
+            for known, of_module, idle in zip(is_parameter, of_modules, without_gradient, strict=True)
+        ]
+        forward, capture.backward = partition(
+            joint, joint_inputs, is_parameter=is_parameter, is_frozen=is_frozen, **kwargs
+        )
+        return forward, capture.backward
+
+    def forward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        capture.forward = gm
+        capture.new_buffers = forbid_donation()
+        return boxed(_with_numbers(run_forward, gm.graph))
+
+    def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return forward_compiler(prepared(gm, example_inputs), example_inputs)
+
+    # AOTAutograd may ask for the backward at its first run only; it was planned with the forward all the same.
+    def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        return boxed(run_backward)
+
+    def trace(gm: fx.GraphModule) -> Any:
+        with random_states_as_values(), linalg_checks_decomposed(), in_a_tracing_context():
+            return aot_module_simplified(
+                gm,
+                inputs,
+                fw_compiler=forward_compiler,
+                bw_compiler=backward_compiler,
+                inference_compiler=inference_compiler,
+                partition_fn=partition_fn,
+                decompositions=decompositions(codegen),
+            )
+
+    repeats = find_repeats(gm.graph)
+    if repeats is None:
+        call = trace(gm)
+    else:
+        try:
+            with shortened(gm, repeats) as short:
+                call = trace(short)
+            _forget_autograd(short)
+        except NotAlike as error:
+            logger.debug("all layers are traced: %s", error)
+            repeats = None
+            call = trace(gm)
+    _name_parameters(capture, parameter_names)
+    assert capture.forward is not None
+    capture.may_repeat = repeatable
+    if repeatable and capture.backward is not None:
+        copy_changing(capture.forward.graph, capture.new_buffers)
+    _fix_lengths_of_random_states(capture.forward.graph)
+    if capture.backward is not None:
+        _note_values_drawn_again(capture.backward.graph)
+    _forget_autograd(gm)
+    return call, capture
+
+
+def _with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    made = LazyGraphModule(gm, graph)
+    made.meta = gm.meta
+    return made
+
+
+def _forget_autograd(gm: fx.GraphModule) -> None:
+    """Drop the fake values that Dynamo noted in its graph, which lives as long as the compiled model.
+
+    Their autograd nodes hold real tensors: the `128` of `x / 128` as an int64, in memory that no plan counts. Of the
+    graph's inputs the values stay, without autograd: they say what is dynamic.
+    """
+    inputs = set(placeholders(gm.graph))
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            value = node.meta.pop("example_value", None)
+            if node in inputs and value is not None:
+                node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, detached, value)
+
+
+def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
+    """Take them for what they are: AOTAutograd makes a symbol of the length of a state that it saves."""
+    for node in graph.nodes:
+        if node.target is operator.getitem and node.args[1] == 0 and node.args[0].target is run_and_save_rng_state:
+            for length in node.meta["val"].shape:
+                int(length)  # from now on the symbol is this number
+
+
+def _note_values_drawn_again(graph: fx.Graph) -> None:
+    """AOTAutograd notes no values of an operator that draws again, and nobody may read all that it returns."""
+    nodes = graph.find_nodes(op="call_function", target=run_with_rng_state)
+    mode = detect_fake_mode([value_of(node) for node in placeholders(graph)]) if nodes else None
+    for node in nodes:
+        draw, *args = fx.map_arg(node.args[1:], value_of)
+        assert mode is not None
+        with mode, torch.no_grad():
+            node.meta["val"] = draw(*args, **fx.map_arg(node.kwargs, value_of))
+
+
+def boxed(function: Boxed) -> Boxed:
+    """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention).
+
+    It runs without autocast, whose casts are operators of the graph: `backward()` may be called inside a region.
+
+    A backward may be run by a function that Dynamo compiles, which would trace what it calls.
+    """
+
+    @torch.compiler.disable
+    def call(arguments: list[Any]) -> list[Any]:
+        with outside_alias_check(), without_autocast():
+            return function(arguments)
+
+    return marked_as_boxed(call)
+
+
+def detached(traced: torch.Tensor) -> torch.Tensor:
+    """A fake tensor without its graph, which still knows the symbol of the number that it stands for, if of any."""
+    found = traced.detach()
+    if hasattr(traced, "item_memo"):
+        found.item_memo = traced.item_memo  # type: ignore[attr-defined]
+    return found
+
+
+def _refuse_what_no_plan_describes(graph: fx.Graph) -> None:
+    """AOTAutograd keeps the order of operators that act on nothing in the graph, by tokens that are inputs of it; and
+    some operators call graphs of their own.
+
+    Raises:
+        UnsupportedError: there is such an operator.
+    """
+    for node in graph.nodes:
+        if getattr(node.target, "__name__", "") == "with_effects":
+            raise UnsupportedError(
+                f"{node.args[1]} has an effect beside its outputs, which no plan keeps in order; keep it out of the "
+                "graph with torch.compiler.disable"
+            )
+        if any(source.op == "get_attr" and "val" not in source.meta for source in node.all_input_nodes):
+            where = f" in {module_path(node)}" if module_path(node) else ""
+            raise UnsupportedError(
+                f"the higher-order operator {node.target}{where} calls graphs of its own, which no plan describes; "
+                "write that part of the model without it, or keep it out of the graph with torch.compiler.disable"
+            )
+
+
+def _name_parameters(capture: TracedGraphs, names: Sequence[str | None]) -> None:
+    """Note which placeholders and gradients belong to which parameters, and copy parameters' views to their readers."""
+    forward, backward = capture.forward, capture.backward
+    assert forward is not None
+    for phase in (forward, backward) if backward is not None else (forward,):
+        _refuse_what_no_plan_describes(phase.graph)
+        wait_at_once(phase.graph)
+    primals = placeholders(forward.graph)
+    if len(primals) != len(names):
+        raise UnsupportedError("the model changes inputs that share memory; pass copies of them")
+    capture.by_placeholder = {node.name: name for node, name in zip(primals, names) if name is not None}
+    clone_parameter_views(forward.graph, [n for n in primals if n.name in capture.by_placeholder])
+    if backward is not None:
+        results = returned(backward.graph)
+        capture.gradients = {i: name for i, name in enumerate(names) if name is not None and results[i] is not None}
+        materialise_returned_placeholders(backward.graph, list(capture.gradients))
+        views_of = [n for n in placeholders(backward.graph) if n.name in capture.by_placeholder]
+        clone_parameter_views(backward.graph, views_of)

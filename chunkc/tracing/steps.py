@@ -1,0 +1,185 @@
+"""A captured step at the sizes of a call: one for static shapes, one per set of sizes for dynamic ones.
+
+With dynamic shapes the sizes of a call are read off its arguments. Segments are compiled once; what differs between
+sizes is bytes, and so plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from functools import cache, partial
+from typing import Any, Protocol
+
+import sympy
+import torch
+from torch import Tensor
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.passes.graphs.graphs import placeholders
+from chunkc.policy.captured_step import Captured
+from chunkc.policy.needs import NotedNeeds
+from chunkc.policy.state import Forms
+from chunkc.tracing.build import Builder
+from chunkc.tracing.capture import TracedGraphs
+from chunkc.tracing.dynamic_shapes import Templates, input_symbols
+from chunkc.utils.recent import Recent
+
+INPUTS = "inputs"
+"""Where sizes are read off: what the user's call was given, beside the arguments of a phase."""
+
+MAX_SIZES = 64
+"""Steps of so many sets of sizes are kept, with their plans; the one that was not used for longest goes."""
+
+MAX_PLANS = 32
+"""Plans of one step that are kept, beside whatever else is held; the one that was not used for longest goes."""
+
+
+MAX_AGREED = 16
+"""Ways in which ranks' sizes differ that are kept with a step."""
+
+
+@dataclass
+class SizedStep:
+    """A captured step at one set of sizes, and what was made of it.
+
+    Attributes:
+        described_in_segments: of a step that is whole: what it would need in segments. Compiles nothing, so that where
+            Inductor compiles, these are upper bounds.
+        plans: by what they depend on.
+        admitted: what stayed on the compute tier when it was found to fit (`Situation.staying`).
+        noted: the most that it has needed.
+        history: where ranks train one model: of what plans it has come from; where that is the same on all of them, all
+            find a plan or none does. None: of nothing yet.
+        agreed: the same step, as ranks agree on it whose sizes differ; by what each of them needs.
+    """
+
+    forms: Forms
+    described_in_segments: InitVar[Callable[[], Captured] | None] = None
+    plans: Recent[tuple, Any] = field(default_factory=lambda: Recent(MAX_PLANS))
+    admitted: tuple[frozenset[int], frozenset[int]] | None = None
+    history: str | None = None
+    agreed: Recent[tuple[str, ...], SizedStep] = field(default_factory=lambda: Recent(MAX_AGREED))
+
+    def __post_init__(self, described_in_segments: Callable[[], Captured] | None) -> None:
+        self.noted = NotedNeeds(described_in_segments)
+
+    @property
+    def captured(self) -> Captured:
+        """As it is now."""
+        return self.forms.captured
+
+    def become(self, captured: Captured) -> None:
+        """From now on the step has this one of its forms."""
+        if captured is not self.captured:
+            self.forms, self.admitted = Forms(captured), None
+            self.plans = Recent(MAX_PLANS)
+            self.history = None
+            self.noted = NotedNeeds()
+
+    def begin_anew(self, history: str) -> None:
+        """Forget all plans."""
+        self.plans, self.history = Recent(MAX_PLANS), history
+
+
+class Steps(Protocol):
+    """A captured graph at any sizes it serves."""
+
+    def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
+        """The step that `arguments`, of the call or of a phase, belong to."""
+        ...
+
+
+class StaticSteps:
+    """A graph of static shapes."""
+
+    def __init__(self, captured: Captured, builder: Builder) -> None:
+        if captured.whole:
+            described = cache(partial(builder.described, whole=False, estimated=True))
+            self.step = SizedStep(Forms(captured, partial(builder.described, whole=False)), described)
+        else:
+            self.step = SizedStep(Forms(captured))
+
+    def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
+        return self.step
+
+
+class SymbolicSteps:
+    """A graph of dynamic shapes."""
+
+    def __init__(self, templates: Templates, capture: TracedGraphs, inputs: Sequence[Any]) -> None:
+        """`inputs`: what Dynamo's graph takes, as it was traced.
+
+        Raises:
+            UnsupportedError: some size cannot be read off the inputs, or off what the backward is given.
+        """
+        of_inputs = input_symbols(capture)
+        symbols = [symbol for symbol in templates.traced if symbol in of_inputs]
+        self._constant = {symbol: value for symbol, value in templates.traced.items() if symbol not in of_inputs}
+        self._templates = templates
+        self._readers = {INPUTS: SizeReader(symbols, inputs)}
+        for phase, graph in ((FORWARD, capture.forward), (BACKWARD, capture.backward)):
+            if graph is not None:
+                values = [node.meta.get("val") for node in placeholders(graph.graph)]
+                self._readers[phase] = SizeReader(symbols, values)
+        self._steps: Recent[tuple[int, ...], SizedStep] = Recent(MAX_SIZES)
+
+    def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
+        """As `Steps.at`.
+
+        Raises:
+            UnsupportedError: an operator's memory is not known at these sizes.
+        """
+        values = {**self._readers[where].read(arguments), **self._constant}
+        known = self._steps.find(tuple(values.values()))
+        if known is None or (where == INPUTS and known.captured.whole and not may_be_whole):
+            return self._described(values, may_be_whole)
+        return known
+
+    def as_traced(self, *, may_be_whole: bool) -> SizedStep:
+        """The step at the sizes it was traced at."""
+        traced = {symbol: n for symbol, n in self._templates.traced.items() if symbol not in self._constant}
+        return self._described({**traced, **self._constant}, may_be_whole)
+
+    def _described(self, values: Mapping[sympy.Symbol, int], may_be_whole: bool) -> SizedStep:
+        captured = self._templates.at(values, may_be_whole=may_be_whole)
+        step = SizedStep(Forms(captured))
+        if captured.whole:
+            templates = self._templates
+            described = cache(lambda: templates.template(values, whole=False, estimated=True).at(values))
+            step = SizedStep(Forms(captured, partial(templates.at, values, may_be_whole=False)), described)
+        return self._steps.keep(tuple(values.values()), step)
+
+
+class SizeReader:
+    """Reads what symbols stand for off a list of arguments: numbers, and lengths of tensors' dimensions."""
+
+    def __init__(self, symbols: Sequence[sympy.Symbol], traced: Sequence[Any]) -> None:
+        """`traced`: the arguments as they were traced.
+
+        Raises:
+            UnsupportedError: a symbol is none of their sizes.
+        """
+        found: dict[sympy.Symbol, tuple[int, int | None]] = {}
+        for position, value in enumerate(traced):
+            if isinstance(value, Tensor):
+                for dim, length in enumerate(value.shape):
+                    found.setdefault(_expression(length), (position, dim))
+            else:
+                found.setdefault(_expression(value), (position, None))
+        missing = [str(symbol) for symbol in symbols if symbol not in found]
+        if missing:
+            raise UnsupportedError(f"{', '.join(missing)} cannot be read off the sizes of a call's arguments")
+        self._places = {symbol: found[symbol] for symbol in symbols}
+
+    def read(self, arguments: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
+        """What every symbol stands for in a call with these arguments."""
+        return {
+            symbol: int(arguments[position] if dim is None else arguments[position].shape[dim])
+            for symbol, (position, dim) in self._places.items()
+        }
+
+
+def _expression(value: Any) -> Any:
+    return value.node.expr if isinstance(value, torch.SymInt) else None

@@ -1,0 +1,281 @@
+"""Hugging Face's `Trainer` with chunkc: one changed import, and arguments for the command line.
+
+    from chunkc.transformers import Trainer, TrainingArguments
+
+The model is compiled in place, so checkpoints are those of the model as it stands. With several processes it is
+distributed first, and accelerate does not wrap it. Nothing here runs unless it is imported;
+`pip install "chunkc[transformers]"` installs what it needs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers.integrations import TensorBoardCallback as _TensorBoardCallback
+
+from chunkc import optim
+from chunkc.distributed.process_group import init_process_group
+from chunkc.engine.in_place import compile_in_place, distribute_over_all, place_on
+from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.shards import check_zero_stage
+from chunkc.optim.grad_scaler import GradScaler
+from chunkc.optim.optimizer import ChunkedOptimizer
+from chunkc.options import parse_options
+from chunkc.scalars import PEAK, Scalars
+from chunkc.transformers.ranks import TrainerOverRanks
+
+__all__ = ["ChunkcArguments", "ChunkcTrainer", "TensorBoardCallback", "Trainer", "TrainingArguments"]
+
+BACKEND = "chunkc"
+
+OPTIMIZERS = {
+    "chunkc_adamw": optim.AdamW,
+    "chunkc_adam": optim.Adam,
+    "chunkc_lamb": optim.LAMB,
+    "chunkc_sgd": optim.SGD,
+}
+"""Optimizers by the name that `optim` gives, beside those of `transformers`."""
+
+_WITHOUT_BETAS = ("chunkc_sgd",)
+
+
+@dataclass
+class ChunkcArguments:
+    """Arguments to put before `TrainingArguments` or a subclass: `class Mine(ChunkcArguments, SFTConfig)`, a dataclass.
+
+    Raises:
+        OptionsError: an option makes no sense.
+    """
+
+    torch_compile_backend: str | None = field(
+        default=BACKEND, metadata={"help": 'Backend of torch.compile: "chunkc", or one of accelerate\'s.'}
+    )
+    optim: str = field(
+        default="chunkc_adamw",
+        metadata={"help": f"Optimizer: one of {', '.join(OPTIMIZERS)}, or one of transformers'."},
+    )
+    memory_budget: str | None = field(
+        default=None, metadata={"help": 'Memory for the compute device: bytes, "6GiB", "80%" or "auto".'}
+    )
+    home: str | None = field(
+        default=None, metadata={"help": 'Where model data lives otherwise: "cpu", "disk" or "disk:DIR".'}
+    )
+    zero_stage: int | None = field(
+        default=None, metadata={"help": "With several processes: 1, 2 or 3 forces a stage, as in chunkc.distribute."}
+    )
+    backend_options: dict | str | None = field(
+        default=None, metadata={"help": 'Other options of the backend, such as {"chunk_size": "4MiB"}.'}
+    )
+
+    def __post_init__(self) -> None:
+        asked = (self.torch_compile_backend, self.optim)
+        if self.torch_compile_backend == BACKEND:
+            self.chunkc_options()  # raises now, not at the first step
+            check_zero_stage(self.zero_stage)
+            _meet_others(self)
+            self.torch_compile_backend = None  # transformers and accelerate know closed lists of both
+        if self.optim in OPTIMIZERS:
+            self.optim = "adamw_torch"
+        super().__post_init__()  # type: ignore[misc]
+        if asked[0] == BACKEND:
+            self.torch_compile_backend = BACKEND
+        if asked[1] in OPTIMIZERS:
+            self.optim = asked[1]
+
+    def chunkc_options(self) -> dict[str, Any]:
+        """The options of the backend, as `torch.compile` takes them."""
+        given = self.backend_options
+        if isinstance(given, str):
+            try:
+                given = json.loads(given)
+            except json.JSONDecodeError as error:
+                raise OptionsError(f"backend_options is no JSON: {error}") from error
+        if given is not None and not isinstance(given, dict):
+            raise OptionsError(f"backend_options is {given!r}; allowed: an object of JSON, or a dict")
+        own = {"memory_budget": _number(self.memory_budget), "home": self.home}
+        options = {**(given or {}), **{key: value for key, value in own.items() if value is not None}}
+        parse_options(options)
+        return options
+
+
+def _meet_others(args: Any) -> None:
+    """Meet the processes that compute on CPUs before accelerate does: what torchrun has started anew can, too."""
+    is_alone = int(os.environ.get("WORLD_SIZE") or 1) == 1 or dist.is_initialized()
+    if not is_alone and (args.use_cpu or not torch.cuda.is_available()):
+        init_process_group(args.ddp_timeout)
+
+
+def _number(text: str | None) -> int | str | None:
+    """Digits of a command line as a number."""
+    return int(text) if isinstance(text, str) and text.isdigit() else text
+
+
+class ChunkcTrainer(TrainerOverRanks):
+    """What to put before `transformers.Trainer` or a subclass: `class Mine(ChunkcTrainer, SFTTrainer)`.
+
+    The model is compiled in place with the options of its arguments (see `ChunkcArguments`; those of other classes
+    mean no options), unless the user has compiled it in place. Logs of training have its peak, `chunkc/peak_bytes`.
+    With several processes it is distributed over them before (see `chunkc.distribute`), unless the user has done so.
+
+    Raises:
+        OptionsError: the model is what `torch.compile` returned.
+        UnsupportedError: the process has several GPUs.
+    """
+
+    model: Any
+    args: transformers.TrainingArguments
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._scalars = Scalars()
+        self._options: dict[str, Any] | None = None
+        super().__init__(*args, **kwargs)
+        self._compile(self.model)
+
+    def _compile(self, model: nn.Module | None) -> None:
+        if model is None or not self._uses_chunkc():
+            return
+        if self.args.world_size > 1:
+            trainer: Any = self
+            distribute_over_all(
+                model,
+                self.args.device,
+                self._chunkc_options(),
+                getattr(self.args, "zero_stage", None),
+                self.args.ddp_timeout,
+            )
+            # autocast and no more: once it is prepared, accelerate neither moves nor wraps it
+            trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
+        compile_in_place(model, self._chunkc_options())
+
+    def _uses_chunkc(self) -> bool:
+        return getattr(self.args, "torch_compile_backend", None) in (BACKEND, None)
+
+    def _chunkc_options(self) -> dict[str, Any]:
+        """The same dictionary each time: it says which graphs share a budget."""
+        if self._options is None:
+            self._options = self.args.chunkc_options() if isinstance(self.args, ChunkcArguments) else {}
+        return self._options
+
+    def create_accelerator_and_postprocess(self) -> None:
+        if self._uses_chunkc():
+            if self.args.n_gpu > 1:
+                raise UnsupportedError(
+                    f"a process trains on one GPU, and this one has {self.args.n_gpu}: start a process for each "
+                    f"(`torchrun --nproc-per-node {self.args.n_gpu}`), or set CUDA_VISIBLE_DEVICES to one of them"
+                )
+            with _without_backend(self.args):
+                super().create_accelerator_and_postprocess()  # type: ignore[misc]
+            accelerator: Any = self.accelerator  # type: ignore[attr-defined]
+            accelerator.scaler = GradScaler.like(accelerator.scaler, accelerator.device.type)
+        else:
+            super().create_accelerator_and_postprocess()  # type: ignore[misc]
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        self._compile(model)
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        if self._uses_chunkc():
+            if self.args.world_size > 1:
+                return
+            place_on(model, device, self._chunkc_options())
+        super()._move_model_to_device(model, device)  # type: ignore[misc]
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """As `transformers`', but chunkc's optimizers multiply in their step: no gradient is read or written for it."""
+        optimizer = self._clipping_optimizer(model)
+        if optimizer is None:
+            return super()._clip_grad_norm(model)  # type: ignore[misc]
+        return self._clipped_by(optimizer, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None and (optimizer := self._clipping_optimizer(model)) is not None:
+            grad_norm = self._clipped_by(optimizer, float("inf"))
+        return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+
+    def _clipped_by(self, optimizer: optim.AdamW, max_norm: float) -> Any:
+        scaler = self.accelerator.scaler  # type: ignore[attr-defined]
+        if scaler is None:
+            return optimizer.clip_grad_norm_(max_norm)
+        return scaler.clip_grad_norm_(optimizer, max_norm)
+
+    def _clipping_optimizer(self, model: nn.Module) -> Any:
+        """The optimizer, if it is one of chunkc's that can clip all gradients of the model; else None."""
+        found: Any = self.optimizer  # type: ignore[attr-defined]
+        while isinstance(found, AcceleratedOptimizer):
+            found = found.optimizer
+        scaler = self.accelerator.scaler  # type: ignore[attr-defined]
+        can = isinstance(found, ChunkedOptimizer) and not found.overlap.is_final
+        can = can and (scaler is None or isinstance(scaler, GradScaler))
+        return found if can and found.has_all_gradients_of(model.parameters()) else None
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        if args.optim not in OPTIMIZERS:
+            return transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        if args.optim_args:
+            raise OptionsError(
+                f"optim_args are not for optim={args.optim!r}; give "
+                "optimizer_cls_and_kwargs=(chunkc.optim.AdamW, {...}) to the Trainer instead"
+            )
+        betas = (
+            {}
+            if args.optim in _WITHOUT_BETAS
+            else {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+        )
+        return OPTIMIZERS[args.optim], {"lr": args.learning_rate, **betas}
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if self.model is not None and ("loss" in logs or "train_loss" in logs):
+            peak = self._scalars.read(self.model)
+            logs |= {PEAK: peak[PEAK]} if peak else {}
+        super().log(logs, start_time)  # type: ignore[misc]
+
+
+@contextmanager
+def _without_backend(args: transformers.TrainingArguments) -> Iterator[None]:
+    """Inside, arguments name no backend: accelerate knows a closed list of them."""
+    backend, args.torch_compile_backend = args.torch_compile_backend, None
+    try:
+        yield
+    finally:
+        args.torch_compile_backend = backend
+
+
+@dataclass
+class TrainingArguments(ChunkcArguments, transformers.TrainingArguments):
+    """`transformers.TrainingArguments` with `memory_budget`, `home` and `backend_options`.
+
+    `torch_compile_backend` is "chunkc" and `optim` "chunkc_adamw" unless given.
+    """
+
+
+class Trainer(ChunkcTrainer, transformers.Trainer):
+    """`transformers.Trainer` with the model compiled in place by chunkc."""
+
+
+class TensorBoardCallback(_TensorBoardCallback):
+    """`transformers`' own, which also writes what `chunkc.report` says: memory, traffic and stalls (see `Scalars`).
+
+    Give it instead of `report_to="tensorboard"`.
+    """
+
+    def __init__(self, tb_writer: Any = None) -> None:
+        super().__init__(tb_writer)
+        self._scalars = Scalars()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        model = kwargs.get("model")
+        scalars = self._scalars.read(model) if model is not None else {}
+        super().on_log(args, state, control, logs={**(logs or {}), **scalars}, **kwargs)

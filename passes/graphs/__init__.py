@@ -1,0 +1,1 @@
+"""Answer questions about an ATen graph: storages, shapes, symbols, costs, collectives, the user's names."""

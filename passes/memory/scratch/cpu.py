@@ -1,0 +1,92 @@
+"""Bytes that an ATen operator allocates inside on the CPU beyond its outputs: its scratch.
+
+Operators take temporary memory from torch's allocator while they run: a cast of an operand, a contiguous
+copy, an attention kernel's per-thread buffers, a matrix product's packed operands. It is gone when they
+return, so no graph shows it, but a memory limit does. `scratch_nbytes` says how much, from sizes, strides
+and dtypes alone.
+
+One default rule and declared exceptions. Views take nothing. Elementwise operators (torch tags them) take a cast of
+each operand that is not in the common dtype. The others have a record in `scratch.operators`, with rules read off
+ATen's CPU kernels and checked by measuring. They are exact to the byte, but for those that the record says are upper
+bounds, with the reason. For an operator that nobody looked at (`is_known`) its operands and results once more are a
+guess; users may declare it (`scratch.declared.declare_scratch`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from chunkc.passes.memory.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
+from chunkc.passes.memory.scratch.operators import find
+from chunkc.passes.memory.scratch.rules import Call, is_view, nothing_rule, pointwise_rule
+
+
+def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int) -> int:
+    """Bytes that `target` holds inside while it runs on the CPU, beyond its outputs.
+
+    Args:
+        args, kwargs, outputs: as the operator takes and returns them; of tensors, also fake ones, only sizes,
+            strides and dtypes are read.
+        num_threads: `torch.get_num_threads()` where it will run.
+    """
+    declared = declared_nbytes(target, args, kwargs, outputs, num_threads)
+    if declared is not None:
+        return declared
+    rule = _rule(target)
+    if rule is None:
+        return sum(guessed_nbytes(args, kwargs, outputs))
+    return rule(_call(target, args, kwargs, outputs, num_threads))
+
+
+def is_known(target: torch._ops.OpOverload) -> bool:
+    """Whether somebody has said how much `target` takes; else `scratch_nbytes` is a guess."""
+    return is_declared(target) or _rule(target) is not None
+
+
+def output_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object) -> dict[int, int]:
+    """Position among the returned tensors -> bytes of its storage, where a fake tensor does not tell."""
+    corrected = find(target).outputs
+    return {} if corrected is None else corrected(_call(target, args, kwargs, outputs, 1))
+
+
+def corrects_outputs(target: torch._ops.OpOverload) -> bool:
+    """Whether `output_nbytes` may say something of `target`."""
+    return find(target).outputs is not None
+
+
+def takes_nothing(target: torch._ops.OpOverload) -> bool:
+    """Whether `target` takes no scratch, whatever it is called with."""
+    return not is_declared(target) and _rule(target) is nothing_rule
+
+
+def _call(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int) -> Call:
+    tensors = tuple(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
+    return Call(target, _bind(target, args, kwargs), tensors, num_threads)
+
+
+@cache
+def _rule(target: torch._ops.OpOverload) -> Callable[[Call], int] | None:
+    if (known := find(target).cpu) is not None:
+        return known
+    if is_view(target):
+        return nothing_rule
+    return pointwise_rule if torch.Tag.pointwise in target.tags else None
+
+
+def _bind(target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """Arguments by name, with the schema's defaults for those not given."""
+    arguments: dict[str, Any] = {}
+    for position, parameter in enumerate(target._schema.arguments):
+        if position < len(args) and not parameter.kwarg_only:
+            arguments[parameter.name] = args[position]
+        elif parameter.name in kwargs:
+            arguments[parameter.name] = kwargs[parameter.name]
+        else:
+            arguments[parameter.name] = parameter.default_value
+    return arguments

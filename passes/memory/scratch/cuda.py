@@ -1,0 +1,75 @@
+"""Bytes that an ATen operator allocates inside on a CUDA device beyond its outputs: upper bounds from shapes alone.
+
+Matrix products take nothing of their own: cuBLAS works in a workspace that torch keeps (`passes.cuda_memory`). Views
+take nothing, nor do elementwise operators: `TensorIterator.cpp` casts while it loads on CUDA devices. The others
+have rules in `scratch.operators`, read off ATen's CUDA sources; they wait to be checked by measuring.
+As on the CPU, what stands for an operator that nobody looked at (`is_known_on_cuda`) is a guess, and users may declare
+it (`scratch.declared.declare_scratch`), as they may any whose rule they know to be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from chunkc.passes.graphs.attention_cuda import Capability
+from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.passes.memory.scratch.cuda_rules import Call, nothing
+from chunkc.passes.memory.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
+from chunkc.passes.memory.scratch.operators import find
+from chunkc.passes.memory.scratch.rules import is_view
+
+
+def cuda_scratch_nbytes(
+    target: torch._ops.OpOverload,
+    args: tuple,
+    kwargs: dict[str, Any],
+    outputs: object,
+    num_threads: int = 1,
+    capability: Capability | None = None,
+) -> int:
+    """Upper bound of the bytes that `target` holds inside while it runs on a CUDA device, beyond its outputs.
+
+    Args:
+        args, kwargs, outputs: as the operator takes and returns them; of tensors, also fake ones, only sizes, strides
+            and dtypes are read.
+        num_threads: for declared functions.
+        capability: of the device; None where it is not known.
+    """
+    declared = declared_nbytes(target, args, kwargs, outputs, num_threads)
+    if declared is not None:
+        return rounded_nbytes(declared)
+    rule = _rule(target)
+    if rule is None:
+        return sum(map(rounded_nbytes, guessed_nbytes(args, kwargs, outputs)))
+    return sum(map(rounded_nbytes, rule(Call(target, args, kwargs, outputs, capability))))
+
+
+def cuda_output_nbytes(
+    target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], outputs: object
+) -> dict[int, int]:
+    """Position among the returned tensors -> bytes of its storage on a CUDA device, where a fake tensor does not tell.
+    What is not on the device takes none."""
+    corrected = find(target).cuda_outputs
+    found = {} if corrected is None else corrected(Call(target, args, kwargs, outputs))
+    return {position: rounded_nbytes(nbytes) for position, nbytes in found.items()}
+
+
+def corrects_cuda_outputs(target: torch._ops.OpOverload) -> bool:
+    """Whether `cuda_output_nbytes` may say something of `target`."""
+    return find(target).cuda_outputs is not None
+
+
+def is_known_on_cuda(target: torch._ops.OpOverload) -> bool:
+    """Whether somebody has said how much `target` takes; else `cuda_scratch_nbytes` is a guess."""
+    return is_declared(target) or _rule(target) is not None
+
+
+def _rule(target: torch._ops.OpOverload) -> Callable[[Call], list[int]] | None:
+    if (known := find(target).cuda) is not None:
+        return known
+    if is_view(target) or target.namespace == "prims" or torch.Tag.pointwise in target.tags:
+        return nothing
+    return None

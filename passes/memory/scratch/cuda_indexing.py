@@ -1,0 +1,255 @@
+"""Rules of CUDA devices for operators that index and scatter; see `cuda_rules`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.torch_version import TorchVersion
+from torch.utils._pytree import tree_leaves
+
+from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.passes.memory.scratch import cuda_cub
+from chunkc.passes.memory.scratch.cuda_reduction import MULTIPROCESSORS
+from chunkc.passes.memory.scratch.cuda_rules import Call, cast, contiguous, is_dense, nbytes_of
+
+_FEW_INDICES = 3072
+_ROWS_PER_PART = 10
+_BLOCKS_PER_MULTIPROCESSOR = 4
+_FEWEST_MULTIPROCESSORS = 6
+_WARP, _MAX_THREADS = 32, 1024
+_MIB = 1 << 20
+
+
+def embedding_backward(call: Call) -> list[int]:
+    """`Embedding.cu`, `EmbeddingBackwardKernel.cu`: up to 3,072 indices, unless gradients are scaled, are added as they
+    come. More are sorted, with their origins, beside numbers in order; before PyTorch 2.13 by all
+    their bits, then by as many as numbers of weights have. Then there are the result, where equal indices begin, how
+    often each is there if that scales, and the sorted ones once more. Last, of each such segment how many parts it has
+    and where they begin, and sums in fp32 per part (see `_sums_of_parts`)."""
+    indices, grad = call.tensor("indices"), call.tensor("grad_output")
+    num, size = indices.numel(), indices.itemsize
+    copies = [nbytes_of(tensor) for tensor in (grad, indices) if not tensor.is_contiguous()]
+    counts = call.arguments.get("scale_grad_by_freq")
+    if num <= _FEW_INDICES and not counts:
+        return copies
+    num_weights = call.arguments["num_weights"]
+    held = [size * num, size * num, *copies]
+    begins = [size * num, 8, *([size * num] if counts else [])]
+    num_bits = _num_bits(num_weights) if TorchVersion(torch.__version__) >= "2.13" else 8 * size
+    sorting = cuda_cub.radix_sort(num, size, size, num_bits, call.capability)
+    unique = cuda_cub.unique_by_key(num, size, call.capability)
+    num_segments = min(num, num_weights)
+    segments = [size * num_segments, size * num_segments, 8]
+    return largest(
+        [*held, size * num, sorting, -rounded_nbytes(sum(map(nbytes_of, call.outputs)))],
+        [*held, *begins, size * num, unique],
+        [*held, *begins, *segments, *_sums_of_parts(call, num // _ROWS_PER_PART + num_segments, num_segments)],
+    )
+
+
+def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
+    """Where each part begins. Its sum; or, where few segments would leave the device idle, its segment: then parts are
+    added to the result, or to one in fp32. Whether they are depends on how many multiprocessors there are: the larger
+    counts where that decides."""
+    grad, size = call.tensor("grad_output"), call.tensor("indices").itemsize
+    width = grad.shape[-1] if grad.dim() else 1
+    begins = size * num_parts
+    sums = [begins, max(4, grad.itemsize) * num_parts * width]
+    threads = -(-width // _WARP) * _WARP
+    num_blocks = -(-num_segments * threads // min(threads, _MAX_THREADS))
+    most, least = (_BLOCKS_PER_MULTIPROCESSOR * num for num in (MULTIPROCESSORS, _FEWEST_MULTIPROCESSORS))
+    if num_parts <= 4 * num_blocks or num_blocks >= most or torch.are_deterministic_algorithms_enabled():
+        return sums
+    wide = [4 * call.arguments["num_weights"] * width] if grad.itemsize < 4 else []
+    added = [begins, size * num_parts, *wide]
+    return added if num_blocks < least else largest(sums, added)
+
+
+def largest(*moments: list[int]) -> list[int]:
+    """What an operator takes at that of several moments at which it takes most."""
+    return max(moments, key=lambda parts: sum(map(rounded_nbytes, parts)))
+
+
+def _num_bits(largest_key: int) -> int:
+    """`cuda/cub.h`, `get_num_bits`, as whole passes of 8 bits take it."""
+    num_bits = 8
+    while largest_key >= 1 << num_bits:
+        num_bits += 8
+    return num_bits
+
+
+def index(call: Call) -> list[int]:
+    """`ATen/native/TensorAdvancedIndexing.cpp`, `make_info`: indices as int64, and several ones that lie differently
+    once they have one shape."""
+    if any(map(_is_mask, _indices(call))):
+        return [*_expanded_indices(call), *contiguous(call)]
+    return _brought_together(_indices(call))
+
+
+def _brought_together(indices: Sequence[Tensor]) -> list[int]:
+    if not indices:
+        return []
+    together = torch.broadcast_tensors(*indices)
+    converted = [tensor.dtype != torch.int64 for tensor in together]
+    in_rows = [
+        tensor.is_contiguous() or (is_new and not is_dense(tensor)) for tensor, is_new in zip(together, converted)
+    ]
+    alike = all(in_rows) or not (any(in_rows) or any(tensor.stride() != together[0].stride() for tensor in together))
+    return [8 * together[0].numel()] * (sum(converted) + (0 if alike else in_rows.count(False)))
+
+
+def masked_index(call: Call) -> list[int]:
+    """`ATen/native/TensorAdvancedIndexing.cpp`, `_unsafe_masked_index`: indices in bounds, what is not selected, and
+    the result before that is filled in."""
+    clamped = [nbytes_of(tensor) for tensor in _indices(call)]
+    return [*clamped, call.tensor("mask").numel(), nbytes_of(call.outputs[0]), *_expanded_indices(call)]
+
+
+def masked_index_put(call: Call) -> list[int]:
+    """`_unsafe_masked_index_put_accumulate`: indices in bounds, what is not selected, and values without that, which
+    are added."""
+    values, clamped = call.tensor("values"), [nbytes_of(tensor) for tensor in _indices(call)]
+    return [*clamped, call.tensor("mask").numel(), nbytes_of(values), *_added(call, call.arguments["indices"], values)]
+
+
+def scatter(call: Call) -> list[int]:
+    """`ATen/native/TensorAdvancedIndexing.cpp`, `_scatter_via_index_put`: in deterministic code an index for each
+    dimension of the result, or that of the place in all of it, sorted. A bound there. Indices are converted."""
+    position = call.tensor("index")
+    converted = cast(position, torch.int64)
+    if not torch.are_deterministic_algorithms_enabled():
+        return [*contiguous(call), *converted]
+    num, result = position.numel(), call.outputs[0]
+    places = [8 * num] * (2 * result.dim() + 5)
+    return [
+        *contiguous(call),
+        *converted,
+        *places,
+        result.itemsize * num,
+        cuda_cub.radix_sort(num, 8, 8, 64, call.capability),
+    ]
+
+
+def scatter_reduce(call: Call) -> list[int]:
+    """`ATen/native/TensorAdvancedIndexing.cpp`, `scatter_reduce_two`: for means, ones to be counted, counts, and which
+    of them are none."""
+    counted = []
+    if call.arguments["reduce"] == "mean":
+        result = call.outputs[0]
+        counted = [nbytes_of(call.tensor("src")), nbytes_of(result), result.numel()]
+    return [*counted, *scatter(call)]
+
+
+def gather(call: Call) -> list[int]:
+    """`ATen/native/TensorAdvancedIndexing.cpp`: indices as int64."""
+    return cast(call.tensor("index"), torch.int64)
+
+
+def index_reduce(call: Call) -> list[int]:
+    """`Indexing.cu`, `index_reduce_func_cuda_impl`: for means, ones to be counted, counts, and which of them are none;
+    before that, indices as int64, by which the result is filled."""
+    counted = []
+    if call.arguments["reduce"] == "mean":
+        result = call.outputs[0]
+        counted = [nbytes_of(call.tensor("source")), nbytes_of(result), result.numel()]
+    return [*counted, *cast(call.tensor("index"), torch.int64), *index_add(call)]
+
+
+def embedding(call: Call) -> list[int]:
+    """`ATen/native/Embedding.cpp`: indices in a row."""
+    indices = call.tensor("indices")
+    return [] if indices.is_contiguous() else [nbytes_of(indices)]
+
+
+def index_put(call: Call) -> list[int]:
+    """`ATen/native/TensorAdvancedIndexing.cpp`, `_index_put_impl_`: values that are added, and in deterministic code
+    all, are sorted by their place (see `_added`). A number comes to the device."""
+    values, given = call.tensor("values"), call.arguments["indices"]
+    moved = [values.itemsize] if values.device != call.outputs[0].device else []
+    if call.arguments.get("accumulate") or (torch.are_deterministic_algorithms_enabled() and values.numel() > 1):
+        return [*moved, *_added(call, given, values)]
+    return [*moved, *index(call)]
+
+
+def index_add(call: Call) -> list[int]:
+    """`Indexing.cu`, `index_add_cuda_impl`: nothing; in deterministic code what is added, with its factor, and that."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return []
+    source, position = call.tensor("source"), call.tensor("index")
+    given = [None] * call.arguments["dim"] + [position]
+    return [nbytes_of(source), 8 * position.numel(), *_added(call, given, source)]
+
+
+def index_copy(call: Call) -> list[int]:
+    """`ATen/native/TensorAdvancedIndexing.cpp`, `index_copy_out`: nothing; in deterministic code as above."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return []
+    return _added(call, [None] * call.arguments["dim"] + [call.tensor("index")], call.tensor("source"))
+
+
+def _added(call: Call, given: Sequence[Tensor | None], values: Tensor) -> list[int]:
+    """`Indexing.cu`, `index_put_with_sort_kernel`: places in one number each, sorted, with their origins, beside
+    numbers in order; copies of the result in rows, with what is indexed in front if it is not together, and of values.
+    Before that, an int64 copy of each index, and of one at a time its ends, what is left of it, and that in steps.
+
+    A mask may select all, and each with each of the others: a bound.
+    """
+    result, num = call.outputs[0], _num_indexed(call, given)
+    if num == 0 or result.numel() == 0:
+        return []
+    indexed = [dim for dim, tensor in enumerate(given) if tensor is not None]
+    if any(tensor is not None and _is_mask(tensor) for tensor in given):
+        numbers = [8 * num] * (2 * result.dim() + 4)
+        copies = [*(2 * [nbytes_of(result)]), max(nbytes_of(result), nbytes_of(values))]
+        return [*numbers, _MIB + num // 8, cuda_cub.radix_sort(num, 8, 8, 64, call.capability), *copies]
+    together = len(indexed) == indexed[-1] - indexed[0] + 1
+    before = prod(result.shape[: indexed[0]]) if together else 1
+    rest = prod(size for dim, size in enumerate(result.shape) if dim not in indexed)
+    slice_numel = rest // before if together else rest
+    in_front = [*indexed, *(dim for dim in range(result.dim()) if dim not in indexed)]
+    moved = not together and not _is_sorted([dim for dim in in_front if result.shape[dim] != 1])
+    in_rows = [] if result.is_contiguous() else [nbytes_of(result)]
+    copies = [*in_rows, *([nbytes_of(result)] if moved else [])]
+    if not (values.is_contiguous() and values.numel() == num * rest):
+        copies.append(num * rest * values.itemsize)
+    sorting = cuda_cub.radix_sort(num, 8, 8, _num_bits((result.numel() - 1) // slice_numel), call.capability)
+    positions = [tensor for tensor in given if tensor is not None]
+    before_it = [8 * tensor.numel() for tensor in positions if tensor.dtype != torch.int64] + in_rows
+    before_it += [8 * num] if len(positions) > 1 else []
+    in_order = all(tensor.numel() == num and tensor.is_contiguous() for tensor in positions)
+    return largest(
+        [*before_it, 8, 8, 1 if in_order else 8 * num],
+        [*before_it, 8 * num, 8 * num],
+        [*([8 * num] * 4), sorting, *copies],
+    )
+
+
+def _is_sorted(numbers: list[int]) -> bool:
+    return numbers == sorted(numbers)
+
+
+def _indices(call: Call) -> list[Tensor]:
+    given = call.arguments.get("indices", call.arguments.get("index"))
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+
+
+def _num_indexed(call: Call, given: Sequence[Tensor | None]) -> int:
+    """Elements of the indices once they have one shape. A mask may select all, and each with each of the others."""
+    indices = [tensor for tensor in given if tensor is not None]
+    if not indices:
+        return 0
+    shape = torch.broadcast_shapes(*(index.shape for index in indices if not _is_mask(index)))
+    return prod(shape) * max((index.numel() for index in indices if _is_mask(index)), default=1)
+
+
+def _expanded_indices(call: Call) -> list[int]:
+    """A mask becomes an index for each of its dimensions."""
+    num_indices = sum(tensor.dim() if _is_mask(tensor) else 1 for tensor in _indices(call))
+    return [8 * _num_indexed(call, _indices(call))] * num_indices
+
+
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)

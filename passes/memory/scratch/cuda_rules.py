@@ -1,0 +1,406 @@
+"""What ATen's operators take inside on a CUDA device: the rules of `passes.scratch.cuda`, upper bounds from shapes.
+
+Each was read off ATen's CUDA sources of PyTorch 2.11 to 2.13, by the file named at it (below
+`aten/src/ATen/native/cuda/` unless a folder is named). A rule gives the sizes of allocations; who adds them up rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from chunkc.passes.graphs.attention_cuda import Capability
+from chunkc.passes.memory.scratch.copies import LOW_PRECISION
+from chunkc.passes.memory.scratch.cuda_convolution import own_parts
+from chunkc.passes.memory.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
+
+CONVOLUTION_NBYTES = 1 << 30
+"""The most that is set aside for one convolution's workspace (see `convolution`)."""
+
+_SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "logsumexp", "mse_loss", "smooth_l1_loss", "huber_loss")
+_EXTREMES = ("amax", "amin", "all", "any")
+_CAST_FIRST = (*_SUMS[:5], "prod")
+_MADE_CONTIGUOUS = ("max", "min", "argmax", "argmin", "aminmax")
+
+_MIB = 1 << 20
+
+
+class Call:
+    """One call of an operator: its tensors in the order of its arguments, by name, its results, and the device's
+    compute capability, if that is known."""
+
+    def __init__(
+        self,
+        target: torch._ops.OpOverload,
+        args: tuple,
+        kwargs: dict[str, Any],
+        outputs: object,
+        capability: Capability | None = None,
+    ) -> None:
+        self.name = target._schema.name.removeprefix("aten::")
+        names = [argument.name for argument in target._schema.arguments]
+        self.arguments: dict[str, Any] = dict(zip(names, args)) | kwargs
+        self.inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self.outputs = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        self.capability = capability
+
+    def tensor(self, name: str) -> Tensor:
+        value = self.arguments[name]
+        assert isinstance(value, Tensor), f"{name} is no tensor"
+        return value
+
+
+def nothing(call: Call) -> list[int]:
+    return []
+
+
+def reduction(call: Call) -> list[int]:
+    """`Reduce.cuh`: see `cuda_reduction`. Before that, copies of operands with gaps; of all of an operand that is not
+    contiguous where an extreme of all is asked for (`ATen/native/TensorCompare.cpp`, `ReduceOps.cpp`); and of what is
+    added up in another dtype (`ReduceOpsUtils.h`), but for halves that are added up in fp32."""
+    source = max(call.inputs, key=Tensor.numel)
+    num_outputs = max(1, max((tensor.numel() for tensor in call.outputs), default=1))
+    given = call.arguments.get("dim")
+    dims = [] if given is None else [given] if isinstance(given, int) else list(given)
+    parts = reduction_nbytes(
+        num_outputs,
+        max(1, source.numel()) // num_outputs,
+        over_fastest=reduces_fastest(source, dims),
+        itemsize=_accumulator_nbytes(call),
+    )
+    copies = [nbytes_of(tensor) for tensor in call.inputs if not _has_no_gaps(tensor)]
+    if given is None and call.name in _MADE_CONTIGUOUS:
+        copies = contiguous(call)
+    if call.name in _CAST_FIRST and not (source.dtype in LOW_PRECISION and call.outputs[0].dtype == torch.float32):
+        copies += cast(source, call.outputs[0].dtype)
+    return [*parts, *copies]
+
+
+def count_nonzero(call: Call) -> list[int]:
+    """`ATen/native/TensorAdvancedIndexing.cpp`: which are not zero, and that once more in int64, which is added up."""
+    return [call.inputs[0].numel(), 8 * call.inputs[0].numel(), *reduction(call)]
+
+
+def histogram(call: Call) -> list[int]:
+    """`SummaryOps.cu`: the range, if it is not given."""
+    low, high = (call.arguments.get(name, 0) for name in ("min", "max"))
+    if low != high:
+        return []
+    source = call.tensor("self")
+    ends = source.new_empty(()), source.new_empty(())
+    return [source.itemsize, source.itemsize, *reduction(Call(torch.ops.aten.aminmax.default, (source,), {}, ends))]
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> list[int]:
+    """A copy in that dtype, if it is not the tensor's."""
+    return [] if tensor.dtype == dtype else [tensor.numel() * dtype.itemsize]
+
+
+def _accumulator_nbytes(call: Call) -> int:
+    """Bytes of what a reduction adds up in: 4 for sums of floating point numbers; more for pairs and for variances."""
+    itemsize = max(tensor.itemsize for tensor in (*call.inputs, *call.outputs))
+    if call.name in _SUMS:
+        return max(4, itemsize)
+    return itemsize if call.name in _EXTREMES else 4 * max(4, itemsize)
+
+
+def loss(call: Call) -> list[int]:
+    """`ATen/native/Loss.cpp`: a loss that is reduced is computed unreduced first. `ReduceOps.cpp`: logsumexp keeps the
+    differences from the largest, and those."""
+    results = [nbytes_of(tensor) for tensor in call.outputs]
+    return [max(nbytes_of(tensor) for tensor in call.inputs), *results, *reduction(call), *contiguous(call)]
+
+
+def contiguous(call: Call) -> list[int]:
+    """`SoftMax.cu`, `NLLLoss2d.cu`, the pooling, padding and upsampling kernels: copies of operands that are not
+    contiguous."""
+    return [nbytes_of(tensor) for tensor in call.inputs if not tensor.is_contiguous()]
+
+
+def results_twice(call: Call) -> list[int]:
+    """`ATen/native/Loss.cpp`, `soft_margin_loss_backward`: two factors of the gradient."""
+    return [*(2 * [nbytes_of(call.outputs[0])]), *contiguous(call)]
+
+
+def result_once(call: Call) -> list[int]:
+    """`torch/_prims`, `fma`: the product."""
+    return [nbytes_of(call.outputs[0])]
+
+
+def is_infinite(call: Call) -> list[int]:
+    """`ATen/native/TensorCompare.cpp`: the magnitude of a floating point number."""
+    source = call.tensor("self")
+    return [nbytes_of(source)] if source.dtype.is_floating_point or source.dtype.is_complex else []
+
+
+def is_finite(call: Call) -> list[int]:
+    """`ATen/native/TensorCompare.cpp`: the magnitude, and which are infinite and which are no numbers."""
+    sizes = is_infinite(call)
+    return [*sizes, *(2 * [call.tensor("self").numel()] if sizes else [])]
+
+
+def ldexp(call: Call) -> list[int]:
+    """`ATen/native/BinaryOps.cpp`: the power of two."""
+    other = call.tensor("other")
+    return [other.numel() * max(4, other.itemsize)]
+
+
+def clamp(call: Call) -> list[int]:
+    """`ATen/native/TensorCompare.cpp`: the operand in the dtype of the result."""
+    return cast(call.tensor("self"), call.outputs[0].dtype)
+
+
+def magnitude(call: Call) -> list[int]:
+    """`ATen/native/UnaryOps.cpp`: of complex numbers as complex numbers."""
+    source = call.tensor("self")
+    return [nbytes_of(source)] if source.dtype.is_complex else []
+
+
+def log_gamma(call: Call) -> list[int]:
+    """`ATen/native/UnaryOps.cpp`, `mvlgamma`: operands of each of `p` terms, and the `p` numbers."""
+    result, terms = call.outputs[0], call.arguments["p"]
+    return [terms * nbytes_of(result), terms * result.itemsize, nbytes_of(result)]
+
+
+def difference(call: Call) -> list[int]:
+    """`ATen/native/ReduceOps.cpp`, `dist`: the difference, which is reduced."""
+    shape = torch.broadcast_shapes(call.tensor("self").shape, call.tensor("other").shape)
+    difference = call.outputs[0].new_empty(()).expand(shape)
+    reduced = Call(torch.ops.aten.norm.Scalar, (difference,), {}, call.outputs)
+    return [nbytes_of(difference), *reduction(reduced)]
+
+
+def one_number(call: Call) -> list[int]:
+    """`ATen/native/Pow.cpp`: a base that is a number comes to the device."""
+    return [] if isinstance(call.arguments["self"], Tensor) else [call.outputs[0].itemsize]
+
+
+def where(call: Call) -> list[int]:
+    """`ATen/native/TensorCompare.cpp`: operands in the dtype of the result; numbers come to the device."""
+    found, result = [], call.outputs[0]
+    for name in ("self", "other"):
+        value = call.arguments[name]
+        if not isinstance(value, Tensor) or value.device != result.device:
+            found.append(result.itemsize)
+        if isinstance(value, Tensor):
+            found += cast(value, result.dtype)
+    return found
+
+
+def softmax_backward(call: Call) -> list[int]:
+    """`SoftMax.cu`: first the product of gradient and result; then copies of both, if they are not contiguous."""
+    grad, output = call.tensor("grad_output"), call.tensor("output")
+    product_nbytes = output.numel() * max(grad.itemsize, output.itemsize)
+    copies = [] if grad.is_contiguous() else [product_nbytes]
+    return [product_nbytes, *copies, *([] if output.is_contiguous() else [nbytes_of(output)])]
+
+
+def safe_softmax(call: Call) -> list[int]:
+    """`ATen/native/transformers/attention.cpp`: after the softmax, where it was given -inf, which rows have nothing
+    else, and a zero. Before that, a copy."""
+    source, result = call.tensor("self"), call.outputs[0]
+    size = result.shape[call.arguments["dim"]] if result.dim() else 1
+    num_rows = result.numel() // size if size else 0
+    summing = reduction_nbytes(num_rows, size, over_fastest=True, itemsize=1) if num_rows else []
+    cast = [nbytes_of(result)] if source.dtype != result.dtype else []
+    return max([result.numel(), num_rows, result.itemsize, *summing], [*contiguous(call), *cast], key=sum)
+
+
+def layer_norm_backward(call: Call) -> list[int]:
+    """`layer_norm_kernel.cu`: gamma and beta need partial sums only for more than 65,536 rows of input: one row of fp32
+    for each 32 of them, up to 32,768 blocks of 32 columns in all, which a reduction sums up."""
+    width = max((tensor.numel() for tensor in call.outputs[1:]), default=0)
+    num_rows = call.inputs[0].numel() // max(1, width)
+    if num_rows <= 65_536:
+        return contiguous(call)
+    rows = max(64, min(-(-num_rows // 32), 32_768 // -(-width // 32)))
+    summing = [*reduction_nbytes(width, rows, over_fastest=False, itemsize=4), 4 * width]
+    return [*contiguous(call), *(4 * rows * width for _ in range(2)), *summing]
+
+
+def group_norm(call: Call) -> list[int]:
+    """`group_norm_kernel.cu`: two factors per image and channel, in fp32; of halves also the statistics in fp32."""
+    image, statistics = call.tensor("input"), call.outputs[1:]
+    in_fp32 = [4 * tensor.numel() for tensor in statistics] if image.dtype in LOW_PRECISION else []
+    return [*contiguous(call), *(4 * image.shape[0] * image.shape[1] for _ in range(2)), *in_fp32]
+
+
+def group_norm_backward(call: Call) -> list[int]:
+    """`group_norm_kernel.cu`: in fp32 two sums and a factor per image and channel, and two factors per group."""
+    image = call.tensor("input")
+    return [*contiguous(call), *(4 * image.shape[0] * image.shape[1] for _ in range(5))]
+
+
+def batch_norm(call: Call) -> list[int]:
+    """`Normalization.cu`, `Normalization.cuh`: in training, where channels come last, four fp32 sums per channel of
+    each row of blocks, and semaphores; else nothing, but for copies of images with gaps."""
+    if _may_be_cudnn_s(call):
+        return cudnn_batch_norm(call)
+    image = call.tensor("input")
+    trains = call.arguments.get("training", not call.name.endswith("no_training"))
+    return [*_copies_of_odd(call), *(_staged(image, 4) if trains and _channels_come_last(image) else [])]
+
+
+def batch_norm_backward(call: Call) -> list[int]:
+    """As the forward, with two sums per channel, which stay; blocks' sums are gone before there is a gradient."""
+    image = call.tensor("input")
+    if _may_be_cudnn_s(call):
+        return cudnn_batch_norm(call)
+    if not _channels_come_last(image):
+        return _copies_of_odd(call)
+    sums = [4 * image.shape[1]] * 2
+    return [*sums, max(0, sum(_staged(image, 2)) - nbytes_of(image)), *_copies_of_odd(call)]
+
+
+def _may_be_cudnn_s(call: Call) -> bool:
+    """`Normalization.cu`: operators that choose when they run, `_batch_norm_with_update` and its backward."""
+    chooses = call.name.startswith("_batch_norm_with_update") or call.name == "batch_norm_backward"
+    return chooses and torch.backends.cudnn.enabled
+
+
+def _channels_come_last(image: Tensor) -> bool:
+    """`batch_norm_use_channels_last_kernels`."""
+    if image.is_contiguous():
+        return image.dim() > 1 and image.stride(1) == 1
+    layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
+    return layout is not None and image.is_contiguous(memory_format=layout)
+
+
+def _copies_of_odd(call: Call) -> list[int]:
+    """`batch_norm_mean_var`: in fp32."""
+    return [4 * t.numel() for t in call.inputs if not t.is_contiguous() and not _channels_come_last(t)]
+
+
+def _staged(image: Tensor, num_sums: int) -> list[int]:
+    """`flexible_launch_configs`: sums of rows of blocks, if there are many of these."""
+    num_channels = image.shape[1]
+    num_rows = image.numel() // max(1, num_channels)
+    width = min(_last_power_of_2(num_channels), 32)
+    height = min(_last_power_of_2(-(-num_rows // 16)), 512 // width)
+    if width * height != 512:
+        width = min(_last_power_of_2(num_channels), 512 // height)
+    num_blocks = min(-(-num_rows // (16 * height)), 128)
+    return [4 * num_sums * num_channels * num_blocks, 4 * -(-num_channels // width)] if num_blocks >= 8 else []
+
+
+def _last_power_of_2(number: int) -> int:
+    return 1 << max(0, number.bit_length() - 1)
+
+
+def cudnn_batch_norm(call: Call) -> list[int]:
+    """`ATen/native/cudnn/BatchNorm.cpp`: cuDNN is asked for its workspace when it runs. As for `convolution`, a policy:
+    one copy of the image, 2 KiB per channel, and copies of operands that are not contiguous."""
+    image = call.tensor("input")
+    return [nbytes_of(image), (2048 + 4) * image.shape[1], *contiguous(call)]
+
+
+def grouped_product(call: Call) -> list[int]:
+    """`GroupMM.cu`: pointers, strides and sizes of each group, and CUTLASS' descriptors for each multiprocessor."""
+    num_groups = max((tensor.shape[0] for tensor in call.inputs), default=0)
+    return [512 * num_groups, _MIB]
+
+
+def convolution(call: Call) -> list[int]:
+    """Without cuDNN, what ATen's own takes (`cuda_convolution`). What cuDNN takes follows from no shape: its heuristics
+    choose an algorithm when the convolution runs, and `ATen/native/cudnn/Conv_v8.cpp` gives that its workspace, or
+    tries the next if it cannot be had.
+
+    So this is a policy and no bound: all operands and results in fp32 (copies in other layouts), and eight times as
+    much, but at most CONVOLUTION_NBYTES, for the workspace. Under a memory limit cuDNN makes do with less, by another
+    algorithm. Who knows better declares `aten::convolution` and `aten::convolution_backward`.
+    """
+    own = None if torch.backends.cudnn.enabled else own_parts(call.arguments, call.outputs)
+    if own is not None:
+        return own
+    copies = [4 * tensor.numel() for tensor in (*call.inputs, *call.outputs)]
+    return [*copies, min(CONVOLUTION_NBYTES, 32 * _MIB + 8 * sum(copies))]
+
+
+def product(call: Call) -> list[int]:
+    """`cuda/Blas.cpp`, `prepare_matrix_for_cublas`: copies of matrices without rows or columns that lie together."""
+    factors = [call.arguments.get(name) for name in ("self", "mat1", "mat2", "batch1", "batch2", "mat")]
+    if any(isinstance(call.arguments.get(name), Tensor) for name in ("mat1", "batch1", "mat")):
+        factors = factors[1:]  # what is added is copied into the result
+    matrices = [tensor for tensor in factors if isinstance(tensor, Tensor) and tensor.dim() > 1]
+    return [nbytes_of(tensor) for tensor in matrices if not _has_rows_or_columns(tensor)]
+
+
+def _has_rows_or_columns(matrix: Tensor) -> bool:
+    """Whether cuBLAS can read each matrix as it lies."""
+    *_, rows, columns = matrix.shape
+    *_, to_next_row, to_next_column = matrix.stride()
+    return (to_next_column == 1 and to_next_row >= max(1, columns)) or (
+        to_next_row == 1 and to_next_column >= max(1, rows)
+    )
+
+
+def roll(call: Call) -> list[int]:
+    """`ATen/native/TensorTransformations.cpp`: rolled by one dimension after the other."""
+    dims = call.arguments.get("dims", ())
+    num_between = max(0, (1 if isinstance(dims, int) else len(dims)) - 1)
+    return [*(num_between * [nbytes_of(call.outputs[0])]), *contiguous(call)]
+
+
+def im2col(call: Call) -> list[int]:
+    """`Im2Col.cu`: the result starts as large as the image."""
+    return [nbytes_of(call.inputs[0]), *contiguous(call)]
+
+
+def pooled(call: Call) -> list[int]:
+    """`AdaptiveMaxPooling2d.cu`, `UpSampleBilinear2d.cu`: results in rows, and then as the image lies."""
+    copies = contiguous(call)
+    return [*copies, *(nbytes_of(tensor) for tensor in call.outputs if copies)]
+
+
+def pooling_offsets(call: Call) -> list[int]:
+    """`torch/_inductor/inductor_prims.py`: in int64, indices, and for each dimension what is left of them, where they
+    lie and where their windows begin."""
+    num_dims = len(call.arguments["kernel_size"])
+    return (3 * num_dims + 1) * [8 * call.outputs[-1].numel()]
+
+
+def bernoulli(call: Call) -> list[int]:
+    """`cuda/DistributionTemplates.h`: chances in fp32."""
+    chances = call.arguments.get("p", call.inputs[0])
+    return [4 * chances.numel()] if isinstance(chances, Tensor) and chances.dtype in LOW_PRECISION else []
+
+
+def normal(call: Call) -> list[int]:
+    """`ATen/native/DistributionTemplates.h`: numbers before they are moved; the least deviation, which is tested."""
+    mean, deviation = call.arguments.get("mean"), call.arguments.get("std")
+    moved = [nbytes_of(call.outputs[0])] if isinstance(mean, Tensor) or isinstance(deviation, Tensor) else []
+    if not isinstance(deviation, Tensor):
+        return moved
+    least = Call(torch.ops.aten.min.default, (deviation,), {}, deviation.new_empty(()))
+    return [*moved, *(3 * [deviation.itemsize]), *reduction(least)]
+
+
+def col2im_outputs(call: Call) -> dict[int, int]:
+    """`Col2Im.cu`: the result starts as large as the columns."""
+    return {0: max(nbytes_of(call.inputs[0]), nbytes_of(call.outputs[0]))}
+
+
+def uniform_outputs(call: Call) -> dict[int, int]:
+    """The result is dense, though its fake tensor has the strides of what it replaces."""
+    return {0: nbytes_of(call.outputs[0])}
+
+
+def _has_no_gaps(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() <= (tensor.numel() + tensor.storage_offset()) * tensor.itemsize
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether each element has its own place, and no place between them is left out."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.itemsize

@@ -1,0 +1,130 @@
+"""Scratch bytes of pooling, padding, upsampling, sampling and unfolding on the CPU: copies, weights.
+
+Source: ATen's `UpSampleKernel.cpp` and the pooling and padding kernels; checked by measuring.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from chunkc.passes.memory.scratch.copies import contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.memory.scratch.products import gemm_nbytes
+from chunkc.passes.memory.scratch.rules import Call
+
+_TAPS = {"nearest": 1, "linear": 2, "bilinear": 2, "trilinear": 2, "bicubic": 4}
+_VECTORISED_UP_TO = 128
+"""Height and width of an upsampled image, together, up to which the kernel for channels last is used for any format."""
+
+
+def _channels_last(image: Tensor) -> bool:
+    return image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
+
+
+def _channels_come_last(image: Tensor) -> bool:
+    """Whether strides are in that order, be there gaps or not: ATen's `is_channels_last_strides_2d`."""
+    if image.dim() != 4 or image.stride(1) == 0:
+        return False
+    least = 0
+    for dim in (1, 3, 2, 0):
+        size, stride = image.shape[dim], image.stride(dim)
+        if size == 0 or stride < least or (dim == 0 and least == image.stride(1)):
+            return False
+        least = stride * size if size > 1 else stride
+    return True
+
+
+def _dense(image: Tensor) -> bool:
+    """Whether an image kernel reads it in place: contiguous, or with channels last."""
+    return image.is_contiguous() or _channels_last(image)
+
+
+def image_rule(call: Call) -> int:
+    """Forward: a copy of an input that is in neither of the two formats."""
+    return sum(contiguous_copy_nbytes(t) for t in call.tensors if not _dense(t))
+
+
+def image_backward_rule(call: Call) -> int:
+    """Backward: contiguous copies, and the result once more where the input has channels last and the gradient has not.
+
+    Of the input only the shape and the format are read.
+    """
+    source = call.arguments.get("self", call.arguments.get("input"))
+    read = [t for t in call.tensors if t is not source]
+    copies = sum(contiguous_copy_nbytes(t) for t in read)
+    if source is None or source.is_contiguous() or not _channels_come_last(source):
+        return copies
+    grad = call["grad_output"]
+    return 0 if _channels_last(grad) and not grad.is_contiguous() else copies + nbytes_of(call.outputs[0])
+
+
+def upsample_rule(call: Call) -> int:
+    """Copies with channels last, or indices and weights for every row and column of the result."""
+    image, result = call["self" if "self" in call.arguments else "input"], call.outputs[0]
+    name = call.target._schema.name
+    taps = next(number for kind, number in _TAPS.items() if f"_{kind}" in name)
+    if result.dim() == 4 and taps <= 2:
+        last = _channels_last(image)
+        if (last and image.shape[1] > 3) or sum(result.shape[2:]) <= _VECTORISED_UP_TO:
+            return sum(nbytes_of(t) for t in (image, result) if not _channels_last(t))
+    return sum(result.shape[2:]) * taps * (8 + image.itemsize)
+
+
+def upsample_backward_rule(call: Call) -> int:
+    """A contiguous copy, and one of a result that is not contiguous, but where a kernel for channels last reads the
+    gradient in place; cubic and antialiased ones have none."""
+    grad, result, name = call["grad_output"], call.outputs[0], call.target._schema.name
+    if grad.is_contiguous() or (_channels_last(grad) and not ("bicubic" in name or "_aa_" in name)):
+        return 0
+    return contiguous_copy_nbytes(grad) + (0 if result.is_contiguous() else nbytes_of(result))
+
+
+def upsample_smooth_rule(call: Call) -> int:
+    """Antialiased: the image resized in one direction, and weights."""
+    image, result = call["self"], call.outputs[0]
+    between = image.shape[0] * image.shape[1] * image.shape[2] * result.shape[3] * image.itemsize
+    taps = 4 if "bicubic" in call.target._schema.name else 2
+    shrinking = max(1.0, *(a / b for a, b in zip(image.shape[2:], result.shape[2:], strict=True)))
+    return between + sum(result.shape[2:]) * (int(taps * shrinking + 2) * (image.itemsize + 4) + 24)
+
+
+def sampler_backward_rule(call: Call) -> int:
+    """`grid_sampler_2d_backward`: a contiguous copy of the gradient."""
+    return contiguous_copy_nbytes(call["grad_output"])
+
+
+def fractional_backward_rule(call: Call) -> int:
+    """Contiguous copies of all but the operand, of which only the shape is read."""
+    return contiguous_copy_nbytes(call["grad_output"]) + contiguous_copy_nbytes(call["indices"])
+
+
+def unfold_rule(call: Call) -> int:
+    """`im2col`: a contiguous copy; the result starts as large as the image."""
+    return contiguous_copy_nbytes(call["self"]) + nbytes_of(call["self"])
+
+
+def affine_grid_rule(call: Call) -> int:
+    """Positions with a one behind them, and their product with each image's matrix."""
+    theta, grid = call["theta"], call.outputs[0]
+    num_dims = grid.shape[-1]
+    positions = grid.numel() // num_dims
+    product = gemm_nbytes(theta.dtype, positions // max(1, grid.shape[0]), num_dims + 1, num_dims, call.num_threads)
+    return positions * (num_dims + 1) * theta.itemsize + product
+
+
+def window_outputs(call: Call) -> dict[int, int]:
+    """A periodic window is a view of one with an element more."""
+    window = call.outputs[0]
+    return {0: nbytes_of(window) + window.itemsize} if call.arguments.get("periodic", True) else {}
+
+
+def window_rule(call: Call) -> int:
+    """Numbers of the formula; a Blackman window adds up three terms, one after the other."""
+    window = call.outputs[0]
+    is_blackman = call.target._schema.name == "aten::blackman_window"
+    return 16 + (4 * (nbytes_of(window) + window.itemsize) if is_blackman else 0)
+
+
+def pooling_offsets_rule(call: Call) -> int:
+    """Bound: windows written out as int64 indices, some copies of them at a time."""
+    return 2 * nbytes_of(call.tensors[0], 8) + 24 * call.outputs[0].numel() + 1024

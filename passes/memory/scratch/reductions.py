@@ -1,0 +1,148 @@
+"""Scratch bytes of reductions on the CPU: casts, float32 copies of low precision, partial results per thread.
+
+Source: ATen's `ReduceOps.cpp`, `TensorCompare.cpp`, `Sorting.cpp` and `TensorIteratorReduce.cpp`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
+from chunkc.passes.memory.scratch.iterator import reduces_two_inner_dimensions
+from chunkc.passes.memory.scratch.rules import Call
+
+_SPLIT_NUMEL = 32768
+"""From so many elements on, a reduction to one element is shared out among the threads."""
+
+
+def _partial_nbytes(call: Call, source: Tensor, itemsize: int) -> int:
+    """One partial result per thread, where everything is reduced to one element."""
+    shared = call.outputs[0].numel() == 1 and source.numel() >= _SPLIT_NUMEL and call.num_threads > 1
+    return call.num_threads * itemsize if shared else 0
+
+
+def _reduced_dims(call: Call) -> set[int]:
+    source, dims = call["self"], call.arguments.get("dim")
+    if dims is None or dims == []:
+        return set(range(source.dim()))
+    return {dim % max(1, source.dim()) for dim in ([dims] if isinstance(dims, int) else dims)}
+
+
+def _sum_nbytes(call: Call, source: Tensor, dtype: torch.dtype) -> int:
+    """`source` summed in `dtype`: a cast, or a float32 copy where two inner dimensions of low precision are reduced."""
+    if dtype in LOW_PRECISION and source.dim() and reduces_two_inner_dimensions(source, _reduced_dims(call)):
+        return nbytes_of(source, 4) + nbytes_of(call.outputs[0], 4) + _partial_nbytes(call, source, 4)
+    cast = nbytes_of(source, dtype.itemsize) if dtype != source.dtype else 0
+    return cast + _partial_nbytes(call, source, dtype.itemsize)
+
+
+def sum_rule(call: Call) -> int:
+    return _sum_nbytes(call, call["self"], call.outputs[0].dtype)
+
+
+def prod_rule(call: Call) -> int:
+    """`prod`, `nansum`: a cast."""
+    source, result = call["self"], call.outputs[0]
+    cast = nbytes_of(source, result.itemsize) if result.dtype != source.dtype else 0
+    return cast + _partial_nbytes(call, source, result.itemsize)
+
+
+def mean_rule(call: Call) -> int:
+    """A sum (of a float32 copy for low precision), divided by a number."""
+    source, result = call["self"], call.outputs[0]
+    if result.dtype in LOW_PRECISION:
+        copy = nbytes_of(source, 4) if source.dtype != torch.float32 else 0
+        return copy + nbytes_of(result, 4) + _partial_nbytes(call, source, 4)
+    divisor = 8 + (result.itemsize if result.dtype != torch.int64 else 0)
+    return max(_sum_nbytes(call, source, result.dtype), divisor)
+
+
+def truth_rule(call: Call) -> int:
+    """`any`, `all`: a copy as bool."""
+    source = call["self"]
+    cast = source.numel() if source.dtype not in (torch.bool, torch.uint8) else 0
+    return cast + _partial_nbytes(call, source, 1)
+
+
+def extreme_rule(call: Call) -> int:
+    """`amax`, `amin`, and `aminmax`, which reads contiguous memory where it reduces everything."""
+    if call.target._schema.name == "aten::aminmax":
+        everything = call["dim"] is None
+        return contiguous_copy_nbytes(call["self"]) if everything else 0
+    return _partial_nbytes(call, call["self"], call.outputs[0].itemsize)
+
+
+def extreme_with_index_rule(call: Call) -> int:
+    """`max`, `min`, `argmax`, `argmin`: where everything is reduced, contiguous memory is read."""
+    source = call["self"]
+    if "dim" in call.arguments:
+        return 0 if call["dim"] is not None or _is_flat(source) else contiguous_copy_nbytes(source)
+    return contiguous_copy_nbytes(source)
+
+
+def _is_flat(source: Tensor) -> bool:
+    """Whether a view can have all of the tensor in one dimension."""
+    dims = [(n, s) for n, s in zip(source.shape, source.stride()) if n != 1]
+    return all(stride == inner * step for (_, stride), (inner, step) in pairwise(dims))
+
+
+def variance_rule(call: Call) -> int:
+    """To one element, `var` and `std` of full precision go a way of their own, with two float64 scalars."""
+    source = call["self"]
+    everything = call.outputs[0].numel() == 1 and "mean" not in call.target._schema.name
+    return 16 if everything and source.dtype in (torch.float32, torch.float64) else 0
+
+
+def norm_rule(call: Call) -> int:
+    source, result = call["self"], call.outputs[0]
+    return nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
+
+
+def logsumexp_rule(call: Call) -> int:
+    """The exponentials and the maxima, while they are summed; before that, which maxima are infinite."""
+    source, result = call["self"], call.outputs[0]
+    cast = nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
+    exponentials = torch.empty_like(source, dtype=result.dtype, device="meta")
+    infinite = result.numel() + 8 + result.itemsize
+    summing = nbytes_of(exponentials) + _sum_nbytes(call, exponentials, result.dtype)
+    return cast + nbytes_of(result) + max(infinite, summing)
+
+
+def median_rule(call: Call) -> int:
+    """A copy to rearrange: of everything, or where the dimension is not the innermost in memory."""
+    source = call["self"]
+    dim = call.arguments.get("dim")
+    if dim is None or not source.dim():
+        return nbytes_of(source)
+    if source.stride(dim) in (0, 1):
+        return 0
+    return nbytes_of(source) + copy_block_nbytes(source.transpose(dim, -1))
+
+
+def kthvalue_rule(call: Call) -> int:
+    """A copy to rearrange, and its indices."""
+    return nbytes_of(call["self"]) + nbytes_of(call["self"], 8)
+
+
+def histogram_rule(call: Call) -> int:
+    """Edges, and counts per thread."""
+    itemsize = call["self"].itemsize
+    return (call["bins"] + 1) * itemsize + call.num_threads * call["bins"] * itemsize
+
+
+def renorm_rule(call: Call) -> int:
+    """A factor per slice; low precision is measured in float32."""
+    source = call["self"]
+    low = nbytes_of(source, 4) if source.dtype in LOW_PRECISION else 0
+    return low + source.shape[call["dim"]] * max(4, source.itemsize)
+
+
+def count_nonzero_rule(call: Call) -> int:
+    """Along dimensions: what is not zero, as booleans, which are summed up as int64."""
+    source = call["self"]
+    if call.target._overloadname != "dim_IntList":
+        return 0
+    return max(9 * source.numel(), source.numel() + 8 + source.itemsize)

@@ -1,0 +1,343 @@
+"""One function per kind of operator: the scratch bytes of a call on the CPU, from its arguments' metadata.
+
+`chunkc.passes.memory.scratch.operators` says which operators they are for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from chunkc.passes.memory.scratch.convolution import Operands, convolution_backward_nbytes, convolution_nbytes, operands
+from chunkc.passes.memory.scratch.copies import contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
+from chunkc.passes.memory.scratch.iterator import common_dtype, number_dtype, number_nbytes, numbers_in
+from chunkc.passes.memory.scratch.products import (
+    attention_backward_nbytes,
+    attention_nbytes,
+    gemm_nbytes,
+    operand_copy_nbytes,
+    uses_onednn,
+)
+
+# A Python number becomes a 0-dim tensor (8 bytes, 16 if complex), which is cast twice at most.
+SCALAR_NBYTES = 32
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of an operator: arguments by name, outputs (tensors only) and the threads it may use."""
+
+    target: torch._ops.OpOverload
+    arguments: dict[str, Any]
+    outputs: tuple[Tensor, ...]
+    num_threads: int
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors among the arguments, also those in lists."""
+        return tuple(leaf for leaf in tree_leaves(list(self.arguments.values())) if isinstance(leaf, Tensor))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+
+# Overloads that take a Python number where the operator computes with tensors, and make a tensor of it.
+_WRAPS_NUMBERS = frozenset(
+    f"aten::{name}.Scalar"
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "div",
+        "rsub",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "fmod",
+        "remainder",
+        "floor_divide",
+        "pow",
+        "copysign",
+    ]
+) | frozenset(
+    f"aten::{name}"
+    for name in [
+        "div.Scalar_mode",
+        "xlogy.Scalar_Self",
+        "xlogy.Scalar_Other",
+        "bitwise_and.Scalar",
+        "bitwise_or.Scalar",
+        "bitwise_xor.Scalar",
+        "bitwise_and.Scalar_Tensor",
+        "bitwise_or.Scalar_Tensor",
+        "bitwise_xor.Scalar_Tensor",
+        "bitwise_left_shift.Tensor_Scalar",
+        "bitwise_right_shift.Tensor_Scalar",
+        "remainder.Scalar_Tensor",
+        "special_zeta.other_scalar",
+    ]
+)
+
+
+def numbers_nbytes(call: Call, common: torch.dtype) -> int:
+    """Bytes of the 0-dim tensors that Python numbers become, each cast to the common dtype."""
+    wraps = f"{call.target._schema.name}.{call.target._overloadname}" in _WRAPS_NUMBERS
+    nbytes = 0
+    for parameter in call.target._schema.arguments:
+        found = numbers_in([call[parameter.name]])
+        if not found or parameter.name in ("alpha", "beta"):
+            continue  # factors stay inside the kernel
+        (value,) = found
+        kind = str(parameter.type)
+        if "Tensor" in kind or (wraps and ("number" in kind or "Scalar" in kind)):
+            nbytes += number_nbytes(value) + (common.itemsize if number_dtype(value) != common else 0)
+    return nbytes
+
+
+def _common_dtype(call: Call, operands: Sequence[Tensor]) -> torch.dtype:
+    numbers = [value for name, value in call.arguments.items() if name not in ("alpha", "beta")]
+    return common_dtype(operands, numbers_in(numbers), call.outputs)
+
+
+def _casts(call: Call, operands: Sequence[Tensor]) -> int:
+    common = _common_dtype(call, operands)
+    inputs = sum(nbytes_of(t, common.itemsize) for t in operands if t.dtype != common)
+    return inputs + sum(nbytes_of(t, common.itemsize) for t in call.outputs if t.dtype not in (common, torch.bool))
+
+
+def is_view(target: torch._ops.OpOverload) -> bool:
+    """Whether all that an operator returns is a view of its arguments, as its schema says."""
+    returns = target._schema.returns
+    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def nothing_rule(call: Call) -> int:
+    return 0
+
+
+def contiguous_result_rule(call: Call) -> int:
+    """What copying takes: the result is a contiguous copy of the one operand."""
+    return max(map(copy_block_nbytes, call.tensors))
+
+
+def gathered_rule(call: Call) -> int:
+    """Gloo gathers into memory of its own."""
+    return sum(map(nbytes_of, call.outputs))
+
+
+def reduced_rule(call: Call) -> int:
+    """Every rank has all sums, of which the result is a part."""
+    return sum(map(nbytes_of, call.tensors))
+
+
+def pointwise_rule(call: Call) -> int:
+    """A cast of each operand, and of the output, that is not in the common dtype."""
+    operands = call.tensors
+    return _casts(call, operands) + numbers_nbytes(call, _common_dtype(call, operands))
+
+
+def select_rule(call: Call) -> int:
+    """`where`: as elementwise, but the condition stays as it is."""
+    operands = [t for t in call.tensors if t is not call["condition"]]
+    return _casts(call, operands) + numbers_nbytes(call, _common_dtype(call, operands))
+
+
+def triangle_rule(call: Call) -> int:
+    """`tril`, `triu`: a copy of matrices that do not lie one after another in memory; in place, the result too."""
+    source, in_place = call["self"], call.target._schema.is_mutable
+    if source.is_contiguous():  # maybe with other strides along dimensions of one element
+        usual = all(s == math.prod(source.shape[dim + 1 :]) for dim, s in enumerate(source.stride()))
+        return nbytes_of(source) if in_place and not usual else 0
+    if in_place and source.dim() <= 3:
+        return 0
+    distance = source.shape[-1] * source.shape[-2]
+    for dim in reversed(range(source.dim() - 2)):
+        if in_place and dim == 0 and (source.stride(0) == 0 or source.shape[0] == 1):
+            continue
+        if source.stride(dim) != distance:
+            return nbytes_of(source) * (2 if in_place else 1)
+        distance = distance * source.shape[dim]
+    return 0
+
+
+def log_gamma_rule(call: Call) -> int:
+    """`mvlgamma`: operands of each of `p` terms, and a number that is added to their sum; in place, the result too.
+    Terms of few elements, or of none, are made beside `p` numbers."""
+    result, terms = call.outputs[0], call["p"]
+    number = 8 + (result.itemsize if result.dtype != torch.float64 else 0)
+    made = nbytes_of(result) if call.target._schema.is_mutable else 0
+    return terms * nbytes_of(result) + max(made + number, terms * result.itemsize - nbytes_of(result))
+
+
+def distance_rule(call: Call) -> int:
+    """`dist`: the difference."""
+    shape = torch.broadcast_shapes(call["self"].shape, call["other"].shape)
+    return math.prod(shape) * call.outputs[0].itemsize + _casts(call, call.tensors)
+
+
+def narrow_copy_rule(call: Call) -> int:
+    """A contiguous copy of all; the block through which a matrix is transposed is gone before the result exists."""
+    source = call["self"]
+    if source.is_contiguous():
+        return 0
+    return max(nbytes_of(source), contiguous_copy_nbytes(source) - nbytes_of(call.outputs[0]))
+
+
+def scaled_rule(call: Call) -> int:
+    """`deg2rad`, `rad2deg`: a product with a number."""
+    dtype = call.outputs[0].dtype
+    cast = nbytes_of(call["self"], dtype.itemsize) if call["self"].dtype != dtype else 0
+    return cast + 8 + (dtype.itemsize if dtype != torch.float64 else 0)
+
+
+def ldexp_rule(call: Call) -> int:
+    """A power of two for every exponent; with the number 2, before there is a result."""
+    result = call.outputs[0]
+    powers = nbytes_of(call["other"], result.itemsize)
+    return max(powers, powers + 8 + result.itemsize - nbytes_of(result))
+
+
+def isinf_rule(call: Call) -> int:
+    """Absolute values, compared with a number."""
+    source = call["self"]
+    if not source.dtype.is_floating_point:
+        return 0
+    return nbytes_of(source) + 8 + (source.itemsize if source.dtype != torch.float64 else 0)
+
+
+def gelu_backward_rule(call: Call) -> int:
+    """oneDNN takes it where the input is contiguous, and wants everything else in the input's layout."""
+    source = call["self"]
+    if not source.is_contiguous():
+        return _casts(call, call.tensors)
+    return sum(nbytes_of(t) for t in (call["grad_output"], *call.outputs) if not t.is_contiguous())
+
+
+def fma_rule(call: Call) -> int:
+    """The product."""
+    return nbytes_of(call.outputs[0])
+
+
+def concatenation_rule(call: Call) -> int:
+    """One at a time, a copy of each tensor that is not in the common dtype."""
+    dtype = call.outputs[0].dtype
+    return max((nbytes_of(t) for t in call.tensors if t.dtype != dtype), default=0)
+
+
+def contiguous_rule(call: Call) -> int:
+    """Kernels that read contiguous memory copy the inputs that are not."""
+    return sum(contiguous_copy_nbytes(t) for t in call.tensors)
+
+
+def copy_rule(call: Call) -> int:
+    """Nothing but a transposed matrix's block; a number, which tracing puts in a tensor's place, becomes one first."""
+    if not call.tensors:
+        return sum(map(number_nbytes, numbers_in([call["self"]])))
+    source = call.tensors[-1]
+    return copy_block_nbytes(source) if all(out.dtype == source.dtype for out in call.outputs) else 0
+
+
+def scan_rule(call: Call) -> int:
+    source, result = call["self"], call.outputs[0]
+    return nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
+
+
+def sort_rule(call: Call) -> int:
+    """The indices of one row at a time."""
+    source = call["self"]
+    return 8 * source.shape[call["dim"]] if source.dim() else 0
+
+
+def dropout_backward_rule(call: Call) -> int:
+    """The mask in the gradient's dtype, times a number."""
+    itemsize = call.outputs[0].itemsize
+    return nbytes_of(call["mask"], itemsize) + 8 + (itemsize if call.outputs[0].dtype != torch.float64 else 0)
+
+
+def dropout_rule(call: Call) -> int:
+    """The mask in the operand's dtype; before that, the number by which it is scaled."""
+    return max(nbytes_of(call["input"]), 8 + call["input"].itemsize)
+
+
+def matrix_product_rule(call: Call) -> int:
+    """Operands that the library cannot read in place are copied; oneDNN packs low precision."""
+    arguments = call.arguments
+    left = next(arguments[name] for name in ("mat1", "batch1", "mat", "self") if name in arguments)
+    right = next(arguments[name] for name in ("mat2", "batch2", "vec", "tensor", "other") if name in arguments)
+    rows = left.shape[-2] if left.dim() > 1 else 1
+    columns = right.shape[-1] if right.dim() > 1 else 1
+    nbytes = sum(map(operand_copy_nbytes, (left, right, *call.outputs)))
+    if left.dim() == 3 and left.shape[0] and not uses_onednn(left.dtype):
+        nbytes //= left.shape[0]  # one product after the other
+    if left.numel() == 0:
+        return nbytes + 2 * SCALAR_NBYTES  # nothing to multiply: what is left is beta times the addend
+    return nbytes + gemm_nbytes(left.dtype, rows, left.shape[-1], columns, call.num_threads)
+
+
+def grouped_fallback_rule(call: Call) -> int:
+    """Transformers' loop over experts: one product at a time, written into the output."""
+    rows, inner = call["input"].shape[-2:]
+    columns = call["weight"].shape[-1]
+    shapes = ((rows, inner, columns), (rows, columns, inner), (inner, rows, columns))
+    return max(gemm_nbytes(call["input"].dtype, *shape, call.num_threads) for shape in shapes)
+
+
+def attention_rule(call: Call) -> int:
+    return attention_nbytes(call["query"], call["key"], call.num_threads)
+
+
+def attention_backward_rule(call: Call) -> int:
+    return attention_backward_nbytes(call["grad_out"], call["query"], call["key"], call.num_threads)
+
+
+def _convolution(call: Call, result: Tensor, *, bias: bool) -> Operands:
+    return operands(
+        call["input"],
+        call["weight"],
+        result.shape,
+        call["stride"],
+        call["padding"],
+        call["dilation"],
+        call["groups"],
+        transposed=call["transposed"],
+        bias=bias,
+        num_threads=call.num_threads,
+    )
+
+
+def convolution_rule(call: Call) -> int:
+    return convolution_nbytes(_convolution(call, call.outputs[0], bias=call["bias"] is not None))
+
+
+def convolution_backward_rule(call: Call) -> int:
+    given = iter(call.outputs)
+    outputs = [next(given) if wanted else None for wanted in call["output_mask"]]
+    convolution = _convolution(call, call["grad_output"], bias=call["output_mask"][2])
+    return convolution_backward_nbytes(convolution, call["grad_output"], outputs)
+
+
+def col2im_outputs(call: Call) -> dict[int, int]:
+    """The result starts as large as the columns."""
+    return {0: max(nbytes_of(call["self"]), nbytes_of(call.outputs[0]))}
+
+
+def repeat_rule(call: Call) -> int:
+    """Sizes and strides of the windows it copies into."""
+    return 32 * len(call["repeats"])
+
+
+def roll_rule(call: Call) -> int:
+    """One dimension after the other; everything flattened first where no dimension is named."""
+    source, dims = call["self"], call["dims"]
+    if not dims:
+        return contiguous_copy_nbytes(source)
+    return nbytes_of(source) if len(dims) > 1 else 0

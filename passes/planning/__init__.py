@@ -1,0 +1,1 @@
+"""Plan a step: residents, eviction, offload, recompute, updates, and when copies begin."""

@@ -1,0 +1,157 @@
+"""Phases that follow each other as a `Plan`: one line of positions, scheduled as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.items import Copy, Item, ItemId, SavedStorage
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkLayout
+from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, gradients_at
+from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.passes.planning.eviction import Schedule, schedule
+from chunkc.passes.planning.offload import Saved, copies
+from chunkc.passes.planning.residency import StayingData, check_minimum, chunk_items, fixed_nbytes, moving_only
+
+BETWEEN = "between"
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Phases that follow each other as one line of positions, scheduled; `spans`: phase, begin, end."""
+
+    positions: list[Position]
+    spans: list[tuple[str, int, int]]
+    minimum_nbytes: int
+    schedule: Schedule
+
+    @staticmethod
+    def of(
+        phases: Sequence[tuple[str, Sequence[Position]]],
+        layout: ChunkLayout,
+        budget_nbytes: int,
+        resident: frozenset[int],
+        hardware: Hardware,
+        held_nbytes: int,
+        boundary_nbytes: int,
+        saved: Sequence[Saved],
+        most_s: float = math.inf,
+    ) -> _Line:
+        """See `plan_phases`, and for `most_s` `schedule`."""
+        fixed = fixed_nbytes(layout, resident)
+        line: list[Position] = []
+        spans, barriers = [], []
+        for name, phase in phases:
+            if line:
+                barriers.append(len(line))
+                line.append(_between(boundary_nbytes))
+            barriers.append(len(line))
+            spans.append((name, len(line), len(line) + len(phase)))
+            line += [moving_only(position, resident) for position in phase]
+        calls = [position for position in line if position.phase != BETWEEN and position.tile is None]
+        updates = [position for position in line if position.tile is not None and not position.keeps_gradients]
+        used_up = {Chunk(GRAD, position.tile.group) for position in updates if position.tile is not None}
+        minimum = check_minimum(calls, layout, budget_nbytes, held_nbytes, resident)
+        room_nbytes = budget_nbytes - fixed - held_nbytes
+        capacity = [max(0, room_nbytes - one.non_model_nbytes - one.waiting_nbytes(resident)) for one in line]
+        items = chunk_items(layout, line, resident)
+        ways = [Copy(link) for link in layout.links_of(PARAM)]
+        items |= {SavedStorage(one.storage): Item(one.nbytes, *ways) for one in saved}
+        calls_of = {name: [at for at in range(begin, end) if line[at].tile is None] for name, begin, end in spans}
+        around = copies(saved, calls_of.get(FORWARD), calls_of[BACKWARD]) if saved else []
+        found = schedule(line, items, capacity, hardware, barriers, around, used_up, most_s)
+        return _Line(line, spans, minimum, found)
+
+
+def passes_s(
+    phases: Sequence[tuple[str, Sequence[Position]]],
+    layout: ChunkLayout,
+    *,
+    budget_nbytes: int,
+    resident: frozenset[int],
+    hardware: Hardware,
+    boundary_nbytes: int = 0,
+    saved: Sequence[Saved] = (),
+    most_s: float = math.inf,
+) -> float:
+    """Seconds that phases take by the plan that `plan_phases` makes of them.
+
+    Raises:
+        BudgetError: there is none.
+        TooSlow: they take more than `most_s`.
+    """
+    found = _Line.of(phases, layout, budget_nbytes, resident, hardware, 0, boundary_nbytes, saved, most_s)
+    return found.schedule.seconds
+
+
+def plan_phases(
+    phases: Sequence[tuple[str, Sequence[Position]]],
+    layout: ChunkLayout,
+    *,
+    budget_nbytes: int,
+    resident: frozenset[int],
+    hardware: Hardware,
+    held_nbytes: int = 0,
+    boundary_nbytes: int = 0,
+    saved: Sequence[Saved] = (),
+) -> Plan:
+    """Plan phases that follow each other; chunks may stay in their slots from one to the next.
+
+    Args:
+        held_nbytes: bytes on the compute tier that belong to others: values of earlier calls still in flight.
+        boundary_nbytes: non-model bytes while user code runs between the phases.
+        saved: storages that are at home between the forward and the backward.
+
+    Raises:
+        BudgetError: no plan fits; its `minimum_nbytes` holds for this `resident`.
+    """
+    found = _Line.of(phases, layout, budget_nbytes, resident, hardware, held_nbytes, boundary_nbytes, saved)
+    line, spans, stops, occupancy = found.positions, found.spans, found.schedule.stops(), found.schedule.occupancy
+    staying = StayingData.of(layout, resident)
+    made, group_of = {name for position in line for name, _ in position.sunk}, layout.group_of()
+    present = {n: nbytes for n, nbytes in staying.gradients.items() if n in made or group_of.get(n) not in layout.spent}
+    gradients = gradients_at(line, present)
+    planned, kept = [], frozenset[ItemId]()
+    for index, (name, begin, end) in enumerate(spans):
+        moments = tuple(
+            Moment(
+                name=line[at].name,
+                phase=name,
+                op=line[at].op,
+                module=line[at].module,
+                parameter_nbytes=staying.parameter_nbytes,
+                gradient_nbytes=gradients[at],
+                state_nbytes=staying.state_nbytes,
+                other_nbytes=held_nbytes + layout.overhead_nbytes,
+                non_model_nbytes=line[at].non_model_nbytes,
+                slot_nbytes=occupancy[at],
+                sunk=line[at].sunk,
+                used_up=line[at].used_up,
+            )
+            for at in range(begin, end)
+        )
+        # The stop before "between", and the one after it, both belong to the end of the earlier phase.
+        tail = stops[end]
+        tiles = {at: tile for at, position in enumerate(line[begin:end]) if (tile := position.tile) is not None}
+        planned.append(PhasePlan(name, (*stops[begin:end], tail), moments, tiles))
+        if index + 1 < len(spans):
+            kept = _present_after([*stops[: end + 1]])
+    return Plan(budget_nbytes, found.minimum_nbytes, resident, tuple(planned), kept, present)
+
+
+def _between(non_model_nbytes: int) -> Position:
+    """User code between phases, as a call that needs no chunk: what it leaves may stay in slots."""
+    return Position(BETWEEN, BETWEEN, non_model_nbytes, "user code", "", frozenset(), frozenset(), 0.0)
+
+
+def _present_after(stops: Sequence[tuple[Event, ...]]) -> frozenset[ItemId]:
+    present: set[ItemId] = set()
+    for stop in stops:
+        for event in stop:
+            if event.kind == PREFETCH and isinstance(event.item, Chunk):
+                present.add(event.item)
+            elif event.kind == EVICT and isinstance(event.item, Chunk):
+                present.remove(event.item)
+    return frozenset(present)

@@ -1,0 +1,174 @@
+"""The optimizer's step as tiles of chunk groups: cut, given room, planned."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import GRAD, Chunk, ChunkGroup, ChunkLayout
+from chunkc.ir.plan import Plan, Position, Tile
+from chunkc.ir.program import UPDATE
+from chunkc.ir.updates import tile_traffic, update_stages
+from chunkc.passes.planning.residency import check_minimum, fixed_nbytes, staying_beside, whole_beside
+from chunkc.passes.planning.timeline import plan_phases
+
+MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
+"""Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
+
+MAX_GROUP_TILES, MAX_STEP_TILES = 32, 1536
+"""Tiles of a group, and of a step, where there is room for larger ones: the time that planning takes does not grow with
+the model."""
+
+TILES_AT_ONCE = 3
+"""One tile arriving, one being updated, one leaving."""
+
+
+def update_tiles(
+    layout: ChunkLayout, groups: Sequence[int], capacity_nbytes: int, num_stages: int = 1
+) -> tuple[Tile, ...]:
+    """The groups cut into tiles, such that one can be fetched and one written back beside the one updated.
+
+    An update is elementwise, and sums are cut where all tiles may end, so tiles may depend on the budget; results do
+    not. Of two stages the second goes backwards: it begins with what the first has left in slots.
+    """
+    tiles = []
+    for index in groups:
+        group = layout.groups[index]
+        numel = tile_numel(layout, group, capacity_nbytes)
+        parts = [(at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
+        for stage in range(num_stages):
+            tiles += [Tile(index, *part, stage, num_stages) for part in (reversed(parts) if stage else parts)]
+    return tuple(tiles)
+
+
+def tile_numel(layout: ChunkLayout, group: ChunkGroup, capacity_nbytes: int, most_numel: int = MAX_TILE_NUMEL) -> int:
+    """Elements of a tile, such that `TILES_AT_ONCE` fit where that is possible; more than `most_numel` only where there
+    would be too many tiles."""
+    fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
+    num_tiles = min(MAX_GROUP_TILES, max(1, MAX_STEP_TILES // len(layout.groups)))
+    largest = max(most_numel, -(-group.numel // num_tiles))
+    return max(MIN_TILE_NUMEL, min(largest, fitting) // MIN_TILE_NUMEL * MIN_TILE_NUMEL)
+
+
+def smallest_tiles(layout: ChunkLayout, groups: Sequence[int], num_stages: int = 1) -> tuple[Tile, ...]:
+    """One tile of each group, of the smallest size: what the group's update needs room for at the least.
+
+    Of a group that is cut over ranks that of the largest parts: all ranks choose alike.
+    """
+    return tuple(
+        Tile(index, 0, min(MIN_TILE_NUMEL, layout.groups[index].largest_numel), stage, num_stages)
+        for index in groups
+        for stage in range(num_stages)
+    )
+
+
+def update_positions(
+    layout: ChunkLayout, tiles: Sequence[Tile], held_nbytes: int, hardware: Hardware | None = None
+) -> tuple[Position, ...]:
+    """The optimizer's step as positions: each tile needs all at once that its stage reads and writes.
+
+    `hardware` says how soon the next one may follow; without it, where only room is asked for, at once.
+    """
+    found = []
+    for tile in tiles:
+        group = layout.groups[tile.group]
+        stage = update_stages(group.update_kinds, tile.num_stages)[tile.stage]
+        reads, writes = (
+            frozenset(Chunk(kind, tile.group, (tile.begin, tile.end)) for kind in kinds)
+            for kinds in (stage.reads, stage.writes)
+        )
+        found.append(
+            Position(
+                name=f"{UPDATE}.{tile}",
+                phase=UPDATE,
+                non_model_nbytes=held_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
+                op="optimizer update",
+                module=group.slices[0].spec.name.rpartition(".")[0],
+                reads=reads,
+                writes=writes,
+                cost_s=0.0 if hardware is None else _pace_s(layout, tile, hardware),
+            )
+        )
+    return tuple(found)
+
+
+def _pace_s(layout: ChunkLayout, tile: Tile, hardware: Hardware) -> float:
+    """Seconds from one tile to the next: the memory reads and writes it, links bring one and take one away.
+
+    By its memory's time alone, tiles behind a slow link would be fetched all at once: they would fill the budget, and
+    none would come sooner. Of two stages each has half of the link's time: the second may find in slots what it needs.
+    """
+    group, part = layout.groups[tile.group], (tile.begin, tile.end)
+    copied: Counter[str] = Counter()
+    for kind in group.update_kinds:
+        nbytes, (back, home) = layout.chunk_nbytes_of(Chunk(kind, tile.group, part)), layout.links_of(kind)
+        copied[back] += nbytes
+        copied[home] += 0 if kind == GRAD else nbytes
+    memory_s = tile_traffic(group, tile).nbytes / hardware.update_bytes_per_s
+    return max(memory_s, hardware.link_seconds(copied) / tile.num_stages)
+
+
+def check_update(
+    layout: ChunkLayout,
+    groups: Sequence[int],
+    budget_nbytes: int,
+    held_nbytes: int,
+    resident: frozenset[int],
+    num_stages: int = 1,
+) -> None:
+    """Whether groups can be updated in slots: larger tiles are cut only where they fit too.
+
+    Raises:
+        BudgetError: they cannot.
+    """
+    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), held_nbytes)
+    check_minimum(positions, layout, budget_nbytes, 0, resident)
+
+
+def staying_beside_update(
+    layout: ChunkLayout,
+    groups: Sequence[int],
+    trained: frozenset[int],
+    budget_nbytes: int,
+    held_nbytes: int,
+    resident: frozenset[int],
+    num_stages: int = 1,
+) -> frozenset[int]:
+    """Those residents that may stay where groups are to be updated in slots, and trained ones that leave with them.
+
+    Raises:
+        BudgetError: there is no room even where none stays.
+    """
+    due = sorted({*groups, *(resident & trained)})
+    positions = update_positions(layout, smallest_tiles(layout, due, num_stages), held_nbytes)
+    return staying_beside(positions, layout, budget_nbytes, 0, resident)[0]
+
+
+def whole_beside_update(
+    layout: ChunkLayout, groups: Sequence[int], budget_nbytes: int, held_nbytes: int, num_stages: int
+) -> ChunkLayout:
+    """The layout where those groups stand whole on every rank beside which there is room for the update of some."""
+    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), held_nbytes)
+    return whole_beside(positions, layout, budget_nbytes, 0)
+
+
+def plan_update(
+    layout: ChunkLayout,
+    groups: Sequence[int],
+    *,
+    budget_nbytes: int,
+    resident: frozenset[int],
+    hardware: Hardware,
+    held_nbytes: int,
+    num_stages: int,
+) -> tuple[Plan, tuple[Tile, ...]]:
+    """The plan of an optimizer's step that updates some groups in slots, with a moment for each of its tiles.
+
+    Raises:
+        BudgetError: there is none within the budget.
+    """
+    capacity_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - held_nbytes
+    tiles = update_tiles(layout, groups, capacity_nbytes, num_stages)
+    phases = [(UPDATE, update_positions(layout, tiles, held_nbytes, hardware))]
+    return plan_phases(phases, layout, budget_nbytes=budget_nbytes, resident=resident, hardware=hardware), tiles

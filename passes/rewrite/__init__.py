@@ -1,0 +1,1 @@
+"""Rewrite graphs: a graph in, a graph out."""

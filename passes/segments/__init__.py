@@ -1,0 +1,1 @@
+"""Cut graphs into segments and match equal ones."""

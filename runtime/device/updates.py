@@ -1,0 +1,193 @@
+"""Updates of chunk groups in home memory, by the CPU, behind the back of whoever asked for them.
+
+    store.updates.begin(3, job, label="...", after=marks)       # returns at once
+    store.tier.links["to_device"].submit(read, after=[*mark, *store.updates.before(3)])
+
+One worker thread runs them in the order in which they were asked for. Until one has ended nobody may read or write
+its group at home: copies are submitted `before` it has ended and so start after it; a host asks `wait`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from chunkc.ir.errors import HomeError, StreamError
+from chunkc.runtime.device.streams import JobMark, WorkerStream
+from chunkc.runtime.device.tier import Mark
+
+logger = logging.getLogger(__name__)
+
+
+class HomeUpdate:
+    """The update of one chunk group: runs once, however often it is submitted.
+
+    Args:
+        job, label, after: as for `HomeUpdates.begin`.
+    """
+
+    def __init__(self, job: Callable[[], object], label: str, after: Sequence[Mark] = ()) -> None:
+        self._job: Callable[[], object] | None = job
+        self._label = label
+        self._after = tuple(after)
+        self._problem: StreamError | None = None
+        self.event: JobMark | None = None
+
+    def submitted(self, stream: WorkerStream) -> JobMark:
+        """The end of the update, which is submitted now unless it is known to have been.
+
+        Raises:
+            StreamError: there is no thread to be had.
+        """
+        if self.event is None:
+            self.event = stream.submit(self._run, after=self._after)
+        self._after = ()
+        return self.event
+
+    def _run(self) -> None:
+        """On the worker thread, whose grad mode is its own."""
+        job, self._job = self._job, None
+        if self._problem is not None:
+            raise self._problem
+        if job is None:
+            return
+        try:
+            with torch.no_grad():
+                job()
+        except Exception as error:
+            problem = f"{type(error).__name__}: {error}"
+            self._problem = StreamError(f"the update of {self._label} failed and may be half done: {problem}")
+            raise self._problem from error
+
+
+class HomeUpdates:
+    """The updates at home of one model's chunk groups, one after the other.
+
+    At the interpreter's exit those under way are waited for: a thread must not be torn out of arithmetic.
+
+    Args:
+        delay: race tests only: seconds to sleep before every update.
+    """
+
+    def __init__(self, *, delay: Callable[[], float] | None = None) -> None:
+        self._stream = WorkerStream("update", delay=delay)
+        self._pending: dict[int, HomeUpdate] = {}
+        self._needed: dict[int, None] = {}
+        at_exit = partial(_finish_at_exit, weakref.ref(self))
+        atexit.register(at_exit)
+        weakref.finalize(self, atexit.unregister, at_exit).atexit = False
+
+    def begin(self, group: int, job: Callable[[], object], *, label: str, after: Sequence[Mark] = ()) -> None:
+        """Update a group once all of `after` is over, and every update begun before. Never blocks.
+
+        Args:
+            job: reads and writes the group's home memory.
+            label: the group as its user knows it, for the error of a job that fails.
+
+        Raises:
+            StreamError: there is no thread to be had.
+        """
+        self.enter(group, HomeUpdate(job, label, after))
+
+    def enter(self, group: int, update: HomeUpdate) -> None:
+        """Begin an update (see `begin`). Interrupted, it has not begun, or will run before it is waited for.
+
+        Raises:
+            StreamError: there is no thread to be had; it has not begun.
+        """
+        self._pending[group] = update
+        try:
+            update.submitted(self._stream)
+        except StreamError:
+            del self._pending[group]
+            raise
+
+    def has(self, group: int, update: HomeUpdate) -> bool:
+        """Whether an update that was to be entered has begun, or has ended already."""
+        return self._pending.get(group) is update or update.event is not None
+
+    def before(self, group: int) -> tuple[JobMark, ...]:
+        """What a copy of the group's home has to wait for; nothing where no update is under way."""
+        update = self._pending.get(group)
+        if update is None:
+            return ()
+        event = update.submitted(self._stream)
+        if event.done() and not event.failed():
+            del self._pending[group]
+            return ()
+        return (event,)
+
+    def wait(self, group: int) -> None:
+        """Block the caller until the group's update has ended.
+
+        Raises:
+            StreamError, HomeError: it failed; again with every call, until `finish` has told of it.
+        """
+        for event in self.before(group):
+            event.wait()
+
+    def finish(self) -> None:
+        """Block the caller until every update has ended, and forget them; raises as `finish_all`."""
+        finish_all([self])
+
+    def end_soon(self) -> None:
+        """End the thread behind what is under way; nothing more may begin. Never blocks."""
+        self._stream.end_soon()
+
+    def _wait_for_all(self, failures: list[StreamError | HomeError]) -> None:
+        """Block the caller until every update has ended, and note how those ended that failed."""
+        for update in list(self._pending.values()):
+            try:
+                update.submitted(self._stream).wait()
+            except (StreamError, HomeError) as error:
+                failures.append(error)
+
+    def _forget_all(self) -> None:
+        self._pending.clear()
+
+    # --- the order in which groups are needed ---
+
+    def note_use(self, group: int) -> None:
+        """The group is fetched from home: before those that are fetched later."""
+        self._needed.setdefault(group)
+
+    def in_order_of_use(self, groups: Sequence[int]) -> list[int]:
+        """The groups in the order of their first fetch since the last call of this; others follow, by index."""
+        known = {group: at for at, group in enumerate(self._needed)}
+        self._needed.clear()
+        return sorted(groups, key=lambda group: (known.get(group, len(known)), group))
+
+
+def finish_all(models: Iterable[HomeUpdates]) -> None:
+    """Block the caller until every update of several models has ended, and forget them, if nothing interrupts it.
+
+    Raises:
+        StreamError, HomeError: an update failed: the parameters it names may be half updated. The first error, with a
+            note for each other.
+    """
+    models = list(models)
+    failures: list[StreamError | HomeError] = []
+    for updates in models:
+        updates._wait_for_all(failures)
+    for updates in models:
+        updates._forget_all()
+    if failures:
+        told = dict.fromkeys(str(failure) for failure in failures)  # many may have waited for one copy that failed
+        for text in list(told)[1:]:
+            failures[0].add_note(f"and {text}")
+        raise failures[0]
+
+
+def _finish_at_exit(reference: weakref.ref[HomeUpdates]) -> None:
+    updates = reference()
+    if updates is None:
+        return
+    try:
+        updates._stream.close()
+    except (StreamError, HomeError) as error:  # nobody is left to catch it
+        logger.error("%s", error)

@@ -1,0 +1,1 @@
+"""Exchange chunks between ranks."""

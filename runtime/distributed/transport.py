@@ -1,0 +1,266 @@
+"""Bytes between ranks: messages from memory to memory, in the same order on every rank.
+
+What lies on a GPU goes by NCCL, in stream order (`runtime.nccl`); everything else by gloo, and the caller waits for it.
+Each channel is a process group of its own, so that threads which use different ones do not wait for each other.
+Messages are sent from where they lie and received where they are to be, without buffers; so what a rank sends is
+exactly what others lack, whatever the sizes of their parts are. A channel's exchanges are matched by their order, and
+where threads share one, by their tags.
+"""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from copy import copy
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkc.ir.errors import DistributedError
+from chunkc.runtime.distributed.nccl import GpuMessages
+
+GATHERS, SCATTERS, AGREEMENTS, SUMS, CHECKPOINTS = "gathers", "scatters", "agreements", "sums", "checkpoints"
+_CHANNELS = (GATHERS, SCATTERS, AGREEMENTS, SUMS, CHECKPOINTS)
+
+_HEAD_NBYTES = 1024
+"""Of what ranks tell each other, these go first, with the length of all: mostly that is all there is."""
+
+_INLINE_NBYTES = _HEAD_NBYTES - 8
+
+_ANEW = "Start all ranks anew from the latest checkpoint"
+
+Message = tuple[int, torch.Tensor]
+"""A rank, as an index into `Transport.ranks`, and a contiguous tensor that is sent there or filled from there."""
+
+
+@dataclass
+class Transport:
+    """The ranks that share a model, and what they have said to each other.
+
+    Args:
+        ranks: of the default process group, in the order of the mesh; this process's is among them.
+        timeout_s: how long a rank waits for another before it gives up.
+        num_copies: of every part (see `chunkc.ir.shards`).
+
+    Attributes:
+        num_hosts: that the ranks run on, by their names.
+        sent_nbytes: bytes that this rank has sent, by channel.
+        failure: why ranks can no longer train together; None: nothing has failed. A checkpoint that is being written
+            goes on then, and one that fails stops nobody: that channel stands for itself.
+        accumulating: more gradients will be added to those of the backwards that run now: in stage 1 of ZeRO each rank
+            keeps its own until then.
+        num_renewed: how often ranks have forgotten plans of a step; the same on all of them.
+        steps: a hash of the steps of optimizers so far.
+        device: where this rank computes (see `connect_gpus`).
+
+    Raises:
+        DistributedError: another rank does not come.
+    """
+
+    ranks: tuple[int, ...]
+    timeout_s: float
+    num_copies: int = 1
+    num_hosts: int = 1
+    sent_nbytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(_CHANNELS, 0))
+    failure: BaseException | None = None
+    accumulating: bool = False
+    num_renewed: int = 0
+    steps: str = ""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        timeout = timedelta(seconds=self.timeout_s)
+        self.rank = self.ranks.index(dist.get_rank())
+        ranks = list(self.ranks)
+        try:
+            self._groups = {
+                channel: dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+                for channel in self.sent_nbytes
+            }
+        except RuntimeError as error:
+            raise self._lost("addresses", "another rank") from error
+        self._everyone: Transport | None = None
+        self._layers: tuple[dist.ProcessGroup, ...] = ()
+        self._failed_checkpoint: BaseException | None = None
+        self._gpus: GpuMessages | None = None
+        self._beside: GpuMessages | None = None  # of who fails with this one
+
+    def connect_gpus(self, device: torch.device) -> None:
+        """All ranks compute on GPUs, of which this one's is `device`: what lies there is exchanged by NCCL.
+
+        Raises:
+            DistributedError: NCCL cannot connect them.
+        """
+        lost = self._lost("parts between GPUs", "another rank")
+        me = weakref.ref(self)
+
+        def too_late() -> None:
+            if (transport := me()) is not None and transport.failure is None:
+                transport.failure = lost
+
+        try:
+            self._gpus = GpuMessages(self.ranks, device, self.timeout_s, too_late, self._layers)
+        except RuntimeError as error:
+            raise DistributedError(f"rank {self.rank} of {self.num_ranks} has no NCCL: {error}. {_ANEW}") from error
+        self.device = device
+        self.everyone._beside = self._gpus
+
+    @property
+    def everyone(self) -> Transport:
+        """By which all ranks meet that train the model: with tensor parallelism more than these."""
+        return self if self._everyone is None else self._everyone
+
+    def join_layers(self, everyone: Transport, layers: Sequence[dist.ProcessGroup]) -> None:
+        """Ranks compute layers together, and meet in groups of their own there; all of them meet by `everyone`."""
+        self._everyone, self._layers = everyone, tuple(layers)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The other ranks, beginning with the next one: not all send to the same one at first."""
+        return tuple((self.rank + step) % self.num_ranks for step in range(1, self.num_ranks))
+
+    def exchange(self, channel: str, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> None:
+        """Send and receive; returns once all is done. Empty tensors are no messages.
+
+        Tensors on a GPU are exchanged in the order of the current stream, whatever the channel and the tag are. Then it
+        returns at once, and who is not there is noticed later (see `failure`).
+
+        Args:
+            tag: exchanges of one tag meet, in their order.
+
+        Raises:
+            DistributedError: another rank is gone, or has not come within the timeout.
+        """
+        self.check(channel)
+        group, works, other = self._groups[channel], [], self.rank
+        receives = [(rank, _bytes(tensor)) for rank, tensor in receives if tensor.numel()]
+        sends = [(rank, _bytes(tensor)) for rank, tensor in sends if tensor.numel()]
+        try:
+            if any(tensor.is_cuda for _, tensor in (*receives, *sends)):
+                assert self._gpus is not None
+                self._gpus.exchange(sends, receives)
+                self.sent_nbytes[channel] += sum(tensor.nbytes for _, tensor in sends)
+                return
+            for other, tensor in receives:
+                works.append((other, dist.irecv(tensor, src=self.ranks[other], group=group, tag=tag)))
+            for other, tensor in sends:
+                works.append((other, dist.isend(tensor, dst=self.ranks[other], group=group, tag=tag)))
+                self.sent_nbytes[channel] += tensor.nbytes
+            for other, work in works:  # noqa: B007
+                assert work is not None
+                work.wait()
+        except RuntimeError as error:
+            lost = self._lost(channel, f"rank {other}")
+            if channel == CHECKPOINTS:
+                self._failed_checkpoint = lost
+            else:
+                self._fail(lost)
+            raise copy(lost) from error
+
+    def tell_all(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
+        """Every rank's value, in the order of the ranks; all of them call this. Takes no memory of torch's allocator.
+
+        Raises:
+            DistributedError: as `exchange`.
+        """
+        own = pickle.dumps(value)
+        told = [bytearray(_HEAD_NBYTES) for _ in self.ranks]
+        told[self.rank][:] = (len(own).to_bytes(8, "little") + own[:_INLINE_NBYTES]).ljust(_HEAD_NBYTES, b"\0")
+        self._tell(told, channel)
+        lengths = [int.from_bytes(head[:8], "little") for head in told]
+        rests = [bytearray(max(0, length - _INLINE_NBYTES)) for length in lengths]
+        rests[self.rank][:] = own[_INLINE_NBYTES:]
+        self._tell(rests, channel)
+        values = zip(told, rests, lengths, strict=True)
+        return [pickle.loads((head[8:] + rest)[:length]) for head, rest, length in values]
+
+    def add_up(self, values: torch.Tensor, meeting: Sequence[int], tag: int) -> None:
+        """Sum a tensor over those ranks that are meeting, this one among them, in place: on each the same bits.
+
+        The host waits for it. Takes no memory of torch's allocator.
+
+        Raises:
+            DistributedError: as `exchange`.
+        """
+        others = [rank for rank in self.others if rank in meeting]
+        total, *rooms = (
+            torch.frombuffer(bytearray(values.nbytes), dtype=values.dtype).view(values.shape)
+            for _ in range(len(meeting) + 1)
+        )
+        of_rank = dict(zip(meeting, rooms, strict=True))
+        of_rank[self.rank].copy_(values)
+        sends = [(rank, of_rank[self.rank]) for rank in others]
+        self.exchange(SUMS, sends, [(rank, of_rank[rank]) for rank in others], tag)
+        for rank in meeting:
+            total.add_(of_rank[rank])
+        values.copy_(total)
+
+    def _tell(self, of_ranks: Sequence[bytearray], channel: str) -> None:
+        """Send this rank's bytes, and fill the others'; which of them are none, all know."""
+        tensors = {n: torch.frombuffer(b, dtype=torch.uint8) for n, b in enumerate(of_ranks) if b}
+        sends = [(rank, tensors[self.rank]) for rank in self.others if self.rank in tensors]
+        self.exchange(channel, sends, [(rank, tensors[rank]) for rank in self.others if rank in tensors])
+
+    def check(self, channel: str = AGREEMENTS) -> None:
+        """Raises DistributedError: nothing can be exchanged any more."""
+        failure = self._failed_checkpoint if channel == CHECKPOINTS else self.failure
+        if isinstance(failure, DistributedError):
+            raise copy(failure) from failure.__cause__
+        if failure is not None:
+            raise DistributedError(
+                f"rank {self.rank} of {self.num_ranks} cannot go on after {type(failure).__name__}: {failure}. {_ANEW}"
+            ) from failure
+
+    def give_up(self, cause: BaseException) -> None:
+        """This rank stops in the middle of a plan: the others must not wait for it.
+
+        Closes the connections, which ends what the others wait for, in layers too. That of checkpoints stays: what is
+        being written is of a step before.
+        """
+        if self.failure is None:
+            self._fail(cause)
+            for channel, group in self._groups.items():
+                if channel != CHECKPOINTS:
+                    _close(group)
+        if self._everyone is not None:
+            self._everyone.give_up(cause)
+        layers, self._layers = self._layers, ()
+        for group in layers:
+            _close(group)
+
+    def _fail(self, cause: BaseException) -> None:
+        """Nothing is exchanged any more. What is under way between GPUs ends, so that nobody waits for it."""
+        self.failure = self.failure or cause
+        for gpus in (self._gpus, self._beside):
+            if gpus is not None:
+                gpus.abort()
+
+    def _lost(self, channel: str, who: str) -> DistributedError:
+        return DistributedError(
+            f"rank {self.rank} of {self.num_ranks} cannot go on: in an exchange of {channel} {who} was gone, or did "
+            f"not come within {self.timeout_s:g} s. The first error of any rank is the cause. {_ANEW}"
+        )
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory as bytes: gloo does not know all dtypes."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _close(group: dist.ProcessGroup) -> None:
+    """Close this rank's connections in a group: gloo does so where a message is not there in time."""
+    for rank in dist.get_process_group_ranks(group):
+        if rank != dist.get_rank():
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8), src=rank, group=group, tag=1)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))

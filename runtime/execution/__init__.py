@@ -1,0 +1,1 @@
+"""Execute a planned graph as a flat list of instructions."""

@@ -1,0 +1,193 @@
+"""Reads of a disk home's file: several requests under way at once, past the page cache.
+
+A piece that the cache has is copied from there. Others are read past it (O_DIRECT) into pages of the reader's own: the
+kernel need not find, fill and later evict pages of its cache for bytes that are read once per step. Such a read
+finds what was written before, through the map or by positional writes: the kernel first writes out what is dirty in
+its range. Whoever writes the bytes that are read must order himself; others may write beside them, even in the same
+page.
+
+Writes go through the cache, one at a time. A write past it has to take its range out of the cache, in whole folios; the
+kernel gives that up where a neighbour is in use at that moment, and the map would show the old bytes from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING
+
+import torch
+
+from chunkc.ir.errors import HomeError, StreamError
+from chunkc.runtime.device.streams import JobMark, WorkerStream
+
+if TYPE_CHECKING:
+    from chunkc.runtime.storage.maps import Mapping
+
+NUM_UNDER_WAY = 4
+"""Requests under way at once: two are enough for a virtual disk, drives of several GB/s want more."""
+PIECE_NBYTES = 4 << 20
+"""Bytes of one request."""
+WORTH_A_THREAD_NBYTES = 1 << 18
+"""Less is read by who asks, through the cache: the kernel reads ahead, and the bytes around may be wanted next."""
+_PAGE = mmap.PAGESIZE
+
+
+def room_for(piece_nbytes: int) -> int:
+    """Bytes of the whole pages in which a piece of a file may lie, wherever it begins."""
+    return -(-piece_nbytes // _PAGE) * _PAGE + _PAGE
+
+
+def open_past_cache(fd: int) -> int | None:
+    """Another descriptor of a file, to read it past the page cache by whole pages; None where its file system does not
+    say that this is possible (`statx`, Linux 6.1 or newer)."""
+    if not _reads_pages_directly(fd):
+        return None
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _read_through_cache(fd: int, offset: int, into: memoryview) -> None:
+    """Fill `into`, as often as it takes. Raises OSError."""
+    while into:
+        moved_nbytes = os.preadv(fd, [into], offset)
+        if moved_nbytes == 0:
+            raise OSError(errno.EIO, "the file has ended early")
+        into = into[moved_nbytes:]
+        offset += moved_nbytes
+
+
+def write_through_cache(fd: int, offset: int, data: memoryview) -> None:
+    """Write all of `data`, as often as it takes. Raises OSError."""
+    while data:
+        moved_nbytes = os.pwritev(fd, [data], offset)
+        if moved_nbytes == 0:
+            raise OSError(errno.EIO, "the file takes no more")
+        data = data[moved_nbytes:]
+        offset += moved_nbytes
+
+
+def read_into_pages(
+    mapping: Mapping, offset_nbytes: int, nbytes: int, pages: torch.Tensor, *, past_cache: bool
+) -> torch.Tensor:
+    """A map's bytes from `offset_nbytes` on, read from its file, as a part of `pages`.
+
+    Args:
+        pages: page-aligned, uint8, with `room_for` so many bytes.
+        past_cache: past the cache what is not in it, where the file system can.
+
+    Raises:
+        OSError: the medium fails.
+    """
+    file, offset = mapping.file, mapping.offset + offset_nbytes
+    assert file is not None
+    lead = offset % _PAGE
+    piece = pages[lead : lead + nbytes]
+    if past_cache and file.past_cache_fd is not None and not is_cached(mapping, offset_nbytes, nbytes):
+        end = -(-(lead + nbytes) // _PAGE) * _PAGE
+        _read_past_cache(file.past_cache_fd, offset - lead, pages[:end].numpy().data)
+    else:
+        _read_through_cache(file.fd, offset, piece.numpy().data)
+    return piece
+
+
+def read_by_way_of(
+    mapping: Mapping, offset_nbytes: int, into: torch.Tensor, pages: torch.Tensor, *, past_cache: bool
+) -> None:
+    """Fill `into`, flat uint8 anywhere in RAM: from the cache, or past it by way of `pages`; else `read_into_pages`."""
+    file, nbytes = mapping.file, into.numel()
+    assert file is not None
+    if past_cache and file.past_cache_fd is not None and not is_cached(mapping, offset_nbytes, nbytes):
+        piece = read_into_pages(mapping, offset_nbytes, nbytes, pages, past_cache=past_cache)
+        ctypes.memmove(into.data_ptr(), piece.data_ptr(), nbytes)
+    else:
+        _read_through_cache(file.fd, mapping.offset + offset_nbytes, into.numpy().data)
+
+
+def is_cached(mapping: Mapping, offset_nbytes: int, nbytes: int) -> bool:
+    """Whether the page cache has all these bytes of a map of a file. It may lose them at any time."""
+    address = mapping.address + offset_nbytes
+    begin = address // _PAGE * _PAGE
+    num_pages = -(-(address + nbytes - begin) // _PAGE)
+    found = ctypes.create_string_buffer(num_pages)
+    return not _mincore(begin, num_pages * _PAGE, found) and found.raw.count(1) == num_pages
+
+
+class Readers:
+    """Threads that read pieces at the same time. They start with the first read.
+
+    Args:
+        num: how many.
+    """
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self._streams = [WorkerStream(f"disk-reader-{index}") for index in range(num)]
+
+    def run(self, num_jobs: int, job_of: Callable[[int], Callable[[], None]]) -> Generator[int]:
+        """Run jobs, as many at a time as there are readers, and come back after each, in their order.
+
+        Nothing is under way any more when this ends, however it does. Job `index` runs on reader `index % num`, behind
+        what that one has to do.
+
+        Args:
+            job_of: makes a job, on the caller's thread, once the caller is through with job `index - num`.
+
+        Raises:
+            HomeError, StreamError: a job raised it, or something else.
+        """
+        under_way: deque[JobMark] = deque()
+        try:
+            for index in range(num_jobs):
+                if len(under_way) == self.num:
+                    under_way[0].wait()
+                    under_way.popleft()
+                    yield index - self.num
+                under_way.append(self._streams[index % self.num].submit(job_of(index)))
+            while under_way:
+                under_way[0].wait()
+                under_way.popleft()
+                yield num_jobs - len(under_way) - 1
+        finally:
+            for mark in under_way:
+                _wait_out(mark)
+
+
+def _wait_out(mark: JobMark) -> None:
+    """Wait for a job whose error does not matter any more: another one is on its way to the caller."""
+    with contextlib.suppress(HomeError, StreamError):
+        mark.wait()
+
+
+def _read_past_cache(past_fd: int, offset: int, pages: memoryview) -> None:
+    """Fill whole pages from the medium; what the cache has dirty in that range, the kernel writes out first."""
+    while pages:
+        moved_nbytes = os.preadv(past_fd, [pages], offset) // _PAGE * _PAGE
+        if moved_nbytes == 0:
+            raise OSError(errno.EIO, "the file has ended early")
+        pages = pages[moved_nbytes:]
+        offset += moved_nbytes
+
+
+def _reads_pages_directly(fd: int) -> bool:
+    """Whether the file system says that it reads this file past the cache, in pages and into pages."""
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    if statx is None:
+        return False
+    found = (ctypes.c_uint32 * 64)()
+    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found) or not found[0] & _STATX_DIOALIGN:
+        return False
+    memory, offset = found[38], found[39]  # stx_dio_mem_align, stx_dio_offset_align: 0 where it cannot be done
+    return memory > 0 and offset > 0 and _PAGE % memory == 0 and _PAGE % offset == 0
+
+
+_AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
+_mincore = ctypes.CDLL(None).mincore
+_mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p

@@ -1,0 +1,208 @@
+"""Memory maps behind homes: of RAM, or of ranges of one file without a name.
+
+A range of a file costs no descriptor of its own: a model may have thousands. When the last tensor over it is gone, its
+map goes and its bytes are taken out of the file, so the disk has them again. Its pages are in the page cache, which
+counts as the process's memory for as long as they are mapped: `drop_pages` lets go of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import tempfile
+import weakref
+from typing import Any
+
+import torch
+
+from chunkc.ir.errors import HomeError
+from chunkc.ir.units import format_nbytes
+from chunkc.runtime.storage.disk_reads import open_past_cache
+
+_WORTH_A_LOOK_NBYTES = 1 << 18
+"""Smaller tensors are not worth a look at what is mapped where."""
+
+
+class Mapping:
+    """The memory of one region, and the file behind it if there is one, from `offset` on."""
+
+    def __init__(self, memory: Any, file: NamelessFile | None = None, offset: int = 0) -> None:
+        self.memory = memory
+        self.address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        self.file = file
+        self.offset = offset
+
+
+class NamelessFile:
+    """A growing file that nobody else sees; closed with the last user of this object: never under a running copy.
+
+    Args:
+        directory: where it is made.
+
+    Attributes:
+        past_cache_fd: another descriptor, for reads past the page cache; None where the file system has none.
+
+    Raises:
+        HomeError: the directory does not exist, is not a directory, or no file can be made in it.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.fd = _open_nameless(directory)
+        self.past_cache_fd = open_past_cache(self.fd)
+        self.close = weakref.finalize(self, _close, self.fd, self.past_cache_fd)
+        self.close.atexit = False  # a daemon thread may still be copying then
+        self._end_nbytes = 0
+
+    def map(self, nbytes: int) -> Mapping:
+        """Further `nbytes` bytes of the file, zeros, reserved on the disk: a multiple of the page size.
+
+        Raises:
+            OSError: there is no room; the file is as it was.
+        """
+        offset = self._end_nbytes
+        try:
+            os.posix_fallocate(self.fd, offset, nbytes)
+            address = _libc.mmap(None, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, self.fd, offset)
+            if address == _MAP_FAILED:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        except OSError:
+            os.ftruncate(self.fd, offset)  # part of it may be reserved
+            raise
+        memory = (ctypes.c_char * nbytes).from_address(address)
+        _live[address] = nbytes, self.fd, offset
+        weakref.finalize(memory, _unmap, address, nbytes, self, os.getpid()).atexit = False
+        self._end_nbytes += nbytes
+        return Mapping(memory, self, offset)
+
+
+def _close(*fds: int | None) -> None:
+    for fd in fds:
+        if fd is not None:
+            os.close(fd)
+
+
+_live: dict[int, tuple[int, int, int]] = {}
+"""Every map of a file: its address -> bytes, descriptor, offset. Finalizers pop from it, in any thread."""
+
+
+def _unmap(address: int, nbytes: int, file: NamelessFile, pid: int) -> None:
+    """The last user of a range is gone. In a child of `os.fork`, the parent may still use the file's bytes."""
+    _live.pop(address, None)
+    if os.getpid() == pid:
+        _libc.madvise(address, nbytes, _MADV_REMOVE)  # not every file system can: then they go with the file
+    _libc.munmap(address, nbytes)
+
+
+def drop_pages(tensor: torch.Tensor) -> None:
+    """Let go of the RAM behind a tensor over a disk home; its bytes stay in the file. Nothing for other tensors."""
+    if tensor.device.type == "cpu" and tensor.numel():
+        drop_span(tensor.data_ptr(), _span_nbytes(tensor))
+
+
+def _span_nbytes(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to its last."""
+    return (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))) * (
+        tensor.itemsize
+    )
+
+
+def drop_span(address: int, nbytes: int) -> None:
+    """As `drop_pages`, of bytes from an address on, as far as the map goes that has this address."""
+    for first, (size, *_) in list(_live.items()):
+        if first <= address < first + size:
+            begin = address // mmap.PAGESIZE * mmap.PAGESIZE
+            _libc.madvise(begin, min(address + nbytes, first + size) - begin, mmap.MADV_DONTNEED)
+            return
+
+
+def evict_pages(tensor: torch.Tensor) -> None:
+    """Let the kernel take the RAM behind a tensor that a library mapped from a file; nothing for other tensors.
+
+    Its contents stay, and are read again if need be, and so do those of what lies between its rows. The kernel declines
+    if the process may not write the file.
+    """
+    if tensor.device.type != "cpu" or tensor.nbytes < _WORTH_A_LOOK_NBYTES:
+        return
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + _span_nbytes(tensor)) // mmap.PAGESIZE * mmap.PAGESIZE
+    if _is_of_a_file(begin, end):
+        _libc.madvise(begin, end - begin, _MADV_PAGEOUT)
+
+
+def _is_of_a_file(begin: int, end: int) -> bool:
+    """Whether one map of a file with a name has all these addresses."""
+    try:
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                span, _, _, _, inode, *path = line.split(maxsplit=5)
+                first, last = (int(bound, 16) for bound in span.split("-"))
+                if first <= begin < last:
+                    return end <= last and inode != "0" and path[0].startswith("/") and "(deleted)" not in path[0]
+    except OSError:
+        pass
+    return False
+
+
+def make_private_in_child() -> None:
+    """In a child of `os.fork`: every shared map of a file becomes a private one, for who has its address."""
+    protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
+    for address, (nbytes, fd, offset) in _live.items():
+        if _libc.mmap(address, nbytes, protection, flags, fd, offset) != address:
+            os._exit(1)  # never with the parent's memory at hand
+    _live.clear()
+
+
+def map_memory(nbytes: int) -> mmap.mmap:
+    """Anonymous, private memory, zeroed. Raises HomeError."""
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        message = f"cannot map {format_nbytes(nbytes)} of memory as a home: {error.strerror}"
+        raise home_error(message, error) from error
+
+
+# How kernels and file systems refuse O_TMPFILE.
+_NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
+
+
+def _open_nameless(directory: str) -> int:
+    """A descriptor of a new empty file in `directory` that has no name, or lost it at once."""
+    try:
+        try:
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
+        except OSError as error:
+            if error.errno not in _NO_NAMELESS_FILES:
+                raise
+        fd, path = tempfile.mkstemp(prefix="chunkc-", dir=directory)
+        os.unlink(path)
+        return fd
+    except OSError as error:
+        if not os.path.exists(directory):
+            problem = "it does not exist"
+        elif not os.path.isdir(directory):
+            problem = "it is not a directory"
+        elif error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            problem = f"it is not writable ({error.strerror})"
+        else:
+            problem = str(error.strerror)
+        raise home_error(f"cannot make a home in the directory {directory}: {problem}", error) from error
+
+
+def home_error(message: str, cause: OSError) -> HomeError:
+    error = HomeError(message)
+    error.errno = cause.errno
+    return error
+
+
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MAP_FIXED = 0x10
+_MADV_REMOVE, _MADV_PAGEOUT = 9, 21
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+)  # fmt: skip
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)

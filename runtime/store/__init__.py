@@ -1,0 +1,1 @@
+"""Chunks on the compute tier: slots, parameter views and gradients."""

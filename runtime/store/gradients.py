@@ -1,0 +1,149 @@
+"""What computation does with a gradient: into a slot, or straight into `.grad`, as autograd's AccumulateGrad does it.
+
+`take` gives the gradient when computation gets there; the host may be far ahead by then.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from chunkc.ir.strides import is_dense
+from chunkc.runtime.store.consumed_gradients import GradientElsewhere, LocalGradient, gradient_of, without_memory
+from chunkc.runtime.store.shards import leaf_of
+from chunkc.torch_private.engine import storage_use_count
+
+
+def store_first(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
+    """Store the first gradient in its place in a slot."""
+    target.copy_(take())
+
+
+def add_later(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
+    """Add a later gradient to what is in the slot."""
+    target.add_(take())
+
+
+def note_whole(
+    name: str, parameter: nn.Parameter, adds: dict[str, bool], hand_out: Callable[[], object], *, is_last: bool
+) -> Callable[[torch.Tensor, Callable[[], torch.Tensor]], None]:
+    """Note a gradient that every rank computes, whole, on its way into a slot; how it gets there.
+
+    Args:
+        adds: the slot's gradients, each with whether home has one to add to.
+        hand_out: makes the home view the parameter's gradient.
+        is_last: ranks exchange it in this backward; else this rank's own stays in the slot.
+    """
+    is_first = name not in adds
+    if is_first:
+        adds[name] = gradient_of(parameter) is not None
+    if not is_last:
+        parameter.grad = LocalGradient(leaf_of(parameter), name)
+    elif gradient_of(parameter) is None:
+        hand_out()
+    return store_first if is_first else add_later
+
+
+def accumulate(parameter: nn.Parameter, take: Callable[[], torch.Tensor], owned: bool) -> None:
+    """Store the first gradient of a parameter that never moves, or add a later one.
+
+    Args:
+        owned: nothing else will ever read the gradient's storage, so it may become `.grad` without a copy.
+    """
+    gradient = take()
+    if parameter.grad is not None:
+        parameter.grad.add_(gradient)
+    elif owned and _fits_exactly(gradient, parameter):
+        parameter.grad = gradient.data if gradient._is_view() else gradient  # no view that autograd knows of
+    else:
+        parameter.grad = torch.empty_strided(
+            parameter.shape, _strides(parameter), dtype=parameter.dtype, device=parameter.device
+        ).copy_(gradient)
+
+
+def _strides(parameter: nn.Parameter) -> tuple[int, ...]:
+    """A gradient's, by autograd's layout contract: those of a dense parameter, else contiguous."""
+    return parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+
+
+def _fits_exactly(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
+    """Whether a gradient may become `.grad` as it is: autograd's layout contract, and no unseen bytes behind it."""
+    return (
+        gradient.stride() == _strides(parameter)
+        and gradient.dtype == parameter.dtype
+        and gradient.untyped_storage().nbytes() == gradient.nbytes
+    )
+
+
+def of_several(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
+    """Those of the parameters whose `.grad` lies in another one's memory: PyTorch adds to it for each."""
+    by_storage: dict[int, list[str]] = {}
+    for name, parameter in parameters.items():
+        gradient = gradient_of(parameter)
+        if gradient is not None and without_memory(gradient) is None:
+            by_storage.setdefault(gradient.untyped_storage().data_ptr(), []).append(name)
+    return frozenset(name for names in by_storage.values() if len(names) > 1 for name in names)
+
+
+def is_one_of_several(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether some of the parameters have one tensor as their `.grad`; `of_several` says which, and takes longer."""
+    grads = [grad for p in parameters if (grad := gradient_of(p)) is not None and without_memory(grad) is None]
+    return len({grad.data_ptr() for grad in grads}) < len(grads)
+
+
+def is_viewed(grad: torch.Tensor) -> bool:
+    """Whether other tensors, or arrays, lie in a gradient's memory."""
+    own = 2  # the tensor's, and this object's
+    return storage_use_count(grad.untyped_storage()) > own
+
+
+def is_held(parameter: nn.Parameter) -> bool:
+    """Whether others have the tensor that is a parameter's `.grad`, or views of it, and expect PyTorch to add to it."""
+    has_more = _references(parameter) > _references_unheld()
+    if isinstance(parameter.grad, GradientElsewhere):
+        return False
+    return parameter.grad is not None and (has_more or is_viewed(parameter.grad))
+
+
+def _references(parameter: nn.Parameter) -> int:
+    grad = parameter.grad
+    return sys.getrefcount(grad)
+
+
+@cache
+def _references_unheld() -> int:
+    """What `_references` counts where nobody else has the gradient."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    return _references(parameter)
+
+
+@dataclass(frozen=True)
+class HandedOut:
+    """A home view that became a parameter's `.grad`: the tensor, its storage, which views of it share, its address.
+
+    Holds both weakly.
+    """
+
+    view: Callable[[], torch.Tensor | None]
+    storage: StorageWeakRef | None
+    address: int
+
+    @classmethod
+    def of(cls, view: torch.Tensor) -> HandedOut:
+        return cls(weakref.ref(view), StorageWeakRef(view.untyped_storage()), view.data_ptr())
+
+    def is_gone(self) -> bool:
+        """Whether nobody has it, nor any view of it."""
+        return self.storage is None or self.storage.expired()
+
+
+NOTHING = HandedOut(lambda: None, None, 0)
+"""Stands for a gradient that was never handed out."""

@@ -1,0 +1,93 @@
+"""What every rank has whole from one step to the next: parameters in stages 1 and 2 of ZeRO, gradients in stage 1.
+
+Its room is taken at the first use and never given back, so every plan counts it. This rank's part at home stays what
+counts: before a phase, it is compared with what stands here, bit by bit. Whoever has changed it in whatever way, an
+optimizer or its user, on one rank or on all, is seen by that, and the chunk is gathered anew on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup
+from chunkc.runtime.device.tier import Tier
+from chunkc.runtime.distributed.exchange import part_in_slot
+from chunkc.runtime.storage.maps import drop_pages
+from chunkc.runtime.store.consumed_gradients import LocalGradient
+
+_COMPARED_NUMEL = 1 << 20
+"""Elements compared at once, which takes a byte each on a GPU."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Standing:
+    """Whole chunks that stay on the compute tier.
+
+    Attributes:
+        current: groups of which the parameters here are those that all ranks had at home when they were gathered.
+        waiting: gradients that are here and not exchanged yet, each with whether home has one to add to.
+    """
+
+    current: set[int] = field(default_factory=set)
+    waiting: dict[Chunk, dict[str, bool]] = field(default_factory=dict)
+    _buffers: dict[Chunk, torch.Tensor] = field(default_factory=dict)
+
+    def room(self, chunk: Chunk, group: ChunkGroup, tier: Tier) -> torch.Tensor:
+        """The room of a chunk, with what it has held before."""
+        if chunk not in self._buffers:
+            self._buffers[chunk] = tier.allocate_slot(group.standing_numel(chunk), group.dtype)
+        return self._buffers[chunk]
+
+    def is_outdated(self, group: ChunkGroup, home: torch.Tensor) -> bool:
+        """Whether a group's parameters are not all here, or this rank's parts are others than at home.
+
+        Args:
+            home: a flat tensor of the group's elements, as `ChunkGroup` describes them, on the compute tier's device.
+        """
+        if group.index not in self.current:
+            return True
+        here, bits = self._buffers[Chunk(PARAM, group.index)], _BITS[group.dtype.itemsize]
+        is_same = all(
+            torch.equal(*pieces)
+            for where in group.slices
+            for pieces in zip(
+                part_in_slot(here, where).view(bits).split(_COMPARED_NUMEL),
+                home[where.offset : where.end].view(bits).split(_COMPARED_NUMEL),
+                strict=True,
+            )
+        )
+        drop_pages(home)
+        return not is_same
+
+    def local_gradients(self, groups: Iterable[int], parameter: Callable[[str], torch.Tensor]) -> list[str]:
+        """Parameters of groups whose gradients wait to be exchanged. Those that somebody has dropped do not any more.
+
+        Args:
+            parameter: by name.
+        """
+        found: list[str] = []
+        for index in sorted(groups):
+            waiting = self.waiting.get(Chunk(GRAD, index), {})
+            for name in sorted(waiting):
+                if isinstance(parameter(name).grad, LocalGradient):
+                    found.append(name)
+                else:
+                    del waiting[name]
+        return found
+
+    def keep(self, groups: Collection[int]) -> None:
+        """Give back to the tier what is here of all groups but these."""
+        self.current.intersection_update(groups)
+        for chunk in [chunk for chunk in self._buffers if chunk.group not in groups]:
+            del self._buffers[chunk]
+
+    def clear(self) -> None:
+        """Give all of it back to the tier."""
+        self.current.clear()
+        self.waiting.clear()
+        self._buffers.clear()

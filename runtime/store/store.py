@@ -1,0 +1,447 @@
+"""The chunk store: every parameter of a model, the chunk that it lives in, and the chunk's home.
+
+Between calls no chunk has a slot: parameters and gradients are home views, valid for any reader and writer.
+During a call the executor moves chunks (see `runtime.slots`); computation reads slots only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import nn
+
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
+from chunkc.ir.states import MASTER_LOW
+from chunkc.runtime.store.consumed_gradients import (
+    LocalGradient,
+    UsedGradient,
+    gradient_of,
+    refuse_without_memory,
+    used_up,
+)
+from chunkc.runtime.store.gradients import (
+    NOTHING,
+    HandedOut,
+    accumulate,
+    add_later,
+    is_held,
+    is_one_of_several,
+    is_viewed,
+    note_whole,
+    of_several,
+    store_first,
+)
+from chunkc.runtime.store.parameter_views import ChunkPlaces
+from chunkc.runtime.store.slots import Slot
+from chunkc.runtime.store.trainers import Trainers
+
+
+@dataclass
+class ChunkStore(ChunkPlaces):
+    """Owns homes and slots of one model's chunks. Holds parameters weakly: the model's life is its user's.
+
+    Attributes:
+        left_to_autograd: parameters whose `.grad` stays the tensor that it is (see `leave_to_autograd`).
+        trainers: which thread trains what; no other one looks at the gradients.
+    """
+
+    left_to_autograd: frozenset[str] = frozenset()
+    trainers: Trainers = field(default_factory=Trainers)
+    _handed_out: dict[str, HandedOut] = field(default_factory=dict)
+
+    # --- parameters and their homes ---
+
+    def reserve(self, layout: ChunkLayout, resident: frozenset[int], having: Collection[str] = ()) -> None:
+        """Take over a layout, once room at home is reserved for all that moves there. Moves nothing.
+
+        Gradients have room there from when the first one gets home, or from now on beside parameters `having` any.
+
+        `layout` extends the present one; a group may have become trainable. Until it is bound, a parameter is what it
+        was, and where it was.
+
+        Raises:
+            HomeError: the home tier has no room. Nothing has changed.
+            StreamError: an update at home had failed. Nothing has changed.
+        """
+        self.updates.finish()
+        to_home, _ = self._leaving(layout, resident)
+        unfrozen = [new for old, new in zip(self.layout.groups, layout.groups) if new.trainable and not old.trainable]
+        trained = [group for group in (*to_home, *unfrozen) if group.trainable and group.index not in resident]
+        gradients = {Chunk(GRAD, group.index): group.nbytes(GRAD) for group in trained}
+        early = layout.groups_of(having)
+        now = {chunk: nbytes for chunk, nbytes in gradients.items() if chunk.group in early}
+        self.arena.reserve({Chunk(PARAM, group.index): group.nbytes(PARAM) for group in to_home} | now)
+        self.arena.promise({chunk: nbytes for chunk, nbytes in gradients.items() if chunk not in now})
+        self._take_over(layout)
+        self.resident = resident
+
+    def _leaving(self, layout: ChunkLayout, resident: frozenset[int]) -> tuple[list[ChunkGroup], list[ChunkGroup]]:
+        """The groups that have to go home, and those that have to come to the compute tier for good."""
+        num_known = len(self.layout.groups)
+        new = [group for group in layout.groups[num_known:] if group.index not in resident]
+        to_tier = [layout.groups[index] for index in sorted(resident - self.resident) if index < num_known]
+        return [*new, *(layout.groups[index] for index in sorted(self.resident - resident))], to_tier
+
+    @torch.no_grad()
+    def bind(self, name: str, parameter: nn.Parameter) -> None:
+        """Make a parameter's place, in a layout that is reserved, its data.
+
+        At home that is the home view, with what was written there: zeros, if nothing was. On the compute tier it is
+        memory of its own, with the values that the parameter has; one in no chunk stays where it is.
+        """
+        self._parameters[name] = weakref.ref(parameter)
+        if name in self._slices:
+            at_home = self.is_managed(name)
+            self._set_data(name, parameter, self.home_view(PARAM, name) if at_home else self._on_tier(name, parameter))
+
+    def place(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]) -> None:
+        """Extend the layout by new parameters and move every group to where `resident` says, tensor by tensor.
+
+        A parameter whose name was another's, which is gone, takes its place. Each tensor's former memory is given back
+        before the next one moves.
+
+        Raises:
+            HomeError, StreamError: as `reserve`. No parameter was moved.
+            UnsupportedError: a gradient cannot be copied home. Nothing has changed.
+        """
+        to_home, to_tier = self._leaving(layout, resident)
+        leaving = {s.spec.name for group in to_home for s in group.slices}
+        known = self.readable() | dict(parameters) if leaving else {}
+        refuse_without_memory({name: gradient_of(p) for name, p in known.items() if name in leaving})
+        # No gradient may be kept in a variable here: `is_held` would take it for the user's.
+        self.reserve(layout, resident, [n for n, p in known.items() if n in leaving and gradient_of(p) is not None])
+        former = dict(self._parameters)
+        self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
+        from_home = {name: p for group in to_tier for name, p in self._parameters_of(group.index).items()}
+        unread = self.trainers.trained_by_others()
+        held = {name for name, p in from_home.items() if name not in unread and is_held(p)}
+        moving = {name for group in (*to_home, *to_tier) for name in self._parameters_of(group.index)}
+        self.left_to_autograd = self.leave_to_autograd() | of_several(self.readable()) | held | (unread & moving)
+        for name in from_home:
+            self._handed_out.pop(name, None)
+        for group in (*to_home, *to_tier):
+            for name, parameter in self._parameters_of(group.index).items():
+                self._move(name, parameter)
+        for group in to_tier:
+            self.arena.free([name for name in self.arena.chunks if name.group == group.index])
+        for name, parameter in parameters.items():
+            if name in former and former[name]() is not parameter and self.is_managed(name):
+                self._move(name, parameter)
+
+    @torch.no_grad()
+    def _move(self, name: str, parameter: nn.Parameter) -> None:
+        """Move values and gradient to the parameter's place. If a copy fails, each is the former one until then."""
+        is_managed = self.is_managed(name)
+        if is_managed:
+            self.write(PARAM, name, parameter)
+        self.bind(name, parameter)
+        if name in self.left_to_autograd or (gradient := gradient_of(parameter)) is None:
+            return
+        if is_managed:
+            self.write(GRAD, name, gradient)
+            self._hand_out(name, parameter)
+        else:
+            parameter.grad = self._on_tier(name, gradient)
+
+    def replaced(self, names: Iterable[str]) -> list[str]:
+        """Those of the parameters that are managed, and whose data is not the home view that it was made."""
+        found = []
+        for name in names:
+            if self.is_managed(name):
+                parameter = self.parameter(name)
+                stride = self._slices[name][1].spec.stride
+                if parameter.data_ptr() != self._addresses[name] or parameter.stride() != stride:
+                    found.append(name)
+        return found
+
+    def is_viewed(self, name: str) -> bool:
+        """Whether somebody has views of the home of a parameter whose data was replaced."""
+        return not self._home_storages[name].expired()
+
+    @torch.no_grad()
+    def take_over(self, names: Iterable[str]) -> None:
+        """Bring the values of parameters home whose data was replaced; they are home views again.
+
+        Where somebody has views of what one was, they keep its bytes, and the chunk gets another home.
+
+        Raises:
+            StreamError, HomeError: an update or a copy of its home had failed, or there is no room for another.
+        """
+        by_group: dict[int, list[str]] = {}
+        for name in names:
+            by_group.setdefault(self.group_index(name), []).append(name)
+        for index, of_group in by_group.items():
+            changed = frozenset(of_group)
+            self.await_home(Chunk(PARAM, index))
+            if any(self.is_viewed(name) for name in of_group):
+                self.arena.replace(Chunk(PARAM, index), self.layout.groups[index].nbytes(PARAM))
+                of_group = list(self._parameters_of(index))
+            for name in of_group:
+                parameter = self.parameter(name)
+                self.write(PARAM, name, parameter.data)
+                self.bind(name, parameter)
+                if name in changed and Chunk(MASTER_LOW, index) in self.arena:  # lower bits of other contents
+                    self.home_view(MASTER_LOW, name).zero_()
+
+    def close(self) -> None:
+        """Give back all slots and homes as they are, and end the threads once nothing is under way."""
+        self._slots.clear()
+        self.drop_spare_slots()
+        self.standing.clear()
+        self.updates.end_soon()
+        self.tier.end_soon()
+        self.arena.free(self.arena.chunks)
+
+    # --- gradients ---
+
+    def _has_data_at_home(self, chunk: Chunk) -> bool:
+        kind, group = chunk.kind, chunk.group
+        return kind != GRAD or self.collect_gradients(group)
+
+    def _gradients_leave(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+        parameters = self._parameters_of(chunk.group)
+        for name, parameter in parameters.items():
+            if isinstance(parameter.grad, UsedGradient):  # it was to be used up, and is not
+                self._hand_out(name, parameter)
+        parameters = parameters if self.sums.askers else {}
+        gradients = {name: p.grad for name, p in parameters.items()}
+        own = {n: g for n, g in gradients.items() if g is not None and not self._is_foreign(n, g)}
+        self.sums.take(self.layout.groups[chunk.group], buffer, own, self.tier)
+
+    def _never_got_home(self, chunk: Chunk) -> None:
+        """A reader must find no gradient rather than one that never got home."""
+        for parameter in self._parameters_of(chunk.group).values() if chunk.kind == GRAD else ():
+            parameter.grad = None
+
+    def collect_gradients(self, index: int) -> bool:
+        """Make home the place of every gradient the group has; whether it has any.
+
+        A gradient that the user replaced by another tensor is copied home, and the home view takes its place unless
+        autograd is to add to that very tensor (`left_to_autograd`). Where somebody still has views of a gradient that
+        is no parameter's any more, they keep its bytes, and the group's gradients get another home.
+
+        Raises:
+            HomeError: there is no room for another home.
+        """
+        parameters = self._parameters_of(index)
+        if any(self._is_kept_elsewhere(name, parameter) for name, parameter in parameters.items()):
+            self.left_to_autograd |= self._leave_gradients(index)
+        found = False
+        for name, parameter in parameters.items():
+            grad = gradient_of(parameter)
+            if grad is None:
+                continue
+            found = True
+            if self._is_foreign(name, grad):
+                self.updates.wait(index)
+                left = name in self.left_to_autograd
+                home = self.home_view(GRAD, name) if left else self._hand_out(name, parameter)
+                source = grad.clone() if grad.untyped_storage().data_ptr() == home.data_ptr() else grad
+                self.tier.enqueue(home.copy_, source)
+        return found
+
+    def take_gradients_home(self) -> list[torch.Tensor]:
+        """Collect the user's own gradients, and a hook's, that need not stay where they are: it frees their room.
+
+        Returns:
+            The gradients that still do not lie at home, and take room on the compute tier.
+
+        Raises:
+            HomeError: see `collect_gradients`.
+        """
+        off_home = self._gradients_off_home()
+        for index in sorted({self.group_index(name) for name in off_home.keys() - self.left_to_autograd}):
+            if Chunk(GRAD, index) in self.arena:
+                self.collect_gradients(index)
+        return list(self._gradients_off_home().values()) if off_home else []
+
+    def has_gradients(self, index: int) -> bool:
+        """Whether a parameter of a group has a gradient, or somebody still has what was one."""
+        handed = [self._handed_out.get(s.spec.name, NOTHING) for s in self.layout.groups[index].slices]
+        found = any(parameter.grad is not None for parameter in self._parameters_of(index).values())
+        return found or not all(one.is_gone() for one in handed)
+
+    @contextmanager
+    def gradients_apart(self, names: Collection[str]) -> Iterator[int]:
+        """Inside, these parameters, and all in their chunks, have no gradients. What is made of them meanwhile lies in
+        room of its own, which goes with the last view of it; afterwards gradients are what and where they were.
+
+        Yields:
+            Bytes that the gradients put aside take on the compute tier.
+
+        Raises:
+            StreamError, HomeError: a copy failed.
+        """
+        groups = sorted(self.layout.groups_of(names))
+        apart = {name: self.parameter(name) for name in names}
+        for index in groups:
+            apart |= self._parameters_of(index)
+        chunks = {Chunk(GRAD, index): self.layout.groups[index].nbytes(GRAD) for index in groups}
+        if not self.present.isdisjoint(chunks):
+            self.release_slots()
+        gradients = {name: parameter.grad for name, parameter in apart.items()}
+        handed_out = {name: self._handed_out.pop(name) for name in apart if name in self._handed_out}
+        left, aside = self.left_to_autograd, self.arena.put_aside(chunks)
+        staying = [g for n, p in apart.items() if not self.is_managed(n) and (g := gradient_of(p)) is not None]
+        for parameter in apart.values():
+            parameter.grad = None
+        try:
+            with self.sums.unasked():
+                yield sum(gradient.untyped_storage().nbytes() for gradient in staying)
+        finally:
+            try:
+                self.release_slots()  # what is still on its way home goes to the room inside
+            finally:
+                for name, parameter in apart.items():
+                    self._handed_out.pop(name, None)
+                    parameter.grad = gradients[name]
+                self._handed_out |= handed_out
+                self.arena.put_back(aside)
+                self.left_to_autograd |= left
+
+    def _is_kept_elsewhere(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether somebody has views of what was handed out as the parameter's gradient and is not `.grad` now."""
+        handed = self._handed_out.get(name, NOTHING)
+        if handed.is_gone():
+            return False
+        grad = gradient_of(parameter)
+        return grad is None or grad.untyped_storage().data_ptr() != handed.address
+
+    def _leave_gradients(self, index: int) -> set[str]:
+        """Leave a group's gradients at home to who has views of them; those that are still `.grad` move to new room.
+
+        Returns:
+            The parameters whose `.grad` did not move, since somebody has views of it.
+        """
+        chunk = Chunk(GRAD, index)
+        self.await_home(chunk)
+        self.arena.replace(chunk, self.layout.groups[index].nbytes(GRAD))
+        left = set()
+        for name, parameter in self._parameters_of(index).items():
+            grad = gradient_of(parameter)
+            is_foreign = self._is_foreign(name, grad)
+            self._handed_out.pop(name, None)
+            if grad is None or is_foreign:
+                continue
+            if is_viewed(grad):
+                left.add(name)
+            else:
+                view = self.home_view(GRAD, name)
+                view.copy_(grad)
+                grad.data = view
+                self._handed_out[name] = HandedOut.of(grad)
+        return left
+
+    def leave_to_autograd(self) -> frozenset[str]:
+        """Note the parameters whose `.grad` has to stay the tensor that it is, so that autograd has to add to it.
+
+        It is one tensor with another parameter's, so that the order of additions is PyTorch's wherever the parameters
+        are; or it is the user's own, and the user still has it or views of it. What was handed out becomes such a
+        gradient where the user has views of it, and the chunk is to get another home.
+
+        Raises:
+            HomeError: there is no room for another home.
+            UnsupportedError: a gradient of a parameter at home cannot be copied there.
+        """
+        parameters = self.readable()
+        unread = self.left_to_autograd - parameters.keys()
+        changed = {n: p for n, p in parameters.items() if self.is_managed(n) and self._is_foreign(n, gradient_of(p))}
+        refuse_without_memory({name: gradient_of(p) for name, p in changed.items()})
+        staying = [p for name, p in parameters.items() if not self.is_managed(name)]
+        left = {name for name, parameter in changed.items() if is_held(parameter)}
+        if any(gradient_of(parameter) is not None for parameter in changed.values()) or is_one_of_several(staying):
+            left |= of_several(parameters)
+        for index in {self.group_index(name) for name, p in changed.items() if self._is_kept_elsewhere(name, p)}:
+            left |= self._leave_gradients(index)
+        self.left_to_autograd = frozenset(left | unread)
+        return self.left_to_autograd
+
+    def readable(self) -> dict[str, nn.Parameter]:
+        """The parameters whose `.grad` this thread may look at."""
+        others = self.trainers.trained_by_others()
+        return {n: p for n, p in self.parameters().items() if n not in others} if others else self.parameters()
+
+    def _gradients_off_home(self) -> dict[str, torch.Tensor]:
+        """Gradients of parameters at home that lie elsewhere, such as what a hook returned, by name."""
+        found = {}
+        for name, parameter in self.readable().items():
+            grad, handed = gradient_of(parameter), self._handed_out.get(name, NOTHING)
+            if grad is None or not self.is_managed(name) or not self._is_foreign(name, grad):
+                continue
+            if grad.untyped_storage().data_ptr() != handed.address:
+                found[name] = grad
+        return found
+
+    def _is_foreign(self, name: str, grad: torch.Tensor | None) -> bool:
+        """Whether a parameter's `.grad` is not the home view that was handed out."""
+        handed = self._handed_out.get(name, NOTHING)
+        return grad is None or grad is not handed.view() or grad.data_ptr() != handed.address
+
+    def _hand_out(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
+        view = self.home_view(GRAD, name)
+        parameter.grad = view
+        self._handed_out[name] = HandedOut.of(view)
+        return view
+
+    def _scatter(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
+        for name in slot.adds:
+            if isinstance((parameter := self.parameter(name)).grad, LocalGradient):  # this backward has added nothing
+                self._hand_out(name, parameter)
+        return super()._scatter(chunk, slot)
+
+    def check_not_used_up(self, group: int) -> None:
+        """Refuse to add to gradients of a group that an update in a backward has used up.
+
+        Raises:
+            UnsupportedError: it has; says what to do.
+        """
+        for name, parameter in self._parameters_of(group).items():
+            if isinstance(parameter.grad, UsedGradient):
+                raise used_up(name)
+
+    def use_up_gradients(self, group: int, gradients: Mapping[str, UsedGradient]) -> None:
+        """An update in the backward reads a group's gradients in their slot, and nobody will again.
+
+        Args:
+            gradients: what stands for them from now on, by parameter.
+        """
+        self.slot(Chunk(GRAD, group)).dirty = False
+        for name, gradient in gradients.items():
+            self.parameter(name).grad = gradient
+            self._handed_out.pop(name, None)
+
+    def sink(self, name: str, chunk: Chunk | None, take: Callable[[], torch.Tensor], *, owned: bool) -> None:
+        """Take a complete gradient: into the slot of `chunk`, or, for a resident, straight into `.grad`.
+
+        As autograd's AccumulateGrad: the first gradient is stored, later ones are added. Which of the two, the host
+        decides now; `take` gives the gradient when computation gets there. `owned`: nothing else will ever read the
+        gradient's storage, so a resident parameter may keep it without a copy. A parameter that was frozen since the
+        forward gets none.
+        """
+        parameter = self.parameter(name)
+        if not parameter.requires_grad:
+            self.tier.enqueue(take)
+            return
+        if chunk is None:
+            self.tier.enqueue(accumulate, parameter, take, owned)
+            return
+        slot = self.slot(chunk)
+        target = self.parameter_view(chunk, name)
+        slot.dirty = True
+        if self.layout.groups[chunk.group].is_gathered(chunk):
+            hand_out = partial(self._hand_out, name, parameter)
+            how = note_whole(name, parameter, slot.adds, hand_out, is_last=not self.is_kept(chunk))
+            self.tier.enqueue(how, target, take)
+        elif parameter.grad is None:
+            self.tier.enqueue(store_first, target, take)
+            if self.arena.is_promised(Chunk(GRAD, chunk.group)):  # an update will use it up
+                parameter.grad = UsedGradient(parameter, name)
+            else:
+                self._hand_out(name, parameter)
+        else:
+            self.tier.enqueue(add_later, target, take)
