@@ -2,7 +2,8 @@
 
 PyTorch describes its operators in `op_db`, with sample inputs for each. Every sample runs here, forward and, where it
 has gradients, backward, also with operands that are not contiguous; a dispatch mode sees each ATen call, measures what
-it allocates inside with `chunkc.runtime.device.cpu_allocator`, and asks `chunkc.passes.memory.scratch.cpu` for the same number.
+it allocates inside with `chunkc.runtime.device.cpu_allocator`, and asks `chunkc.passes.memory.scratch.cpu` for the
+same number.
 
     python bench/conformance_bytes.py runs/conformance_bytes.jsonl
     python bench/conformance_bytes.py runs/conformance_bytes.jsonl --operators tril triu --dtypes float32

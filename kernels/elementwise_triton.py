@@ -127,9 +127,11 @@ def update(
 
     Args:
         work: from `work_table`, on the slots' device.
-        scalars: `[num_groups, num_scalars]` fp32 on the slots' device, see `chunkc.kernels.hyperparameters.scalar_table`.
+        scalars: `[num_groups, num_scalars]` fp32 on the slots' device, see
+            `chunkc.kernels.hyperparameters.scalar_table`.
         scale, key, first_element: as for the reference.
-        distances: of several tensors, see `chunkc.kernels.pointer_offsets`; slots, key and first element are the first one's.
+        distances: of several tensors, see `chunkc.kernels.pointer_offsets`; slots, key and first element are the
+            first one's.
             Others are not checked, and whoever calls this marks all as written.
 
     Raises:

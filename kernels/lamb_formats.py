@@ -208,8 +208,8 @@ def lamb_work(tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tupl
 def lamb_work_of_tensors(tensors: Sequence[Span]) -> LambWork:
     """What both stages do with tensors that lie anywhere and are updated by one launch each, on the CPU.
 
-    Only Triton does that. The work lacks `distances` (`chunkc.kernels.pointer_offsets`), which may change at every step. Its
-    rows are int64 `[num_rows, 6]`: begin and end in elements of the tensor, whose number is last.
+    Only Triton does that. The work lacks `distances` (`chunkc.kernels.pointer_offsets`), which may change at every
+    step. Its rows are int64 `[num_rows, 6]`: begin and end in elements of the tensor, whose number is last.
 
     Args:
         tensors: apart, in a space in which their rows end where they should. None is empty.

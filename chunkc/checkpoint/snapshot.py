@@ -76,7 +76,7 @@ class Parts:
         return transport
 
     def ranks_of_a_layer(self) -> int:
-        """How many ranks compute a layer together, and so have the same data (see `chunkc.distributed.tensor_parallel`)."""
+        """Count the ranks that compute a layer together on the same data (see `chunkc.distributed.tensor_parallel`)."""
         part = next((part for part in self.parameters() if isinstance(part, Part)), None)
         return 1 if part is None else part.everyone.num_ranks // part.transport.num_ranks
 

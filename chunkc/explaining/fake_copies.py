@@ -1,7 +1,7 @@
 """A model on fake tensors, which is traced in its place: nothing is allocated, and the model stays as it is.
 
-Of a model that `parallelize_module` has cut (see `chunkc.distributed.tensor_parallel`) the copy has what this rank has of each
-parameter, an ordinary tensor. Its modules read the `DTensor` that this lies in, as on ranks that run.
+Of a model that `parallelize_module` has cut (see `chunkc.distributed.tensor_parallel`) the copy has what this rank
+has of each parameter, an ordinary tensor. Its modules read the `DTensor` that this lies in, as on ranks that run.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Between ranks bytes take further links, in both directions at once. What ranks exchange has queues of its own, too.
 
 A copy from a disk goes on through the link to the device, piece by piece, while the next piece is read (see
-`chunkc.runtime.storage.staging`); so it is as fast as the slowest part of its route. It has its own queue: copies from RAM do
-not wait behind it. What a disk's pieces take of the device's link from copies beside them is not reckoned with: on
-today's machines a quarter of its rate or less.
+`chunkc.runtime.storage.staging`); so it is as fast as the slowest part of its route. It has its own queue: copies from
+RAM do not wait behind it. What a disk's pieces take of the device's link from copies beside them is not reckoned with:
+on today's machines a quarter of its rate or less.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An optimizer as the graphs of a session see it that begin its updates in the backward (see `chunkc.session.in_backward`)."""
+"""Begin an optimizer's updates in the backward, for the graphs of a session (see `chunkc.session.in_backward`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Updates in the backward that `step()` can undo, to the bit: for clipping, loss scales, and all that is known late.
 
 A group is updated as soon as its gradients are complete, as if nothing would change them, and what that writes waits in
-twins (see `chunkc.runtime.store.shadow_copies`); the gradients go home, too. `step()` then compares: where no gradient, parameter or
-hyper-parameter was changed since, none overflowed and the norm asks for no clipping, the twins become home. Else they
-are dropped, and the group is updated as if the backward had not; the next backward does not try. So bits are those of
+twins (see `chunkc.runtime.store.shadow_copies`); the gradients go home, too. `step()` then compares: where no gradient,
+parameter or hyper-parameter was changed since, none overflowed and the norm asks for no clipping, the twins become
+home. Else they are dropped, and the group is updated as if the backward had not; the next backward does not try. So
+bits are those of
 `overlap="none"`, whatever happens in between. (SuperOffload, arXiv:2509.21271, speculates and validates like this, and
 computes backwards to undo, which is not exact.)
 """

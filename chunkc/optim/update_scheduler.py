@@ -1,8 +1,8 @@
 """The optimizer's side of updates that begin in the backward.
 
-An update at home begins when its chunk group is settled (`chunkc.session.in_backward`), and `step()` waits for it, or with "both" the
-next forward. Updates in slots are `slot_updates`'s. What a user may change between `backward()` and `step()` is noted
-when an update begins and compared by `step()`.
+An update at home begins when its chunk group is settled (`chunkc.session.in_backward`), and `step()` waits for it, or
+with "both" the next forward. Updates in slots are `slot_updates`'s. What a user may change between `backward()` and
+`step()` is noted when an update begins and compared by `step()`.
 """
 
 from __future__ import annotations

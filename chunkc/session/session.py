@@ -1,8 +1,8 @@
 """One session per model: the handle that ties its graphs together.
 
 Sessions are found by the parameters they own, or by the options they were compiled with. The registries below are
-the only state of this kind that lives in a module, beside that of `chunkc.session.declared_states`; they hold parameters and sessions
-weakly.
+the only state of this kind that lives in a module, beside that of `chunkc.session.declared_states`; they hold
+parameters and sessions weakly.
 """
 
 from __future__ import annotations

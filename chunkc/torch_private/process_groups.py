@@ -63,7 +63,7 @@ _looked_after: WeakKeyDictionary[dist.ProcessGroup, Noting] = WeakKeyDictionary(
 
 
 def look_after(group: dist.ProcessGroup, noting: Noting) -> None:
-    """Put something around each collective of a model on GPUs in that group (see `chunkc.passes.graphs.collectives`)."""
+    """Put something around a model's collectives on GPUs in that group (see `chunkc.passes.graphs.collectives`)."""
     _looked_after[group] = noting
 
 

@@ -37,8 +37,8 @@ class Part(nn.Parameter):
     """This rank's part of a parameter, which knows the parameter weakly.
 
     Attributes:
-        shards: how the parameter is cut. With tensor parallelism (see `chunkc.distributed.tensor_parallel`), how this rank's local
-            tensor of it is, the one that it has without chunkc.
+        shards: how the parameter is cut. With tensor parallelism (see `chunkc.distributed.tensor_parallel`), how this
+            rank's local tensor of it is, the one that it has without chunkc.
         transport: by which the ranks that have its parts meet.
         is_first: whether this rank is the first of those that have the same of the parameter without chunkc.
     """

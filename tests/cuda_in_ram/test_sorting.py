@@ -1,4 +1,4 @@
-"""Operators that sort, index and scatter take what their rules say, to the byte (`passes/memory/scratch/cuda_cub.py`)."""
+"""Operators that sort, index and scatter take what rules say, to the byte (`passes/memory/scratch/cuda_cub.py`)."""
 
 from __future__ import annotations
 
