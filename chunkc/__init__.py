@@ -9,8 +9,7 @@ from chunkc.checkpoint.training import Checkpoint
 from chunkc.distribute import distribute
 from chunkc.distributed.process_group import init_process_group
 from chunkc.engine import initialize_engine
-from chunkc.explaining.explain import explain, minimum_of_call
-from chunkc.explaining.whole_step import trace_with
+from chunkc.explaining.explain import explain
 from chunkc.ir.errors import (
     BudgetError,
     CheckpointError,
@@ -64,5 +63,3 @@ __all__ = [
     "save",
     "synchronize",
 ]
-
-trace_with(minimum_of_call)

@@ -2,17 +2,17 @@
 
 A graph is compiled when a call comes to it. An evaluation that comes first makes no gradients, and of a model in
 several graphs the first ones know nothing of the others: the error of each would name another minimum. Where the call
-of a compiled module is on the stack, its step can be traced on fake tensors, as `chunkc.explain` does; which is above
-the core, so the package gives that to `trace_with`.
+of a compiled module is on the stack, its step can be traced on fake tensors, as `chunkc.explain` does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import nn
 
+from chunkc.explaining.explain import minimum_of_call
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.machines.devices import device_of, hardware_of, parse_device
 from chunkc.options import Options
@@ -21,23 +21,13 @@ from chunkc.session.logs import logger
 from chunkc.tracing.caller import compiled_call
 from chunkc.utils.progress import compilation_progress
 
-MinimumOf = Callable[..., int]
-"""(module, arguments, keyword arguments; options, hardware, trains) -> the smallest budget of a step."""
-
-_traced_with: list[MinimumOf] = []
-
-
-def trace_with(minimum_of: MinimumOf) -> None:
-    """Find minimums of whole steps by this function from now on."""
-    _traced_with[:] = [minimum_of]
-
 
 def completed(error: BudgetError, options: Options) -> BudgetError:
     """The error, with the minimum of a whole step where its own covers less, and the step can be traced.
 
     To be called where the module's call is on the stack, and Dynamo is done.
     """
-    if not (error.covers or error.evaluates) or not _traced_with or error.training_nbytes is not None:
+    if not (error.covers or error.evaluates) or error.training_nbytes is not None:
         return error
     call = compiled_call()
     if call is None or _is_cut(call.module.parameters()):
@@ -51,7 +41,7 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
 
     def minimum_nbytes(*, trains: bool | None) -> int:
         with torch.inference_mode(False), torch.set_grad_enabled(trains is not False):
-            return _traced_with[0](
+            return minimum_of_call(
                 call.module, call.args, call.kwargs, options=options, hardware=hardware, trains=trains
             )
 

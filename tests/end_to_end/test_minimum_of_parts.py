@@ -181,7 +181,7 @@ def _untraced(*args: Any, **kwargs: Any) -> int:
 @pytest.mark.parametrize("name", rungs(MODELS, QUICK, SECOND_TIER))
 def test_untraced_errors_name_more_and_more_up_to_what_explain_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And there are no more of them than graphs: at each, all that was known was named."""
-    monkeypatch.setattr(whole_step, "_traced_with", [_untraced])
+    monkeypatch.setattr(whole_step, "minimum_of_call", _untraced)
     reports: list[chunkc.Report] = []
     errors = refusals(lambda budget: reports.append(train(name, budget)))
     named = [error.minimum_nbytes for error in errors]
@@ -358,7 +358,7 @@ def went_on(budget_nbytes: int, mend: Callable[[nn.Module, BudgetError], int]) -
 def test_refused_the_model_is_as_it_was_and_goes_on_with_more(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Untraced, later graphs refuse, too."""
     if not traced:
-        monkeypatch.setattr(whole_step, "_traced_with", [_untraced])
+        monkeypatch.setattr(whole_step, "minimum_of_call", _untraced)
     refused: list[int] = []
 
     def mend(model: nn.Module, error: BudgetError) -> int:
