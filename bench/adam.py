@@ -132,9 +132,9 @@ def _section(context: Context, size: Size, device: str, precision: str, cache: P
                     measured[name] = (answer["times_s"], answer["nbytes"])
             live = [name for name in live if name in measured]
             rounds.append(measured)
-    standing = NOTES if precision == BF16 else {}
+    replicated = NOTES if precision == BF16 else {}
     rows = [
-        _row(name, rounds, differences.get(name), notes.get(name, standing.get(name, "")), is_failure=name in failed)
+        _row(name, rounds, differences.get(name), notes.get(name, replicated.get(name, "")), is_failure=name in failed)
         for name in names
     ]
     setting = {

@@ -19,7 +19,7 @@ import unet
 from policies import POLICIES, phase_plan
 
 from chunkc.explaining.cuda_offline import captured_for
-from chunkc.explaining.dry_run import Rehearsed
+from chunkc.explaining.dry_run import DryRun
 from chunkc.explaining.explain import budget_of, on_hardware, training_in
 from chunkc.explaining.memory_timeline import PlannedRun, StepPlans
 from chunkc.explaining.offline import OfflineStep, capture_offline
@@ -27,7 +27,7 @@ from chunkc.explaining.paper_step import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import Absence
+from chunkc.ir.items import ActivationPlan
 from chunkc.ir.layout import Chunk, ChunkLayout
 from chunkc.ir.links import QUEUES
 from chunkc.ir.plan import PhasePlan, Position
@@ -91,7 +91,7 @@ TREATMENTS = (
 class Planned:
     """A case, planned on paper. `step` is None where nothing fits the budget."""
 
-    rehearsed: Rehearsed
+    dry_run: DryRun
     replay: Replay
     step: StepPlans | None
     hardware: Hardware
@@ -101,7 +101,7 @@ class Planned:
     @property
     def captured(self) -> Captured:
         """The graph, with nothing absent."""
-        return self.rehearsed.captured[0]
+        return self.dry_run.captured[0]
 
 
 @lru_cache(maxsize=8)
@@ -156,10 +156,10 @@ def plan(case: Case, overlap: str, activations: str, treatment: Treatment = TREA
     """Plan a case."""
     traced = replayed(case, overlap, activations, treatment)
     replay, budget = traced.replay, traced.budget_nbytes
-    rehearsed = replay.fitting(budget)
-    step = replay.planned(rehearsed)
-    fits = rehearsed.budget_nbytes == budget
-    return Planned(rehearsed, replay, step if fits else None, traced.hardware, budget, traced.updates)
+    dry_run = replay.fitting(budget)
+    step = replay.planned(dry_run)
+    fits = dry_run.budget_nbytes == budget
+    return Planned(dry_run, replay, step if fits else None, traced.hardware, budget, traced.updates)
 
 
 def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tuple[float, int]:
@@ -196,25 +196,25 @@ def baselines(case: Case, treatments: Sequence[Treatment] = TREATMENTS) -> Itera
 
 def _offloading(planned: Planned) -> StepPlans | None:
     """The step with as few of the largest saved values at home as the others leave no room for."""
-    now, captured = planned.rehearsed.situation, planned.captured
-    absent = Absence(home=largest(captured, now.layout, now.budget_nbytes))
+    now, captured = planned.dry_run.planner_state, planned.captured
+    absent = ActivationPlan(home=largest(captured, now.layout, now.budget_nbytes))
     if not absent:
         return None  # then it is no other than without
     every = replace(now, resident=frozenset(group.index for group in now.layout.groups) - now.layout.cut)
     runs = []
     try:
-        for run in planned.rehearsed.runs:
-            around = replace(run.request.around, absent=absent)
-            held_nbytes = run.request.held_nbytes - run.request.spare_nbytes
-            found = decide(every, PhaseCalled(Forms(captured), held_nbytes, around))
-            every = found.situation
+        for run in planned.dry_run.runs:
+            context = replace(run.request.context, absent=absent)
+            external_nbytes = run.request.external_nbytes - run.request.spare_nbytes
+            found = decide(every, PhaseCalled(Forms(captured), external_nbytes, context))
+            every = found.planner_state
             runs.append(replace(run, request=found.request))
     except BudgetError:
         return None
-    runs = [replace(run, request=replace(run.request, situation=every)) for run in runs]
+    runs = [replace(run, request=replace(run.request, planner_state=every)) for run in runs]
     due = tuple(sorted(every.layout.groups_of(every.trained) - every.resident))
-    update = replace(planned.rehearsed.update, situation=every, groups=due)
-    return planned.replay.planned(replace(planned.rehearsed, situation=every, runs=tuple(runs), update=update))
+    update = replace(planned.dry_run.update, planner_state=every, groups=due)
+    return planned.replay.planned(replace(planned.dry_run, planner_state=every, runs=tuple(runs), update=update))
 
 
 def largest(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> frozenset[str]:
@@ -223,7 +223,7 @@ def largest(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> froz
     free = budget_nbytes - fixed_nbytes(layout, frozenset())
 
     def fits(count: int) -> bool:
-        positions = profile(captured.without(Absence(home=frozenset(order[:count]))), layout).passes
+        positions = profile(captured.without(ActivationPlan(home=frozenset(order[:count]))), layout).passes
         return needed_nbytes(positions, layout) <= free
 
     low, high = 0, len(order)

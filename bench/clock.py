@@ -50,7 +50,7 @@ from chunkc.explaining.paper_step import Replay
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware, LinkSpec
-from chunkc.ir.items import Absence
+from chunkc.ir.items import ActivationPlan
 from chunkc.ir.layout import PARAM, ChunkLayout
 from chunkc.ir.links import FROM_DISK, TO_DEVICE, TO_DISK, TO_HOME
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan, Plan
@@ -62,7 +62,7 @@ from chunkc.options import parse_options
 from chunkc.passes.planning import timeline as planner
 from chunkc.passes.planning import updates as update_planning
 from chunkc.passes.planning.residency import chunk_items, fixed_nbytes, moving_only
-from chunkc.policy import activation_search as absences
+from chunkc.policy import activation_search as activation_plans
 from chunkc.policy import plans
 from chunkc.policy.captured_step import Captured
 from chunkc.runtime.storage.homes import DiskHome, MemoryHome
@@ -149,7 +149,7 @@ def planned_by(policy: Policy, treatment: Treatment, budget_nbytes: int) -> Iter
 
     def plan_phases(phases: Sequence[Any], layout: Any, **room: Any) -> Plan:
         own = planner.plan_phases(phases, layout, **room)
-        free_nbytes = room["budget_nbytes"] - fixed_nbytes(layout, own.resident) - room.get("held_nbytes", 0)
+        free_nbytes = room["budget_nbytes"] - fixed_nbytes(layout, own.resident) - room.get("external_nbytes", 0)
         found = []
         for (name, positions), known in zip(phases, own.phases, strict=True):
             line = [moving_only(position, own.resident) for position in positions]
@@ -162,16 +162,16 @@ def planned_by(policy: Policy, treatment: Treatment, budget_nbytes: int) -> Iter
             found.append(_moving_as(moved, known))
         return replace(own, phases=tuple(found), kept=frozenset())
 
-    def largest_away(captured: Captured, activations: str, layout: ChunkLayout) -> Absence:
+    def largest_away(captured: Captured, activations: str, layout: ChunkLayout) -> ActivationPlan:
         assert activations == "offload"
-        return Absence(home=largest(captured, layout, budget_nbytes))
+        return ActivationPlan(home=largest(captured, layout, budget_nbytes))
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(plans, "plan_phases", plan_phases))
         stack.enter_context(mock.patch.object(update_planning, "plan_phases", plan_phases))
         stack.enter_context(torch._functorch.config.patch(activation_memory_budget=treatment.saved_part))
         if treatment.offloads:
-            stack.enter_context(mock.patch.object(absences, "leanest_absence", largest_away))
+            stack.enter_context(mock.patch.object(activation_plans, "leanest_activation_plan", largest_away))
         yield
 
 
@@ -256,8 +256,8 @@ def on_paper(size: Size, hardware: Hardware, options: dict[str, Any], overlap: s
     step = on_hardware(hardware, step, parsed, None)
     replay = Replay(step, parsed, training_in(hardware, step.graphs), Updates(overlap=overlap))
     assert isinstance(parsed.memory_budget, int)
-    rehearsed = replay.fitting(parsed.memory_budget)
-    return step_time(replay.events(replay.planned(rehearsed))).total, replay.minimum_nbytes(rehearsed)
+    dry_run = replay.fitting(parsed.memory_budget)
+    return step_time(replay.events(replay.planned(dry_run))).total, replay.minimum_nbytes(dry_run)
 
 
 def cases(size: Size, measured: Hardware) -> Iterator[tuple[str, float, Hardware, dict[str, Any]]]:

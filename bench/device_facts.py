@@ -497,14 +497,14 @@ def expandable_segments(size: Size) -> Iterator[Fact]:
     gap, then ("scattered") one as large as four gaps together, for which pages have to be mapped elsewhere.
     """
     use_expandable_segments()
-    held_nbytes = [size.block_nbytes * number for number in (3, 1, 4, 1, 5, 9, 2, 6)]
-    peak = sum(held_nbytes)
+    external_nbytes = [size.block_nbytes * number for number in (3, 1, 4, 1, 5, 9, 2, 6)]
+    peak = sum(external_nbytes)
 
     def step(num_gaps: int) -> None:
-        held = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in held_nbytes]
+        held = [torch.empty(nbytes, dtype=torch.uint8, device="cuda") for nbytes in external_nbytes]
         for tensor in held:
             tensor[-1:].fill_(1)
-        gaps = held_nbytes[0 : 2 * num_gaps : 2]
+        gaps = external_nbytes[0 : 2 * num_gaps : 2]
         del tensor, held[0 : 2 * num_gaps : 2]
         torch.empty(sum(gaps), dtype=torch.uint8, device="cuda")
         torch.cuda.synchronize()

@@ -57,7 +57,7 @@ class Gap:
     end: int
     is_dirty: bool
     is_read: bool = True
-    rerun: int | None = None
+    recomputed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def lower_bound(
     nbytes_unit = 1e9  # what a variable of 1 means: keeps the numbers near each other
     duration = new(num_passes + 1)
     kept = new(len(problem.gaps))
-    again = {call: new(1)[0] for call in sorted({gap.rerun for gap in problem.gaps if gap.rerun is not None})}
+    again = {call: new(1)[0] for call in sorted({gap.recomputed for gap in problem.gaps if gap.recomputed is not None})}
     when_again = {call: {w: new(1)[0] for w in _backward_windows(window_of, problem.num_forward)} for call in again}
     update = new(num_passes + 1)
     staying = new(len(problem.update.group_nbytes))
@@ -167,7 +167,7 @@ def lower_bound(
     for place, gap in enumerate(problem.gaps):
         size = gap.nbytes / nbytes_unit
         spans = list(_windows(gap, window_of, len(calls), stepping))
-        brought = {kept[place]: 1.0} | ({again[gap.rerun]: 1.0} if gap.rerun is not None else {})
+        brought = {kept[place]: 1.0} | ({again[gap.recomputed]: 1.0} if gap.recomputed is not None else {})
         flows_in = new(len(spans)) if gap.is_read else range(0)
         if gap.is_read:
             matrix.add(brought | dict.fromkeys(flows_in, 1.0), 1.0, np.inf)

@@ -122,10 +122,10 @@ def _saved_gaps(captured: Captured) -> Iterator[Gap]:
         seen.add(storage)
         size, calls, offset = forward.storages[storage], uses[target], len(forward.calls)
         if calls[0] + offset > used[storage] + 1:
-            yield Gap(storage, size, used[storage] + 1, offset + calls[0], is_dirty=True, rerun=maker[storage])
+            yield Gap(storage, size, used[storage] + 1, offset + calls[0], is_dirty=True, recomputed=maker[storage])
         for before, after in pairwise(calls):
             if after > before + 1:
-                yield Gap(storage, size, offset + before + 1, offset + after, is_dirty=False, rerun=maker[storage])
+                yield Gap(storage, size, offset + before + 1, offset + after, is_dirty=False, recomputed=maker[storage])
 
 
 def _touched(call: Any, storage_of: Mapping[str, str]) -> set[str]:

@@ -46,18 +46,18 @@ SMALL_CASES = (Case("gpt2-small", "rtx2060-6g", 2, "1.2GiB", 256),)
 @dataclass(frozen=True)
 class Finding:
     """Processor's seconds that a case took: `first_s` with the graph's description, for the whole device; then, for
-    the case's own budget, `rehearsal_s` and `plans_s`. `step_s` is the simulated step's."""
+    the case's own budget, `dry_run_s` and `plans_s`. `step_s` is the simulated step's."""
 
     case: Case
     first_s: float
-    rehearsal_s: float
+    dry_run_s: float
     plans_s: float
     step_s: float
     digest: str
 
     @property
     def planning_s(self) -> float:
-        return self.rehearsal_s + self.plans_s
+        return self.dry_run_s + self.plans_s
 
 
 def digest(step: StepPlans) -> str:
@@ -74,14 +74,14 @@ def measure(case: Case, overlap: str) -> Finding:
     with no_automatic_collection():
         replay.planned(replay.fitting(replayed_.budget_nbytes))
         first_s = time.process_time()
-        rehearsed = replay.fitting(budget)
-        rehearsed_s = time.process_time()
-        step = replay.planned(rehearsed)
+        dry_run = replay.fitting(budget)
+        dry_run_s = time.process_time()
+        step = replay.planned(dry_run)
         planned_s = time.process_time()
-    if rehearsed.budget_nbytes != budget:
-        raise SystemExit(f"{case} does not fit: it takes {rehearsed.budget_nbytes:,} bytes")
+    if dry_run.budget_nbytes != budget:
+        raise SystemExit(f"{case} does not fit: it takes {dry_run.budget_nbytes:,} bytes")
     seconds = step_time(replay.events(step)).total
-    spans = first_s - begun_s, rehearsed_s - first_s, planned_s - rehearsed_s
+    spans = first_s - begun_s, dry_run_s - first_s, planned_s - dry_run_s
     return Finding(case, *spans, seconds, digest(step))
 
 
@@ -93,7 +93,7 @@ def examine(case: Case, overlap: str, num_rounds: int) -> Finding:
     """
     found = [measure(case, overlap) for _ in range(num_rounds)]
     assert len({one.digest for one in found}) == 1, f"{case}: plans differ from round to round"
-    times = (median(getattr(one, name) for one in found) for name in ("first_s", "rehearsal_s", "plans_s"))
+    times = (median(getattr(one, name) for one in found) for name in ("first_s", "dry_run_s", "plans_s"))
     return Finding(case, *times, found[0].step_s, found[0].digest)
 
 
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for case in (case for case in cases if options.only.lower() in f"{case.model} {case.hardware} {case.budget}"):
         one = examine(case, options.overlap, options.rounds)
         found.append(asdict(one))
-        times = (one.first_s, one.rehearsal_s, one.plans_s, one.planning_s, one.step_s)
+        times = (one.first_s, one.dry_run_s, one.plans_s, one.planning_s, one.step_s)
         name = f"{case.model}, {case.batch_size}, {case.hardware}, {case.budget}"
         table.add_row(name, *(f"{seconds:.4g} s" for seconds in times), one.digest)
     Console(width=None if sys.stdout.isatty() else 120).print(table)

@@ -81,10 +81,14 @@ class Seams:
 
     def __init__(self, planned: Planned) -> None:
         assert planned.step is not None, "the case does not fit"
-        now, request = planned.rehearsed, planned.rehearsed.runs[0].request
+        now, request = planned.dry_run, planned.dry_run.runs[0].request
         self.update, self.hardware, self.budget_nbytes = now.update, planned.hardware, now.budget_nbytes
-        self.layout, self.resident, self.held_nbytes = now.situation.layout, now.situation.resident, request.held_nbytes
-        self.captured = now.captured[0].without(request.around.absent or ALL_PRESENT)
+        self.layout, self.resident, self.external_nbytes = (
+            now.planner_state.layout,
+            now.planner_state.resident,
+            request.external_nbytes,
+        )
+        self.captured = now.captured[0].without(request.context.absent or ALL_PRESENT)
         self.step = profile(self.captured, self.layout)
         self.staying_s = planned.updates.nbytes(planned.step)[STAYING] / self.hardware.update_bytes_per_s
         self.costs_s = {name: cost for run in planned.step.runs for name, cost in run.costs_s().items()}
@@ -129,7 +133,7 @@ class Seams:
             budget_nbytes=self.budget_nbytes,
             resident=self.resident,
             hardware=self.hardware,
-            held_nbytes=self.held_nbytes,
+            external_nbytes=self.external_nbytes,
             boundary_nbytes=self.step.boundary_nbytes,
             saved=self.captured.absent if BACKWARD in names else (),
         )
@@ -137,13 +141,13 @@ class Seams:
 
     def _update(self, left: Sequence[int], kinds: Sequence[str]) -> list[Position]:
         """The update's positions, where these groups' chunks of these kinds are whole in slots."""
-        layout, held_nbytes = self.layout, self.update.held_nbytes
+        layout, external_nbytes = self.layout, self.update.external_nbytes
         left_nbytes = sum(layout.groups[index].nbytes(kind) for index in left for kind in kinds)
-        room_nbytes = self.budget_nbytes - fixed_nbytes(layout, self.resident) - held_nbytes
+        room_nbytes = self.budget_nbytes - fixed_nbytes(layout, self.resident) - external_nbytes
         if left_nbytes > room_nbytes * MOST_LEFT:
             raise NoRoom
         tiles = update_tiles(layout, self.update.groups, room_nbytes - left_nbytes, self.update.num_stages)
-        positions = update_positions(layout, tiles, held_nbytes, self.hardware)
+        positions = update_positions(layout, tiles, external_nbytes, self.hardware)
 
         def whole(chunks: frozenset[ItemId]) -> frozenset[ItemId]:
             return frozenset(

@@ -26,11 +26,11 @@ from chunkc.policy.activation_search import leanest_form
 from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import decide
 from chunkc.policy.graph_fraction import share_of
-from chunkc.policy.needs import Held, needs_of_step
+from chunkc.policy.needs import ExternalBytes, needs_of_step
 from chunkc.policy.state import GraphCaptured
 from chunkc.program_text import num_numbers, text_of
 from chunkc.runtime.store.shards import part_of
-from chunkc.session.changes import end_where_laid_out_otherwise, note_shared_memory, reconcile
+from chunkc.session.changes import detect_changes, end_where_laid_out_otherwise, note_shared_memory
 from chunkc.session.compiled_step import CompiledGraph, plan_key, planned_step
 from chunkc.session.logs import log_build, log_capture, warn_of_estimates
 from chunkc.session.lookup import join, session_for
@@ -154,7 +154,7 @@ def _compile_in(
 ) -> tuple[CompiledGraph, Callable[..., Any]]:
     """As `compile_graph`: what Dynamo is to call, and the graph that it runs. `compare`: see `ranks.meeting`."""
     await_readers(p for p in parameters if p is not None)  # while they read, parameters are somebody else's, too
-    reconcile(session, [hit[1] for p in parameters if p is not None and (hit := owner(p)) is not None])
+    detect_changes(session, [hit[1] for p in parameters if p is not None and (hit := owner(p)) is not None])
     parameter_names = _name_parameters(session, parameters, names)
     compiled: list[CompiledGraph] = []
     with compilation_progress() as show:
@@ -249,19 +249,19 @@ def _build(
         layout,
         session.budget_nbytes,
         session.hardware,
-        may_be_whole=options.may_be_whole and not fused_for_any_sizes,
+        can_skip_segmentation=options.can_skip_segmentation and not fused_for_any_sizes,
         strict=options.strict,
         share=share_of(list(called_modules())[-1:], inputs) if options.may_leave else 1.0,
         show=show,
     )
-    steps, step = _steps(builder, gm, session.situation.may_be_whole, arguments)
+    steps, step = _steps(builder, gm, session.planner_state.can_skip_segmentation, arguments)
     log_build(step.captured, layout)
     session.live.watch_constants(value for value in step.captured.constants if value.device.type == session.device.type)
     warn_of_estimates(session.note_estimates(step.captured.unknown_operators))
     show("planning", 0, None)
     try:
-        around = session.early.expected(session, layout, {**session.store.parameters(), **named})
-        decision = decide(session.situation, GraphCaptured(step.captured, layout, around))
+        context = session.early.expected(session, layout, {**session.store.parameters(), **named})
+        decision = decide(session.planner_state, GraphCaptured(step.captured, layout, context))
     except BudgetError as error:
         held = _held_now(session, step.captured, inputs if arguments is None else arguments)
         form = leanest_form(step.captured, options.activations, layout)
@@ -269,7 +269,7 @@ def _build(
         num_graphs, trained = session.num_graphs + 1, session.trained | step.captured.trained
         raise session.known.named(error, layout, needs, num_graphs, trained, begins=True) from None
     planned = planned_step(session, step.captured, decision.request)  # verified before anything moves
-    layout = decision.situation.layout
+    layout = decision.planner_state.layout
     code = None if session.transport is None else _code_of(capture)
     if code is not None:
         is_new = session.num_graphs == 0 or any(owner(parameter) is None for parameter in named.values())
@@ -277,10 +277,10 @@ def _build(
             program = code.program
             compare(lambda: facts_of(program, layout, session))  # later graphs are compared where their phases begin
         layout = layout.with_whole(whole_on_all(session, layout, is_new=is_new))
-    place(session, layout, named, decision.situation.resident)
+    place(session, layout, named, decision.planner_state.resident)
     session.own(named)
-    session.num_graphs, session.trained = decision.situation.num_graphs, decision.situation.trained
-    if layout.whole == decision.situation.layout.whole:
+    session.num_graphs, session.trained = decision.planner_state.num_graphs, decision.planner_state.trained
+    if layout.whole == decision.planner_state.layout.whole:
         step.plans.keep(plan_key(session, decision.request.key), planned)
     if code is not None:
         step.history = f"compiled, {hashed(str(planned.plan))}"
@@ -318,20 +318,20 @@ def facts_of(program: str, layout: ChunkLayout, session: Session) -> Facts:
     }
 
 
-def _held_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> Held:
+def _held_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> ExternalBytes:
     """What others hold now, beside a graph that is compiled for `inputs`; of symbolic ones it is not known."""
     tensors = [v for v in inputs if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
-        return Held(0, 0)
+        return ExternalBytes(0, 0)
     return session.live.beside_forward(captured, tensors)
 
 
 def _steps(
-    builder: Builder, gm: fx.GraphModule, may_be_whole: bool, arguments: Sequence[Any] | None
+    builder: Builder, gm: fx.GraphModule, can_skip_segmentation: bool, arguments: Sequence[Any] | None
 ) -> tuple[Steps, SizedStep]:
     """The graph at any sizes it serves, and at those of a call's arguments, or as it was traced."""
     if not input_symbols(builder.capture):
-        captured = builder.build() if may_be_whole else builder.described(whole=False)
+        captured = builder.build() if can_skip_segmentation else builder.described(whole=False)
         static = StaticSteps(captured, builder)
         return static, static.step
     try:
@@ -340,5 +340,5 @@ def _steps(
     except UnsupportedError as error:
         raise NotForAnyShapes from error
     if arguments is None:
-        return steps, steps.as_traced(may_be_whole=may_be_whole)
-    return steps, steps.at(INPUTS, arguments, may_be_whole=may_be_whole)
+        return steps, steps.as_traced(can_skip_segmentation=can_skip_segmentation)
+    return steps, steps.at(INPUTS, arguments, can_skip_segmentation=can_skip_segmentation)

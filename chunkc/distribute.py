@@ -25,7 +25,7 @@ from chunkc.ir.shards import ZeroStage, check_zero_stage
 from chunkc.machines.devices import parse_device
 from chunkc.options import parse_options
 from chunkc.runtime.distributed.transport import Transport
-from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, Nursery, note_birth, nursery_at
+from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, UnassignedMemory, note_birth, unassigned_memory_at
 from chunkc.runtime.store.shards import Part, part_of, shards_on
 from chunkc.session.movable import can_move, is_chunkable
 from chunkc.session.place import move_staying, place_parts
@@ -110,9 +110,11 @@ def distribute(
     def cut_all() -> str:
         on_disk = options.on_disk(device.type)
         at_once = on_disk != "nothing" if device.type == "cpu" else on_disk == "everything"  # else they are in RAM
-        nursery = nursery_at(home, disk_holds, disk_holds_parameters=on_disk == "everything") if at_once else None
+        unassigned_memory = (
+            unassigned_memory_at(home, disk_holds, disk_holds_parameters=on_disk == "everything") if at_once else None
+        )
         for parameter in named.values():
-            made[id(parameter)] = _cut(parameter, mesh, parallel, transport, zero_stage, nursery, device)
+            made[id(parameter)] = _cut(parameter, mesh, parallel, transport, zero_stage, unassigned_memory, device)
         if device.type == "cuda":
             place_parts(model, {name: part_of(made[id(p)]) for name, p in named.items()}, transport, options)
         return socket.gethostname()
@@ -231,7 +233,7 @@ def _cut(
     parallel: TensorParallel | None,
     transport: Transport,
     zero_stage: ZeroStage | None,
-    nursery: Nursery | None,
+    unassigned_memory: UnassignedMemory | None,
     device: torch.device,
 ) -> nn.Parameter:
     here = local(parameter).detach()
@@ -240,15 +242,15 @@ def _cut(
     begin, end = shards.rows(shards.rank)
     rows = here[begin:end] if is_cut else here
     own = torch.zeros(rows.shape, dtype=rows.dtype) if rows.is_meta else rows
-    if nursery is not None and own.nbytes >= SMALLEST_NBYTES:
-        kept = nursery.copy_of(own)
+    if unassigned_memory is not None and own.nbytes >= SMALLEST_NBYTES:
+        kept = unassigned_memory.copy_of(own)
     else:
         kept = own if rows.is_meta else own.to("cpu", copy=True)
     part = Part.of(kept, shards, transport)
     if parallel is not None:
         part.is_first = parallel.is_first(parameter)
-    if nursery is not None:
-        note_birth(part, nursery)
+    if unassigned_memory is not None:
+        note_birth(part, unassigned_memory)
     copied: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     placements = [*copied, Shard(0) if is_cut else Replicate()]
     # On a GPU the part goes there later, and the parameter is there already. PyTorch asks it for the shape of a scalar.

@@ -125,7 +125,7 @@ class Options(BaseModel):
         return self.model_copy(update={"home": self.home_kind})
 
     @property
-    def may_be_whole(self) -> bool:
+    def can_skip_segmentation(self) -> bool:
         """Whether a graph may be compiled whole: it would save all that it has, and read that at once."""
         return self.whole_graph == "auto" and self.activations not in ("offload", "rerun")
 

@@ -59,12 +59,12 @@ def adam_kernel(
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
-    NUM_DISTANCES: tl.constexpr,
+    NUM_POINTER_OFFSETS: tl.constexpr,
 ):
     """One program per row of `work`, int64: begin, end, group, and the tensor where there are `distances`.
 
     Slots are the first tensor's; `distances` says where each tensor has its own, by kind in the slots' order (see
-    `chunkc.kernels.pointer_offsets.distances_of`). Without it there is one tensor.
+    `chunkc.kernels.pointer_offsets.pointer_offsets_of`). Without it there is one tensor.
 
     `code_tables` is fp32 `[4, 256]`: values, then midpoints, of signed codes, then of unsigned ones.
     """
@@ -73,7 +73,7 @@ def adam_kernel(
     end = tl.load(row + 1)
     group_scalars = scalars + tl.load(row + 2) * _NUM_SCALARS
     if distances is not None:
-        distances += tl.load(row + 3) * NUM_DISTANCES
+        distances += tl.load(row + 3) * NUM_POINTER_OFFSETS
         param = of_tensor(param, distances, 0)
         grad = of_tensor(grad, distances, 1)
         exp_avg = of_tensor(exp_avg, distances, 2)

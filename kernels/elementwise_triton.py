@@ -198,7 +198,7 @@ def launch_arguments(
         "BLOCK": BLOCK,
         "RAGGED_BLOCK": RAGGED_BLOCK,
         "NUM_COLUMNS": num_columns,
-        "NUM_DISTANCES": 0 if distances is None else distances.shape[1],
+        "NUM_POINTER_OFFSETS": 0 if distances is None else distances.shape[1],
     }
 
 

@@ -83,7 +83,7 @@ def apply_arguments(
         "BLOCK": BLOCK,
         "RAGGED_BLOCK": RAGGED_BLOCK,
         "NUM_COLUMNS": work.rows.shape[1],
-        "NUM_DISTANCES": 0 if work.distances is None else work.distances.shape[1],
+        "NUM_POINTER_OFFSETS": 0 if work.distances is None else work.distances.shape[1],
     }
 
 

@@ -42,7 +42,7 @@ def lamb_moments_kernel(
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
-    NUM_DISTANCES: tl.constexpr,
+    NUM_POINTER_OFFSETS: tl.constexpr,
 ):
     """One program per row (begin, end, group, first, last) of `work`, int64: new moments, and two sums of squares.
 
@@ -54,7 +54,7 @@ def lamb_moments_kernel(
     end = tl.load(row + 1)
     group = scalars + tl.load(row + 2) * _NUM_SCALARS
     if distances is not None:
-        distances += tl.load(row + 5) * NUM_DISTANCES
+        distances += tl.load(row + 5) * NUM_POINTER_OFFSETS
         param = of_tensor(param, distances, 0)
         grad = of_tensor(grad, distances, 1)
         exp_avg = of_tensor(exp_avg, distances, 2)
@@ -107,7 +107,7 @@ def lamb_apply_kernel(
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
-    NUM_DISTANCES: tl.constexpr,
+    NUM_POINTER_OFFSETS: tl.constexpr,
 ):
     """One program per row of `work`: the trust ratio from all partial sums of the tensor, then new parameters."""
     row = work + tl.program_id(0).to(tl.int64) * NUM_COLUMNS
@@ -115,7 +115,7 @@ def lamb_apply_kernel(
     end = tl.load(row + 1)
     group = scalars + tl.load(row + 2) * _NUM_SCALARS
     if distances is not None:
-        distances += tl.load(row + 5) * NUM_DISTANCES
+        distances += tl.load(row + 5) * NUM_POINTER_OFFSETS
         param = of_tensor(param, distances, 0)
         exp_avg = of_tensor(exp_avg, distances, 2)
         exp_avg_sq = of_tensor(exp_avg_sq, distances, 3)

@@ -27,7 +27,7 @@ def kinds_of(fmt: UpdateFormat) -> list[str]:
     return [field.name for field in fields(fmt.slots)]  # type: ignore[arg-type]
 
 
-def distances_of(addresses: np.ndarray, fmt: UpdateFormat, draws: Sequence[Draws] = ()) -> Tensor:
+def pointer_offsets_of(addresses: np.ndarray, fmt: UpdateFormat, draws: Sequence[Draws] = ()) -> Tensor:
     """Where each tensor of a launch has its data, from where the first one has its own; on the CPU.
 
     Args:

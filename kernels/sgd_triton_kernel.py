@@ -53,7 +53,7 @@ def sgd_kernel(
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
-    NUM_DISTANCES: tl.constexpr,
+    NUM_POINTER_OFFSETS: tl.constexpr,
     momentum_buffer=None,
     momentum_buffer_scale=None,
 ):
@@ -66,7 +66,7 @@ def sgd_kernel(
     end = tl.load(row + 1)
     group_scalars = scalars + tl.load(row + 2) * _NUM_SCALARS
     if distances is not None:
-        distances += tl.load(row + 3) * NUM_DISTANCES
+        distances += tl.load(row + 3) * NUM_POINTER_OFFSETS
         param = of_tensor(param, distances, 0)
         grad = of_tensor(grad, distances, 1)
         if master is not None:

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from verify_cases import HARDWARE, LAYOUT, MEMORIES, MODULES, NUM_LAYERS, backward_program, forward_program
 
-from chunkc.ir.items import Absence
+from chunkc.ir.items import ActivationPlan
 from chunkc.passes.codegen import CompiledSegment
-from chunkc.passes.planning.recompute_search import Stretches
+from chunkc.passes.planning.recompute_search import RecomputeRegions
 from chunkc.passes.planning.residency import SLACK_CHUNKS, evenly_spread, fixed_nbytes, needed_nbytes
-from chunkc.policy import activation_search as absences
+from chunkc.policy import activation_search as activation_plans
 from chunkc.policy.activation_search import Mixes, first_or_quickest, quickest
 from chunkc.policy.captured_step import Captured, profile
 
@@ -27,18 +27,20 @@ CAPTURED = Captured(forward_program(), backward_program(), SEGMENTS, MODULES, wh
 def test_giving_up_slow_ways_changes_nothing_but_the_work(seed: int) -> None:
     """However few ways are timed to the end, the search goes the same steps and finds the same one."""
     rng = random.Random(seed)
-    ways = {(m, k): Absence(frozenset({str((m, k))})) for m in range(3, 20) for k in range(17)}
+    ways = {(m, k): ActivationPlan(frozenset({str((m, k))})) for m in range(3, 20) for k in range(17)}
     known = {absent: rng.choice([None, *map(float, range(1, 9))]) for absent in ways.values()}
-    mixes: Any = SimpleNamespace(groups=(3, 19), stretches=16, at=lambda *place: ways[place], enough_s=-math.inf)
-    tried: list[list[Absence]] = [[], []]
+    mixes: Any = SimpleNamespace(
+        groups=(3, 19), recompute_regions=16, at=lambda *place: ways[place], enough_s=-math.inf
+    )
+    tried: list[list[ActivationPlan]] = [[], []]
     num_given_up = 0
 
-    def patient(absent: Absence, most_s: float) -> tuple[float, Absence] | None:
+    def patient(absent: ActivationPlan, most_s: float) -> tuple[float, ActivationPlan] | None:
         tried[0].append(absent)
         seconds = known[absent]
         return None if seconds is None else (seconds, absent)
 
-    def impatient(absent: Absence, most_s: float) -> tuple[float, Absence] | None:
+    def impatient(absent: ActivationPlan, most_s: float) -> tuple[float, ActivationPlan] | None:
         nonlocal num_given_up
         tried[1].append(absent)
         seconds = known[absent]
@@ -56,15 +58,15 @@ def test_giving_up_slow_ways_changes_nothing_but_the_work(seed: int) -> None:
 def test_a_way_that_is_good_enough_ends_the_search(enough_s: float, num_tried: int) -> None:
     """The more groups stay beside which nothing runs again, up to 13, the quicker; what runs again is never quick."""
 
-    def at(m: int, k: int) -> Absence:
-        return Absence(frozenset({str(m)}), frozenset({str(k)} if k else ()))
+    def at(m: int, k: int) -> ActivationPlan:
+        return ActivationPlan(frozenset({str(m)}), frozenset({str(k)} if k else ()))
 
-    mixes: Any = SimpleNamespace(groups=(3, 19), stretches=16, at=at, enough_s=enough_s)
-    tried: list[Absence] = []
+    mixes: Any = SimpleNamespace(groups=(3, 19), recompute_regions=16, at=at, enough_s=enough_s)
+    tried: list[ActivationPlan] = []
 
-    def timed(absent: Absence, most_s: float) -> tuple[float, Absence]:
+    def timed(absent: ActivationPlan, most_s: float) -> tuple[float, ActivationPlan]:
         tried.append(absent)
-        return (9.0 if absent.rerun else 4 + abs(13 - int(*absent.home)) / 2), absent
+        return (9.0 if absent.recomputed else 4 + abs(13 - int(*absent.home)) / 2), absent
 
     found = quickest(mixes, timed)
     assert found is not None
@@ -76,13 +78,13 @@ def test_what_rounding_makes_quicker_is_no_step() -> None:
     """All ways take as long but for the last digit: none but the first ones and their neighbours are tried."""
     tried: list[tuple[int, int]] = []
 
-    def timed(absent: Absence, most_s: float) -> tuple[float, Absence]:
+    def timed(absent: ActivationPlan, most_s: float) -> tuple[float, ActivationPlan]:
         (place,) = absent.home
         tried.append((int(place.partition(",")[0]), int(place.partition(",")[2])))
         return 1.0 + 1e-14 * abs(700 - tried[-1][0]), absent
 
     mixes: Any = SimpleNamespace(
-        groups=(0, 999), stretches=0, at=lambda m, k: Absence(frozenset({f"{m},{k}"})), enough_s=0.0
+        groups=(0, 999), recompute_regions=0, at=lambda m, k: ActivationPlan(frozenset({f"{m},{k}"})), enough_s=0.0
     )
     assert quickest(mixes, timed) is not None
     assert len(tried) == 3 + 2 * 3
@@ -91,15 +93,15 @@ def test_what_rounding_makes_quicker_is_no_step() -> None:
 def test_stretches_are_looked_for_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[object] = []
     monkeypatch.setattr(
-        absences, "leanest", lambda *asked, **kind: (searched.append((asked, kind)), Stretches((1,)))[1]
+        activation_plans, "leanest", lambda *asked, **kind: (searched.append((asked, kind)), RecomputeRegions((1,)))[1]
     )
-    captured, spending = replace(CAPTURED), replace(LAYOUT, spent=frozenset({0}))
+    captured, spending = replace(CAPTURED), replace(LAYOUT, transient=frozenset({0}))
     for layout in (LAYOUT, spending, LAYOUT, replace(spending)):
-        assert absences._stretches(captured, layout) == Stretches((1,))
+        assert activation_plans._recompute_regions(captured, layout) == RecomputeRegions((1,))
     assert len(searched) == 2
     for chunk_nbytes in range(1, 9):
-        absences._stretches(captured, replace(LAYOUT, chunk_nbytes=chunk_nbytes))
-    assert len(captured.__dict__["_stretches"]) == absences.MOST_LAYOUTS
+        activation_plans._recompute_regions(captured, replace(LAYOUT, chunk_nbytes=chunk_nbytes))
+    assert len(captured.__dict__["_recompute_regions"]) == activation_plans.MOST_LAYOUTS
 
 
 def test_a_part_of_a_model_keeps_values_only_where_the_others_could_too() -> None:
@@ -118,13 +120,13 @@ def test_a_part_of_a_model_keeps_values_only_where_the_others_could_too() -> Non
 
 def test_where_values_may_not_stay_nothing_is_searched_for() -> None:
     """Of the ways, the first one that fits in which something is absent."""
-    ways = Absence(), Absence(frozenset({"a"})), Absence(rerun=frozenset({"b"}))
+    ways = ActivationPlan(), ActivationPlan(frozenset({"a"})), ActivationPlan(recomputed=frozenset({"b"}))
     mixes: Any = SimpleNamespace(may_keep=False, check_host=lambda absent, resident: None)
 
-    def seconds(found: Absence, most_s: float) -> float:
+    def seconds(found: ActivationPlan, most_s: float) -> float:
         raise AssertionError("nobody asks how long it takes")
 
-    def decided(absent: Absence) -> Absence:
+    def decided(absent: ActivationPlan) -> ActivationPlan:
         return absent
 
     assert first_or_quickest(ways, mixes, decided, seconds, lambda found: frozenset()) == ways[1]
@@ -139,8 +141,8 @@ def test_only_numbers_of_groups_that_make_a_difference_are_asked_for(staying: in
     needed = fixed_nbytes(LAYOUT, beside) + needed_nbytes(profile(CAPTURED, LAYOUT).passes, LAYOUT, beside)
     slack = SLACK_CHUNKS * LAYOUT.groups[0].numel * 4
 
-    def found(budget_nbytes: int, held_nbytes: int = 0) -> tuple[int, int]:
-        return Mixes(CAPTURED, LAYOUT, groups, budget_nbytes, held_nbytes, HARDWARE).groups
+    def found(budget_nbytes: int, external_nbytes: int = 0) -> tuple[int, int]:
+        return Mixes(CAPTURED, LAYOUT, groups, budget_nbytes, external_nbytes, HARDWARE).groups
 
     assert found(needed + slack) == found(needed + slack + 9, 9)
     assert found(needed + slack)[0] == staying

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.ir.layout import GRAD, Chunk
 from chunkc.runtime.device import cpu_allocator
-from chunkc.runtime.store.consumed_gradients import UsedGradient
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -278,7 +278,7 @@ def test_nothing_is_updated_by_it(ask: Ask, overlap: str) -> None:
                 found += arrays(torch.autograd.grad(loss, x, retain_graph=True))
             loss.backward()
             if options == OVERLAPS["backward"] and step > 1:  # what came before has not kept it from updating
-                assert any(isinstance(p.grad, UsedGradient) for p in model.parameters())
+                assert any(isinstance(p.grad, ConsumedGradient) for p in model.parameters())
             optimizer.step()
             optimizer.zero_grad()
             found += arrays(ask(model, call, batch(step + 9).requires_grad_()))

@@ -15,11 +15,11 @@ CAPTURED = Captured(forward_program(), backward_program(), SEGMENTS, MODULES, wh
 
 def test_the_bytes_of_a_forward_and_of_its_predecessors_outputs_are_its_own() -> None:
     """Input and output take 100 bytes each; the former call's outputs are in the forward's own bytes."""
-    assert CAPTURED.held_beside_forward(0, 0) == 0
-    assert CAPTURED.held_beside_forward(100, 100) == 0
-    assert CAPTURED.held_beside_forward(107, 0) == 7
-    assert CAPTURED.held_beside_forward(0, 4096) == 3996, "the input is a view of a larger tensor"
-    assert CAPTURED.held_beside_forward(107, 103) == 10
+    assert CAPTURED.external_in_forward(0, 0) == 0
+    assert CAPTURED.external_in_forward(100, 100) == 0
+    assert CAPTURED.external_in_forward(107, 0) == 7
+    assert CAPTURED.external_in_forward(0, 4096) == 3996, "the input is a view of a larger tensor"
+    assert CAPTURED.external_in_forward(107, 103) == 10
 
 
 def test_a_profile_is_made_once_for_a_layout() -> None:

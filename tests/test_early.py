@@ -14,12 +14,12 @@ from overlap_cases import Subject, case, minimum_nbytes, subject
 import chunkc
 from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Tile
-from chunkc.session.in_backward import EarlyUpdates
+from chunkc.session.in_backward import UpdatesInBackward
 
 pytestmark = pytest.mark.timeout(120)
 
 
-SESSION: Any = SimpleNamespace(store=SimpleNamespace(check_not_used_up=lambda group: None))
+SESSION: Any = SimpleNamespace(store=SimpleNamespace(check_not_consumed=lambda group: None))
 
 
 class Starter:
@@ -51,24 +51,24 @@ class Starter:
 
 
 @pytest.fixture
-def pair() -> tuple[EarlyUpdates, Starter, Starter]:
-    early, first, second = EarlyUpdates(), Starter(), Starter()
+def pair() -> tuple[UpdatesInBackward, Starter, Starter]:
+    early, first, second = UpdatesInBackward(), Starter(), Starter()
     early.join(first)
     early.join(second)
     return early, first, second
 
 
-def run_backward(early: EarlyUpdates, group: int) -> None:
+def run_backward(early: UpdatesInBackward, group: int) -> None:
     early.enter_backward(SESSION, [group])
     early.settled(SESSION, group)
 
 
-def run_forward(early: EarlyUpdates, group: int) -> None:
+def run_forward(early: UpdatesInBackward, group: int) -> None:
     early.enter_forward(SESSION, [group])
     early.leave_forward([group])
 
 
-def test_a_step_ends_what_its_own_optimizer_waits_for(pair: tuple[EarlyUpdates, Starter, Starter]) -> None:
+def test_a_step_ends_what_its_own_optimizer_waits_for(pair: tuple[UpdatesInBackward, Starter, Starter]) -> None:
     early, first, second = pair
     for _ in range(3):
         run_forward(early, 0)
@@ -78,7 +78,7 @@ def test_a_step_ends_what_its_own_optimizer_waits_for(pair: tuple[EarlyUpdates, 
     assert (first.begun, second.begun) == ([0], [])
 
 
-def test_an_optimizer_that_is_gone_is_not_counted_for(pair: tuple[EarlyUpdates, Starter, Starter]) -> None:
+def test_an_optimizer_that_is_gone_is_not_counted_for(pair: tuple[UpdatesInBackward, Starter, Starter]) -> None:
     early, first, _ = pair
     del pair
     run_forward(early, 0)
@@ -89,7 +89,9 @@ def test_an_optimizer_that_is_gone_is_not_counted_for(pair: tuple[EarlyUpdates, 
     assert first.begun == [0]
 
 
-def test_one_that_joins_in_a_step_waits_for_the_forwards_before(pair: tuple[EarlyUpdates, Starter, Starter]) -> None:
+def test_one_that_joins_in_a_step_waits_for_the_forwards_before(
+    pair: tuple[UpdatesInBackward, Starter, Starter],
+) -> None:
     early, *_ = pair
     run_forward(early, 0)
     early.join(late := Starter())
@@ -138,7 +140,7 @@ def test_an_optimizer_made_between_two_graphs_trains(kib: int) -> None:
 
 
 def test_a_group_is_updated_in_slots_once_no_other_backward_is_to_come(
-    pair: tuple[EarlyUpdates, Starter, Starter],
+    pair: tuple[UpdatesInBackward, Starter, Starter],
 ) -> None:
     early, first, second = pair
     assert early.updates_in_slots(SESSION, [3, 7]) == ((7, 2),)  # asked in the forward

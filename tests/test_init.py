@@ -15,7 +15,7 @@ from torch import nn
 
 import chunkc
 from chunkc.runtime.storage import maps
-from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, nursery_of
+from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, unassigned_memory_of
 from chunkc.session.session import owner
 
 BUILDERS: dict[str, Callable[[], nn.Module]] = {"tied": Tied, "copies": encoder, "sequence": sequential}
@@ -42,9 +42,9 @@ def test_random_numbers_are_those_of_ordinary_construction(home: str, build: Cal
     after = torch.rand(3)
     assert not differences(values(model), values(built(build)))
     assert torch.equal(after, torch.rand(3))
-    assert all((nursery_of(p) is not None) == (p.nbytes >= 4096) for p in model.parameters())
+    assert all((unassigned_memory_of(p) is not None) == (p.nbytes >= 4096) for p in model.parameters())
     assert [type(p) for p in model.parameters()] == [nn.Parameter] * len(list(model.parameters()))
-    assert all(nursery_of(buffer) is None for buffer in model.buffers())
+    assert all(unassigned_memory_of(buffer) is None for buffer in model.buffers())
 
 
 def test_tied_weights_stay_tied_and_frozen_ones_frozen(home: str) -> None:
@@ -74,7 +74,7 @@ def test_a_model_trains_as_one_that_was_built_as_usual(home: str) -> None:
         hit = owner(model.body.weight)
         assert hit is not None
         assert hit[0].options.home == home
-        assert all(nursery_of(p) is None for p in model.parameters())
+        assert all(unassigned_memory_of(p) is None for p in model.parameters())
         results.append(values(model))
     assert not differences(*results)
 
@@ -84,7 +84,7 @@ def test_what_stays_on_the_compute_tier_leaves_home(home: str) -> None:
         model = built(Tied)
     options = {"memory_budget": "1GiB", "codegen": "eager"}
     torch.compile(model, backend="chunkc", options=options)(torch.zeros(1, 2).long())
-    assert all(nursery_of(p) is None for p in model.parameters())
+    assert all(unassigned_memory_of(p) is None for p in model.parameters())
     assert not differences(values(model), values(built(Tied)))
 
 
@@ -121,7 +121,7 @@ def test_a_tensor_that_others_have_moves_when_they_let_go(home: str) -> None:
             super().__init__()
             kept = torch.randn(WIDTH, WIDTH)
             self.first = nn.Parameter(kept)
-            assert nursery_of(self.first) is None
+            assert unassigned_memory_of(self.first) is None
             del kept
             self.second = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
@@ -130,7 +130,7 @@ def test_a_tensor_that_others_have_moves_when_they_let_go(home: str) -> None:
         shared = nn.Parameter(torch.ones(WIDTH, WIDTH))
         view = shared.data
         model.third = shared
-    assert [nursery_of(p) is not None for p in model.parameters()] == [True, True, False]
+    assert [unassigned_memory_of(p) is not None for p in model.parameters()] == [True, True, False]
     assert view.data_ptr() == shared.data_ptr()
 
 
@@ -141,22 +141,22 @@ def test_nothing_else_is_touched(home: str) -> None:
         with torch.device("meta"):
             assert nn.Linear(WIDTH, WIDTH).weight.is_meta
     after = nn.Linear(WIDTH, WIDTH)
-    assert nursery_of(temporary) is None
-    assert all(nursery_of(p) is None for p in (*before.parameters(), *after.parameters()))
+    assert unassigned_memory_of(temporary) is None
+    assert all(unassigned_memory_of(p) is None for p in (*before.parameters(), *after.parameters()))
 
 
 def test_home_memory_goes_with_the_model(tmp_path: Path) -> None:
-    from chunkc.runtime.storage import unassigned as nursery
+    from chunkc.runtime.storage import unassigned as unassigned_memory
 
-    before = len(nursery._born)
+    before = len(unassigned_memory._born)
     with chunkc.init(home=f"disk:{tmp_path}"):
         model = built(encoder)
-        twin = copy.deepcopy(model)
-    assert not differences(values(twin), values(model))
-    assert len(nursery._born) > before
-    del model, twin
+        shadow = copy.deepcopy(model)
+    assert not differences(values(shadow), values(model))
+    assert len(unassigned_memory._born) > before
+    del model, shadow
     gc.collect()
-    assert len(nursery._born) == before
+    assert len(unassigned_memory._born) == before
 
 
 @pytest.mark.parametrize(("dtype", "moments"), [(torch.float32, "float32"), (torch.bfloat16, "int8")], ids=str)
@@ -228,7 +228,7 @@ def test_from_pretrained_loads_into_home(home: str, tmp_path: Path) -> None:
         model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
         torch.manual_seed(0)
         fresh = transformers.LlamaForCausalLM(config)
-    assert all(nursery_of(p) is not None for m in (model, fresh) for p in m.parameters() if p.nbytes >= 4096)
+    assert all(unassigned_memory_of(p) is not None for m in (model, fresh) for p in m.parameters() if p.nbytes >= 4096)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not differences(values(model), values(saved))
     assert not differences(values(fresh), values(saved))
@@ -283,7 +283,7 @@ def test_what_is_converted_inside_stays_at_home(home: str) -> None:
         model = encoder().half()
     large = [p for p in model.parameters() if p.nbytes >= SMALLEST_NBYTES]
     assert len(large) > 1
-    assert all(nursery_of(p) is not None for p in large)
+    assert all(unassigned_memory_of(p) is not None for p in large)
     assert all(p.dtype == torch.float16 for p in model.parameters())
     assert not differences([array(p) for p in model.parameters()], [array(p) for p in expected.parameters()])
 
@@ -292,7 +292,7 @@ def test_what_is_converted_later_is_compiled_with_the_home_it_was_built_in(tmp_p
     with chunkc.init(home=f"disk:{tmp_path}"):
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     model.bfloat16()
-    assert all(nursery_of(p) is None for p in model.parameters())
+    assert all(unassigned_memory_of(p) is None for p in model.parameters())
     call = segmented(model, "1GiB")
     call(torch.randn(2, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
     hit = owner(model[0].weight)

@@ -51,14 +51,14 @@ def never_described() -> Captured:
     raise AssertionError("an error takes no time to describe another form")
 
 
-@pytest.mark.parametrize("held_nbytes", [0, 1000])
-def test_the_minimum_of_one_graph_is_the_planners(held_nbytes: int) -> None:
+@pytest.mark.parametrize("external_nbytes", [0, 1000])
+def test_the_minimum_of_one_graph_is_the_planners(external_nbytes: int) -> None:
     known, noted = KnownNeeds(), NotedNeeds()
     assert known.minimum_nbytes(LAYOUT) == 0
-    known.note(noted, Needs.of(POSITIONS, LAYOUT).beside(held_nbytes))
-    wanted = check_minimum(POSITIONS, LAYOUT, 1 << 40, held_nbytes, all_may_stay=True)
+    known.note(noted, Needs.of(POSITIONS, LAYOUT).beside(external_nbytes))
+    wanted = check_minimum(POSITIONS, LAYOUT, 1 << 40, external_nbytes, all_may_stay=True)
     assert known.minimum_nbytes(LAYOUT) == wanted
-    assert Needs.of(POSITIONS, LAYOUT, held_nbytes) == Needs.of(POSITIONS, LAYOUT).beside(held_nbytes)
+    assert Needs.of(POSITIONS, LAYOUT, external_nbytes) == Needs.of(POSITIONS, LAYOUT).beside(external_nbytes)
     assert Needs.of((), LAYOUT) == Needs()
 
 
@@ -120,8 +120,8 @@ def test_a_whole_step_would_need_less_in_segments() -> None:
     step = profile(cut, STEP_LAYOUT)
     known, noted = KnownNeeds(), NotedNeeds(lambda: cut)
     known.note(noted, Needs(1 << 40, 1 << 40))
-    for phase, held_nbytes in ((FORWARD, 5), (FORWARD, 0), (BACKWARD, 1000), (BACKWARD, 7)):
-        noted.ran(phase, ALONE, held_nbytes)
+    for phase, external_nbytes in ((FORWARD, 5), (FORWARD, 0), (BACKWARD, 1000), (BACKWARD, 7)):
+        noted.ran(phase, ALONE, external_nbytes)
     needs = Needs.of(step.forward, STEP_LAYOUT, 5) | Needs.of(step.backward, STEP_LAYOUT, 1000)
     assert known.minimum_nbytes(STEP_LAYOUT) == needs.minimum_nbytes(STEP_LAYOUT)
     known.note(unbounded := NotedNeeds(lambda: cut), Needs(1 << 40, 1))

@@ -61,7 +61,7 @@ def test_outputs_that_are_kept_neither_fill_memory_with_plans_nor_make_a_new_one
     step_plan = graph.step_plan
 
     def counted(of: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        made.append(request.held_nbytes)
+        made.append(request.external_nbytes)
         return step_plan(of, request, *args, **kwargs)
 
     monkeypatch.setattr(graph, "step_plan", counted)
@@ -77,7 +77,7 @@ def test_outputs_that_are_kept_neither_fill_memory_with_plans_nor_make_a_new_one
             outputs.append(output.detach())
             take_step(output.sum(), optimizer)
             (found,) = made_graphs
-            assert len(found.steps.at("forward", (), may_be_whole=True).plans) <= 5
+            assert len(found.steps.at("forward", (), can_skip_segmentation=True).plans) <= 5
             assert len(session_of(model).update_plans) <= 4
             assert session_of(model).records.predicted_peak_nbytes <= budget
     assert len(set(made)) <= 2 + 2 * (NUM_STEPS * outputs[0].nbytes * policy.HELD_GRANULES // budget)

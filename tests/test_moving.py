@@ -58,7 +58,7 @@ def test_states_go_home_and_training_goes_on_with_the_same_bits(optimizer: str, 
         (session,) = sessions_of(model.parameters())
         assert session.store.resident
         if leaves:
-            stay(session, replace(session.situation, resident=frozenset({0})))
+            stay(session, replace(session.planner_state, resident=frozenset({0})))
             for parameter in model.parameters():
                 name = owner(parameter)[1]
                 for kind, state in made.state[parameter].items():
@@ -77,7 +77,7 @@ def test_what_leaves_no_longer_counts() -> None:
     gc.collect()
     before = cpu_allocator.current_nbytes()
     leaving = sum(s.spec.nbytes + s.spec.optimizer_nbytes for g in session.store.layout.groups for s in g.slices)
-    stay(session, replace(session.situation, resident=frozenset()))
+    stay(session, replace(session.planner_state, resident=frozenset()))
     gc.collect()
     assert cpu_allocator.current_nbytes() == before - leaving
 
@@ -112,11 +112,11 @@ def test_where_home_has_no_room_nothing_has_moved(monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patched:
         patched.setattr(session.store, "place", full)
         with pytest.raises(HomeError):
-            stay(session, replace(session.situation, resident=frozenset()))
+            stay(session, replace(session.planner_state, resident=frozenset()))
     assert session.store.resident == resident
     assert all(optimizer.state[next(model.parameters())][kind] is state for kind, state in states.items())
     assert not session.store.arena.chunks
-    stay(session, replace(session.situation, resident=frozenset()))
+    stay(session, replace(session.planner_state, resident=frozenset()))
     step(call, optimizer)
 
 
@@ -126,6 +126,6 @@ def test_nobody_s_states() -> None:
     (session,) = sessions_of(model.parameters())
     del optimizer
     gc.collect()
-    stay(session, replace(session.situation, resident=frozenset()))
+    stay(session, replace(session.planner_state, resident=frozenset()))
     assert not moving.declared(next(model.parameters())).keeper()
     call(rows(4)).backward()

@@ -20,11 +20,11 @@ from chunkc.policy.decide import HELD_GRANULES, decide, fits_whole, smallest_bud
 from chunkc.policy.plans import step_plan
 from chunkc.policy.state import (
     ALONE,
-    Around,
     Forms,
     GraphCaptured,
     PhaseCalled,
-    Situation,
+    PhaseContext,
+    PlannerState,
     SizesCalled,
     StepDecision,
     UpdateDue,
@@ -37,18 +37,18 @@ CAPTURED = Captured(forward_program(), backward_program(), SEGMENTS, MODULES, wh
 PASSES = profile(CAPTURED, LAYOUT).passes
 
 
-def captured(situation: Situation) -> StepDecision:
-    return decide(situation, GraphCaptured(CAPTURED, LAYOUT))
+def captured(planner_state: PlannerState) -> StepDecision:
+    return decide(planner_state, GraphCaptured(CAPTURED, LAYOUT))
 
 
-def compiled(budget_nbytes: int = HUGE, resident: frozenset[int] = EVERYTHING) -> Situation:
+def compiled(budget_nbytes: int = HUGE, resident: frozenset[int] = EVERYTHING) -> PlannerState:
     """The graph was compiled; these groups stay by now."""
-    return replace(captured(Situation(HUGE)).situation, budget_nbytes=budget_nbytes, resident=resident)
+    return replace(captured(PlannerState(HUGE)).planner_state, budget_nbytes=budget_nbytes, resident=resident)
 
 
-def knowing(num_groups: int, resident: frozenset[int]) -> Situation:
+def knowing(num_groups: int, resident: frozenset[int]) -> PlannerState:
     """A graph was compiled before, with the layout's first groups."""
-    return Situation(HUGE, replace(LAYOUT, groups=LAYOUT.groups[:num_groups]), resident, num_graphs=1)
+    return PlannerState(HUGE, replace(LAYOUT, groups=LAYOUT.groups[:num_groups]), resident, num_graphs=1)
 
 
 # --- a graph is captured ---
@@ -56,25 +56,25 @@ def knowing(num_groups: int, resident: frozenset[int]) -> Situation:
 
 def test_of_the_first_graph_any_group_may_stay() -> None:
     minimum = check_minimum(profile(CAPTURED, LAYOUT).all, LAYOUT, HUGE, 0, all_may_stay=True)
-    found = captured(Situation(HUGE))
-    assert found.situation.resident == EVERYTHING
-    assert (found.situation.num_graphs, found.situation.trained) == (1, CAPTURED.trained)
-    assert found.request.situation is found.situation
-    assert captured(Situation(minimum)).situation.resident < EVERYTHING
+    found = captured(PlannerState(HUGE))
+    assert found.planner_state.resident == EVERYTHING
+    assert (found.planner_state.num_graphs, found.planner_state.trained) == (1, CAPTURED.trained)
+    assert found.request.planner_state is found.planner_state
+    assert captured(PlannerState(minimum)).planner_state.resident < EVERYTHING
     with pytest.raises(BudgetError) as error:
-        captured(Situation(minimum - 1))
+        captured(PlannerState(minimum - 1))
     assert error.value.minimum_nbytes == minimum == smallest_budget(CAPTURED, LAYOUT)
 
 
 def test_a_layout_that_was_there_before_the_first_graph_binds_nobody() -> None:
     """`chunkc.place` makes one in which nobody stays."""
-    assert captured(Situation(HUGE, LAYOUT)).situation.resident == EVERYTHING
+    assert captured(PlannerState(HUGE, LAYOUT)).planner_state.resident == EVERYTHING
 
 
 def test_of_a_later_graph_what_has_left_does_not_come_back() -> None:
-    assert captured(knowing(2, frozenset({1}))).situation.resident == {1, 2, 3}, "the last two are new"
-    assert captured(knowing(NUM_LAYERS, frozenset())).situation.resident == frozenset()
-    assert captured(knowing(2, frozenset({0, 1}))).situation.resident == EVERYTHING
+    assert captured(knowing(2, frozenset({1}))).planner_state.resident == {1, 2, 3}, "the last two are new"
+    assert captured(knowing(NUM_LAYERS, frozenset())).planner_state.resident == frozenset()
+    assert captured(knowing(2, frozenset({0, 1}))).planner_state.resident == EVERYTHING
 
 
 def test_only_where_all_may_stay_the_minimum_is_with_all() -> None:
@@ -85,16 +85,16 @@ def test_only_where_all_may_stay_the_minimum_is_with_all() -> None:
     assert staying < moving
     for resident, minimum in ((EVERYTHING, staying), (frozenset({1}), moving)):
         event = GraphCaptured(CAPTURED, gaps)
-        assert decide(Situation(minimum, gaps, resident, num_graphs=1), event).situation.resident <= resident
+        assert decide(PlannerState(minimum, gaps, resident, num_graphs=1), event).planner_state.resident <= resident
         with pytest.raises(BudgetError) as error:
-            decide(Situation(minimum - 1, gaps, resident, num_graphs=1), event)
+            decide(PlannerState(minimum - 1, gaps, resident, num_graphs=1), event)
         assert error.value.minimum_nbytes == minimum
 
 
 def test_a_graph_may_be_whole_until_a_group_has_left() -> None:
-    assert Situation(HUGE, LAYOUT).may_be_whole
-    assert compiled().may_be_whole
-    assert not compiled(resident=EVERYTHING - {2}).may_be_whole
+    assert PlannerState(HUGE, LAYOUT).can_skip_segmentation
+    assert compiled().can_skip_segmentation
+    assert not compiled(resident=EVERYTHING - {2}).can_skip_segmentation
     needs = profile(CAPTURED, LAYOUT)
     staying = fixed_nbytes(LAYOUT, EVERYTHING)
     whole = staying + max(p.non_model_nbytes for p in needs.all)
@@ -109,11 +109,11 @@ def test_who_fits_stays_and_who_does_not_leaves_for_good() -> None:
     minimum = check_minimum(PASSES, LAYOUT, HUGE, 0, EVERYTHING)
     now = compiled(minimum + 10)
     found = decide(now, PhaseCalled(Forms(CAPTURED), 10))
-    assert found.situation is now
+    assert found.planner_state is now
     assert found.captured is CAPTURED
-    left = decide(now, PhaseCalled(Forms(CAPTURED), 11)).situation
+    left = decide(now, PhaseCalled(Forms(CAPTURED), 11)).planner_state
     assert left.resident < EVERYTHING
-    assert decide(left, PhaseCalled(Forms(CAPTURED), 0)).situation is left
+    assert decide(left, PhaseCalled(Forms(CAPTURED), 0)).planner_state is left
 
 
 def test_a_call_that_fits_nobody_names_the_smallest_budget() -> None:
@@ -145,8 +145,8 @@ def test_a_whole_graph_is_cut_where_it_does_not_fit_and_not_before() -> None:
 
 def test_other_sizes_send_residents_home_for_the_update_as_well() -> None:
     least = check_minimum(profile(CAPTURED, LAYOUT).all, LAYOUT, HUGE, 0, EVERYTHING)
-    assert decide(compiled(least), SizesCalled(CAPTURED)).situation.resident == EVERYTHING
-    assert decide(compiled(least - 1), SizesCalled(CAPTURED)).situation.resident < EVERYTHING
+    assert decide(compiled(least), SizesCalled(CAPTURED)).planner_state.resident == EVERYTHING
+    assert decide(compiled(least - 1), SizesCalled(CAPTURED)).planner_state.resident < EVERYTHING
 
 
 @pytest.mark.parametrize(
@@ -165,9 +165,9 @@ def test_a_plan_has_room_for_a_little_more_where_there_is_one(held: int, room: i
     layout = replace(LAYOUT, overhead_nbytes=max(0, budget - taken - room))  # so that `room` is left
     if room == HUGE:
         layout = replace(LAYOUT, overhead_nbytes=budget - taken - 4096)
-    now = Situation(budget, layout, frozenset(), num_graphs=1, trained=CAPTURED.trained)
+    now = PlannerState(budget, layout, frozenset(), num_graphs=1, trained=CAPTURED.trained)
     request = decide(now, PhaseCalled(Forms(CAPTURED), held)).request
-    assert (request.held_nbytes, request.spare_nbytes) == (planned, planned - held)
+    assert (request.external_nbytes, request.spare_nbytes) == (planned, planned - held)
 
 
 def test_a_cold_backward_is_asked_for_where_the_forward_left_other_chunks() -> None:
@@ -199,15 +199,15 @@ def test_trained_residents_that_leave_for_an_update_are_due_as_well() -> None:
     alone = fixed_nbytes(LAYOUT, EVERYTHING)
     now = compiled(alone + 1000)
     stays = decide(now, UpdateDue((), 500))
-    assert stays.situation is now
+    assert stays.planner_state is now
     assert stays.request is not None
     resident = EVERYTHING - {0}
     now = compiled(fixed_nbytes(LAYOUT, resident) + 1000, resident)
     left = decide(now, UpdateDue((0,), 0))
     assert left.request is None
-    assert left.situation.resident < resident
-    due = tuple(sorted(EVERYTHING - left.situation.resident))
-    request = decide(left.situation, UpdateDue(due, 0)).request
+    assert left.planner_state.resident < resident
+    due = tuple(sorted(EVERYTHING - left.planner_state.resident))
+    request = decide(left.planner_state, UpdateDue(due, 0)).request
     assert request is not None
     assert request.groups == due
 
@@ -223,20 +223,20 @@ def test_an_update_that_fits_beside_nobody_is_refused() -> None:
 # --- gradients that the backward uses up ---
 
 
-def beside(situation: Situation, spent: frozenset[int]) -> StepDecision:
-    return decide(situation, PhaseCalled(Forms(CAPTURED), 0, Around(updates=((0, 1),), spent=spent)))
+def beside(planner_state: PlannerState, transient: frozenset[int]) -> StepDecision:
+    return decide(planner_state, PhaseCalled(Forms(CAPTURED), 0, PhaseContext(updates=((0, 1),), transient=transient)))
 
 
 def test_more_stay_where_gradients_are_spent_and_none_are_where_all_fits() -> None:
     for_all = fixed_nbytes(LAYOUT, EVERYTHING) + max(p.non_model_nbytes for p in PASSES)
-    found = decide(Situation(for_all), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING)))
-    assert (found.situation.resident, found.request.situation.layout.spent) == (EVERYTHING, frozenset())
-    assert captured(Situation(for_all - 1)).situation.resident < EVERYTHING
-    found = decide(Situation(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING)))
-    assert found.situation.resident == found.request.situation.layout.spent == EVERYTHING
-    assert found.situation.layout.spent == frozenset(), "that is each request's"
-    after = beside(found.situation, EVERYTHING)
-    assert (after.situation, after.request.situation.layout.spent) == (found.situation, EVERYTHING)
+    found = decide(PlannerState(for_all), GraphCaptured(CAPTURED, LAYOUT, PhaseContext(transient=EVERYTHING)))
+    assert (found.planner_state.resident, found.request.planner_state.layout.transient) == (EVERYTHING, frozenset())
+    assert captured(PlannerState(for_all - 1)).planner_state.resident < EVERYTHING
+    found = decide(PlannerState(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, PhaseContext(transient=EVERYTHING)))
+    assert found.planner_state.resident == found.request.planner_state.layout.transient == EVERYTHING
+    assert found.planner_state.layout.transient == frozenset(), "that is each request's"
+    after = beside(found.planner_state, EVERYTHING)
+    assert (after.planner_state, after.request.planner_state.layout.transient) == (found.planner_state, EVERYTHING)
     step_plan(CAPTURED, after.request, HARDWARE)
 
 
@@ -244,37 +244,39 @@ def test_residents_gradients_are_spent_wherever_something_moves() -> None:
     """Also where all residents have room for them: what moves can use it."""
     rest = EVERYTHING - {0}
     after = beside(compiled(HUGE, rest), rest)
-    assert (after.situation.resident, after.request.situation.layout.spent) == (rest, rest)
-    assert beside(compiled(), EVERYTHING).request.situation.layout.spent == frozenset()
-    later = decide(knowing(2, frozenset({1})), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING)))
-    assert (later.situation.resident, later.request.situation.layout.spent) == (rest, rest)
+    assert (after.planner_state.resident, after.request.planner_state.layout.transient) == (rest, rest)
+    assert beside(compiled(), EVERYTHING).request.planner_state.layout.transient == frozenset()
+    later = decide(knowing(2, frozenset({1})), GraphCaptured(CAPTURED, LAYOUT, PhaseContext(transient=EVERYTHING)))
+    assert (later.planner_state.resident, later.request.planner_state.layout.transient) == (rest, rest)
 
 
 def test_whose_gradients_are_not_spent_any_more_makes_somebody_leave_for_good() -> None:
     for_all = fixed_nbytes(LAYOUT, EVERYTHING) + max(p.non_model_nbytes for p in PASSES)
-    now = decide(Situation(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, Around(spent=EVERYTHING))).situation
+    now = decide(
+        PlannerState(for_all - 1), GraphCaptured(CAPTURED, LAYOUT, PhaseContext(transient=EVERYTHING))
+    ).planner_state
     left = beside(now, frozenset())
-    assert left.situation.resident < EVERYTHING
-    assert left.request.situation.layout.spent == frozenset()
-    back = beside(left.situation, EVERYTHING)
-    assert back.situation.resident == left.situation.resident
+    assert left.planner_state.resident < EVERYTHING
+    assert left.request.planner_state.layout.transient == frozenset()
+    back = beside(left.planner_state, EVERYTHING)
+    assert back.planner_state.resident == left.planner_state.resident
 
 
 def test_a_step_counts_no_gradients_that_were_used_up() -> None:
-    needed = fixed_nbytes(replace(LAYOUT, spent=EVERYTHING), EVERYTHING) + LAYOUT.groups[0].slices[0].spec.nbytes
+    needed = fixed_nbytes(replace(LAYOUT, transient=EVERYTHING), EVERYTHING) + LAYOUT.groups[0].slices[0].spec.nbytes
     now = compiled(needed, EVERYTHING - {0})
-    found = decide(now, UpdateDue((0,), 0, spent=EVERYTHING - {0}))
-    assert found.situation is now
+    found = decide(now, UpdateDue((0,), 0, transient=EVERYTHING - {0}))
+    assert found.planner_state is now
     assert found.request is not None
-    assert found.request.situation.layout.spent == EVERYTHING - {0}
-    assert decide(now, UpdateDue((0,), 0)).situation.resident < now.resident
+    assert found.request.planner_state.layout.transient == EVERYTHING - {0}
+    assert decide(now, UpdateDue((0,), 0)).planner_state.resident < now.resident
 
 
 # --- nowhere else ---
 
 DECIDING = {"check_minimum", "choose_resident", "staying_beside", "staying_beside_update", "check_update"}
 PLANNING = {"plan_phases", "plan_update", "insert_events", "insert_update_events", "verify_phase"}
-COUNTING = {"held_beside_forward", "saved_nbytes"}
+COUNTING = {"external_in_forward", "saved_nbytes"}
 HOMES = [
     (DECIDING, {"policy.decide", "policy.needs"}),  # `needs` says what an error names, and decides nothing
     ({"begins_cold"}, {"policy.state"}),
@@ -320,7 +322,7 @@ def test_nobody_else_decides(module: str) -> None:
         ("session.compiled_step", "from chunkc.passes.planning.residency import staying_beside"),
         ("explaining.replay", "from chunkc.passes import planning\nplanning.plan_phases()"),
         ("optim.update", "def own(plan):\n    return plan.begins_cold(())"),
-        ("explaining.rehearsal", "def own(captured):\n    return captured.held_beside_forward(1, 2)"),
+        ("explaining.rehearsal", "def own(captured):\n    return captured.external_in_forward(1, 2)"),
     ],
 )
 def test_a_decision_of_ones_own_would_be_seen(module: str, source: str) -> None:

@@ -12,7 +12,7 @@ from harness import HUGE, compile_case, counted, session_of
 from overlap_cases import case
 
 import chunkc
-from chunkc.policy.live_values import LiveValues
+from chunkc.policy.live_values import RealValues
 from chunkc.session import compiled_step as graph
 from chunkc.session.declared_states import declared_states
 
@@ -20,7 +20,7 @@ GRANULE = 512
 
 
 def test_values_alive_take_whole_blocks_of_the_allocator() -> None:
-    live = LiveValues(GRANULE)
+    live = RealValues(GRANULE)
     values = [torch.zeros(n, dtype=torch.uint8) for n in (1, GRANULE, GRANULE + 1)]
     live.watch([*values, values[2][7:], torch.zeros(0)])
     assert live.nbytes() == (1 + 1 + 2) * GRANULE
@@ -31,7 +31,7 @@ def test_values_alive_take_whole_blocks_of_the_allocator() -> None:
 
 def test_what_stands_for_others_counts_as_is_said() -> None:
     """A plan's own figure: a sum of blocks, or, where blocks are bytes, any number."""
-    live = LiveValues(GRANULE)
+    live = RealValues(GRANULE)
     value = torch.zeros(3)
     live.watch([value], 5 * GRANULE)
     assert live.nbytes() == 5 * GRANULE
@@ -44,7 +44,7 @@ def test_what_one_graph_hands_to_the_next_is_held_by_who_has_it() -> None:
         own = SimpleNamespace(user_outputs=[0], saved=[])
         return SimpleNamespace(own_memory=own, saved_nbytes=0, caller_nbytes=nbytes)
 
-    live = LiveValues()
+    live = RealValues()
     batch, hidden, loss = (torch.zeros(n, dtype=torch.uint8) for n in (10, 100, 1))
     live.forward_ran(captured(110), [batch], [hidden])
     live.forward_ran(captured(101), [hidden], [loss])

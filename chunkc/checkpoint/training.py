@@ -247,7 +247,7 @@ class Checkpoint:
         for optimizer in self._parts.optimizers.values():
             if isinstance(optimizer, ChunkedOptimizer):
                 optimizer.synchronize()
-                optimizer.doubts.resolve(wait=True)
+                optimizer.pending_steps.resolve(wait=True)
                 optimizer.follow_written()
         for device in {parameter.device for parameter in parameters if parameter.device.type == "cuda"}:
             torch.cuda.synchronize(device)

@@ -24,7 +24,7 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.text import short
 from chunkc.machines.devices import parse_device
 from chunkc.options import parse_options
-from chunkc.runtime.storage.unassigned import nursery_of
+from chunkc.runtime.storage.unassigned import unassigned_memory_of
 from chunkc.session.init import init
 from chunkc.session.logs import logger
 from chunkc.torch_private import dynamo
@@ -159,9 +159,9 @@ def _tell_of_others(model: nn.Module, optimizer: Optimizer) -> None:
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """`model.to(dtype)`; what `chunkc.init` built stays at home, one tensor at a time."""
     for parameter in model.parameters():
-        nursery = nursery_of(parameter)
-        if nursery is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = nursery.copy_of(parameter.detach().to(dtype))
+        unassigned_memory = unassigned_memory_of(parameter)
+        if unassigned_memory is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+            parameter.data = unassigned_memory.copy_of(parameter.detach().to(dtype))
     model.to(dtype)
 
 

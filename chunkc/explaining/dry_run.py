@@ -12,12 +12,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from chunkc.explaining.live_values import PaperValues, gone_storages, outputs_of
+from chunkc.explaining.live_values import FakeValues, gone_storages, outputs_of
 from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.offline_calls import PhaseCall
 from chunkc.explaining.updates import Updates
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import ALL_PRESENT, Absence
+from chunkc.ir.items import ALL_PRESENT, ActivationPlan
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.options import Activations
@@ -27,17 +27,17 @@ from chunkc.policy.decide import decide
 from chunkc.policy.plans import backward_positions
 from chunkc.policy.state import (
     ALONE,
-    Around,
     Forms,
     GraphCaptured,
     Key,
     PhaseCalled,
-    Situation,
+    PhaseContext,
+    PlannerState,
     StepDecision,
     StepRequest,
     UpdateDue,
     UpdateRequest,
-    spent_in,
+    transient_in,
 )
 from chunkc.tracing.build import Builder
 from chunkc.tracing.dynamic_shapes import Templates, input_symbols
@@ -59,16 +59,16 @@ class PaperGraph:
         """For a graph that was traced in symbols."""
         return Templates(self.builder) if input_symbols(self.builder.capture) else None
 
-    def captured(self, budget_nbytes: int, *, may_be_whole: bool) -> Captured:
+    def captured(self, budget_nbytes: int, *, can_skip_segmentation: bool) -> Captured:
         """The graph as it is compiled under a budget, at the sizes it was traced at."""
         self.builder.budget_nbytes = budget_nbytes
         if self.templates is not None:
-            return self.templates.at(self.templates.traced, may_be_whole=may_be_whole)
-        return self.builder.build(self._describe) if may_be_whole else self._describe(False, False)
+            return self.templates.at(self.templates.traced, can_skip_segmentation=can_skip_segmentation)
+        return self.builder.build(self._describe) if can_skip_segmentation else self._describe(False, False)
 
     def forms(self, captured: Captured, budget_nbytes: int) -> Forms:
         """The graph as it was compiled, and the others that it may become."""
-        in_segments = partial(self.captured, budget_nbytes, may_be_whole=False)
+        in_segments = partial(self.captured, budget_nbytes, can_skip_segmentation=False)
         return Forms(captured, in_segments if captured.whole else None)
 
     def _describe(self, whole: bool, estimated: bool) -> Captured:
@@ -102,7 +102,7 @@ class Training:
     activations: Activations = "keep"
 
     def updated_in_backward(
-        self, situation: Situation, groups: Collection[int], present: Set[str] = frozenset()
+        self, planner_state: PlannerState, groups: Collection[int], present: Set[str] = frozenset()
     ) -> tuple[tuple[int, int], ...]:
         """(group, stages of its update) of those of the groups that a backward may update.
 
@@ -111,43 +111,43 @@ class Training:
         """
         if not self.updates.beside_backward:
             return ()
-        in_slots, _ = self.updated(situation)
-        found = {*in_slots, *self._without_gradients(situation, present)}
+        in_slots, _ = self.updated(planner_state)
+        found = {*in_slots, *self._without_gradients(planner_state, present)}
         return tuple((group, self.updates.num_stages) for group in sorted(found) if group in groups)
 
-    def spent(
-        self, situation: Situation, made: Set[str], updates: Collection[tuple[int, int]], present: Set[str]
+    def transient(
+        self, planner_state: PlannerState, made: Set[str], updates: Collection[tuple[int, int]], present: Set[str]
     ) -> frozenset[int]:
         """Groups that stay and have no gradients before and after a phase of a graph whose backward makes these."""
-        free = self._without_gradients(situation, present)
-        return spent_in(situation.layout, free, made, frozenset(), {group for group, _ in updates})
+        free = self._without_gradients(planner_state, present)
+        return transient_in(planner_state.layout, free, made, frozenset(), {group for group, _ in updates})
 
-    def expected(self, layout: ChunkLayout) -> Around:
+    def expected(self, layout: ChunkLayout) -> PhaseContext:
         """What graphs of a layout will run in, as far as that is known when they are compiled."""
         if not self.updates.beside_backward:
             return ALONE
-        trainable, spent = [group for group in layout.groups if group.trainable], self._to_be_spent(layout)
+        trainable, transient = [group for group in layout.groups if group.trainable], self._to_be_transient(layout)
         in_slots = {group.index for group in trainable} - self.updates.at_home(trainable, self.home, self.hardware)
-        updates = tuple((group, self.updates.num_stages) for group in sorted(in_slots | spent))
-        return Around(updates=updates, undoable=self.undoable(updates), spent=spent)
+        updates = tuple((group, self.updates.num_stages) for group in sorted(in_slots | transient))
+        return PhaseContext(updates=updates, undoable=self.undoable(updates), transient=transient)
 
     def undoable(self, updates: Collection[tuple[int, int]]) -> frozenset[int]:
         """The groups of these whose updates can be undone."""
         return frozenset(group for group, _ in updates) if self.updates.undoable else frozenset()
 
-    def _to_be_spent(self, layout: ChunkLayout) -> frozenset[int]:
+    def _to_be_transient(self, layout: ChunkLayout) -> frozenset[int]:
         """Groups whose gradients backwards will use up where the groups stay."""
-        return frozenset(group.index for group in layout.groups if self.updates.uses_up(group))
+        return frozenset(group.index for group in layout.groups if self.updates.consumes(group))
 
-    def _without_gradients(self, situation: Situation, present: Set[str]) -> frozenset[int]:
+    def _without_gradients(self, planner_state: PlannerState, present: Set[str]) -> frozenset[int]:
         """Groups that stay, and that a backward may update, of which no gradients are there."""
-        groups, layout = self._to_be_spent(situation.layout) & situation.resident, situation.layout
+        groups, layout = self._to_be_transient(planner_state.layout) & planner_state.resident, planner_state.layout
         return frozenset(i for i in groups if present.isdisjoint(s.spec.name for s in layout.groups[i].slices))
 
-    def updated(self, situation: Situation) -> tuple[tuple[int, ...], frozenset[int]]:
+    def updated(self, planner_state: PlannerState) -> tuple[tuple[int, ...], frozenset[int]]:
         """The groups that move and are trained: those that are updated in slots, and those at home."""
-        layout = situation.layout
-        moving = layout.groups_of(situation.trained) - situation.resident
+        layout = planner_state.layout
+        moving = layout.groups_of(planner_state.trained) - planner_state.resident
         at_home = self.updates.at_home([layout.groups[i] for i in sorted(moving)], self.home, self.hardware)
         return tuple(sorted(moving - at_home)), at_home
 
@@ -172,7 +172,7 @@ class PaperRun:
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class DryRun:
     """What a training comes to under a budget, and the latest step: the runs of its graphs, and the optimizer's.
 
     Attributes:
@@ -180,7 +180,7 @@ class Rehearsed:
         at_home: groups that the CPU updates at home.
     """
 
-    situation: Situation
+    planner_state: PlannerState
     captured: tuple[Captured, ...]
     runs: tuple[PaperRun, ...]
     update: UpdateRequest
@@ -188,43 +188,43 @@ class Rehearsed:
 
     @property
     def budget_nbytes(self) -> int:
-        return self.situation.budget_nbytes
+        return self.planner_state.budget_nbytes
 
 
-def rehearse(training: Training, budget_nbytes: int) -> Rehearsed:
+def run_dry(training: Training, budget_nbytes: int) -> DryRun:
     """Train on paper, step after step until one changes nothing.
 
     Raises:
         BudgetError: a step does not fit; its `minimum_nbytes` is for what lacked room first.
     """
-    rehearsal = _Rehearsal(training, budget_nbytes)
+    dry_run_state = _DryRunState(training, budget_nbytes)
     while True:
-        before = rehearsal.situation, *rehearsal.captured
-        runs = tuple(rehearsal.passes())
-        update, at_home = rehearsal.update()
-        if (rehearsal.situation, *rehearsal.captured) == before:
-            return Rehearsed(rehearsal.situation, tuple(rehearsal.captured), runs, update, at_home)
+        before = dry_run_state.planner_state, *dry_run_state.captured
+        runs = tuple(dry_run_state.passes())
+        update, at_home = dry_run_state.update()
+        if (dry_run_state.planner_state, *dry_run_state.captured) == before:
+            return DryRun(dry_run_state.planner_state, tuple(dry_run_state.captured), runs, update, at_home)
 
 
-class _Rehearsal:
+class _DryRunState:
     """A training as far as it has come."""
 
     def __init__(self, training: Training, budget_nbytes: int) -> None:
         self.training = training
-        self.situation = Situation(budget_nbytes, activations=training.activations, hardware=training.hardware)
+        self.planner_state = PlannerState(budget_nbytes, activations=training.activations, hardware=training.hardware)
         self.captured: list[Captured] = []
         self._decided: dict[Key, StepDecision] = {}
 
     def passes(self) -> Iterator[PaperRun]:
         """The forwards and backwards of a step; graphs are compiled as it comes to them."""
         is_on_gpu = self.training.hardware.kind != "cpu"
-        self.values = PaperValues(self.training.step.storage_nbytes, is_on_gpu=is_on_gpu)
+        self.values = FakeValues(self.training.step.storage_nbytes, is_on_gpu=is_on_gpu)
         for captured in self.captured:
             self.values.graph_compiled(captured)
         self.updated: set[int] = set()
         self.gradients: set[str] = set()
         in_flight: Counter[int] = Counter()  # forwards of this step that use a group and are without their backward
-        pending: dict[int, list[tuple[int, PhaseCall, Absence]]] = {}
+        pending: dict[int, list[tuple[int, PhaseCall, ActivationPlan]]] = {}
         num_forwards = 0
         for call in self._calls():
             own = self._compiled(call.graph)
@@ -232,9 +232,9 @@ class _Rehearsal:
             if call.phase == FORWARD:
                 inputs = [call.arguments[position] for position in own.own_memory.inputs]
                 groups = self._groups(own)
-                around = self._around(own, in_flight)
-                request = self._planned(call.graph, self.values.beside_forward(own, inputs).forward_nbytes, around)
-                absent = request.around.absent or ALL_PRESENT
+                context = self._phase_context(own, in_flight)
+                request = self._planned(call.graph, self.values.beside_forward(own, inputs).forward_nbytes, context)
+                absent = request.context.absent or ALL_PRESENT
                 own = self.captured[call.graph].without(absent)
                 in_flight.update(groups if own.backward is not None else ())
                 yield PaperRun(call.graph, FORWARD, num_forwards, request)
@@ -245,13 +245,13 @@ class _Rehearsal:
                 number, forward, absent = pending[call.graph].pop()
                 in_flight.subtract(self._groups(own))
                 beside_nbytes = self.values.beside_backward(own.without(absent), call.arguments)
-                around = replace(self._around(own, in_flight), absent=absent)
-                request = self._planned(call.graph, beside_nbytes, around)
+                context = replace(self._phase_context(own, in_flight), absent=absent)
+                request = self._planned(call.graph, beside_nbytes, context)
                 own = self.captured[call.graph].without(absent)
                 positions = backward_positions(own, request, self.training.hardware)
                 self.updated |= updated_in(positions)
-                self.gradients |= own.trained.difference(*(position.used_up for position in positions))
-                gone_nbytes = self.situation.gone_nbytes(self.values.values_beside_backward(own, call.arguments))
+                self.gradients |= own.trained.difference(*(position.consumed for position in positions))
+                gone_nbytes = self.planner_state.gone_nbytes(self.values.values_beside_backward(own, call.arguments))
                 gone = gone_storages(forward, own, call.alive)
                 yield PaperRun(call.graph, BACKWARD, number, request, gone_nbytes, gone)
                 self.values.backward_begins(own, call.arguments)
@@ -273,10 +273,10 @@ class _Rehearsal:
     def _compiled(self, graph: int) -> Captured:
         """The graph as it is compiled now, after those before it."""
         while len(self.captured) <= graph:
-            paper, now = self.training.graphs[len(self.captured)], self.situation
-            captured = paper.captured(now.budget_nbytes, may_be_whole=now.may_be_whole)
-            around = self.training.expected(paper.layout)
-            self.situation = decide(now, GraphCaptured(captured, paper.layout, around)).situation
+            paper, now = self.training.graphs[len(self.captured)], self.planner_state
+            captured = paper.captured(now.budget_nbytes, can_skip_segmentation=now.can_skip_segmentation)
+            context = self.training.expected(paper.layout)
+            self.planner_state = decide(now, GraphCaptured(captured, paper.layout, context)).planner_state
             self.captured.append(captured)
             self.values.graph_compiled(captured)
         return self.captured[graph]
@@ -284,35 +284,42 @@ class _Rehearsal:
     def _groups(self, captured: Captured) -> frozenset[int]:
         """The groups that a graph uses or trains."""
         used = {name for program in captured.programs.values() for name in program.parameters.values()}
-        return self.situation.layout.groups_of(used | captured.trained)
+        return self.planner_state.layout.groups_of(used | captured.trained)
 
-    def _around(self, captured: Captured, in_flight: Mapping[int, int]) -> Around:
+    def _phase_context(self, captured: Captured, in_flight: Mapping[int, int]) -> PhaseContext:
         """A graph's surroundings: its backward updates what no other is to come for."""
         free = {group for group in self._groups(captured) if in_flight.get(group, 0) == 0}
-        updates = self.training.updated_in_backward(self.situation, free, self.gradients)
-        spent = self.training.spent(self.situation, captured.trained, updates, self.gradients)
-        return Around(updates=updates, undoable=self.training.undoable(updates), spent=spent)
+        updates = self.training.updated_in_backward(self.planner_state, free, self.gradients)
+        transient = self.training.transient(self.planner_state, captured.trained, updates, self.gradients)
+        return PhaseContext(updates=updates, undoable=self.training.undoable(updates), transient=transient)
 
-    def _planned(self, graph: int, held_nbytes: int, around: Around) -> StepRequest:
+    def _planned(self, graph: int, external_nbytes: int, context: PhaseContext) -> StepRequest:
         """What a phase runs by. A step that changes nothing asks again for what the one before it asked for."""
-        asked = graph, self.captured[graph].whole, self.situation.num_graphs, *self.situation.key, held_nbytes, around
+        asked = (
+            graph,
+            self.captured[graph].whole,
+            self.planner_state.num_graphs,
+            *self.planner_state.key,
+            external_nbytes,
+            context,
+        )
         if asked not in self._decided:
-            forms = self.training.graphs[graph].forms(self.captured[graph], self.situation.budget_nbytes)
-            self._decided[asked] = decide(self.situation, PhaseCalled(forms, held_nbytes, around))
+            forms = self.training.graphs[graph].forms(self.captured[graph], self.planner_state.budget_nbytes)
+            self._decided[asked] = decide(self.planner_state, PhaseCalled(forms, external_nbytes, context))
         decision = self._decided[asked]
-        self.situation, self.captured[graph] = decision.situation, decision.captured
+        self.planner_state, self.captured[graph] = decision.planner_state, decision.captured
         return decision.request
 
     def update(self) -> tuple[UpdateRequest, frozenset[int]]:
         """The optimizer's step: what is updated in slots, and the groups that the CPU updates at home."""
         if len(self.training.step.calls) > 1:
             self.values.alive = self.training.step.alive
-        held_nbytes, num_stages = self.values.beside_update(), self.training.updates.num_stages
+        external_nbytes, num_stages = self.values.beside_update(), self.training.updates.num_stages
         while True:
-            in_slots, at_home = self.training.updated(self.situation)
+            in_slots, at_home = self.training.updated(self.planner_state)
             in_slots = tuple(group for group in in_slots if group not in self.updated)
-            spent = self.training.spent(self.situation, frozenset(), (), self.gradients)
-            decision = decide(self.situation, UpdateDue(in_slots, held_nbytes, num_stages, spent))
-            self.situation = decision.situation
+            transient = self.training.transient(self.planner_state, frozenset(), (), self.gradients)
+            decision = decide(self.planner_state, UpdateDue(in_slots, external_nbytes, num_stages, transient))
+            self.planner_state = decision.planner_state
             if decision.request is not None:
                 return decision.request, at_home

@@ -313,16 +313,16 @@ def explain_step(
     """Explain one captured step, and where the part of the model named `why` is in it."""
     budget = budget_of(options, hardware)
     replay = Replay(captured, options, hardware, updates)
-    rehearsed = replay.fitting(budget)
-    layout = rehearsed.situation.layout
-    step = replay.planned(rehearsed)
+    dry_run = replay.fitting(budget)
+    layout = dry_run.planner_state.layout
+    step = replay.planned(dry_run)
     events = replay.events(step)
     at_home, again = saved_at_home(step), saved_again(step)
-    expressions = () if at_home or again else replay.expressions(rehearsed)  # which are of a step that keeps all
+    expressions = () if at_home or again else replay.expressions(dry_run)  # which are of a step that keeps all
     moments = tuple(explained_moments(step, events, expressions))
     leaving_nbytes = sum(at_home.values())
     host = hardware.host_memory_nbytes
-    phases = [(captured.graphs[run.graph], run.phase) for run in rehearsed.runs]
+    phases = [(captured.graphs[run.graph], run.phase) for run in dry_run.runs]
     home_nbytes = updates.home_nbytes(step) + leaving_nbytes
     disk_nbytes = updates.home_nbytes(step, layout.is_on_disk) + (leaving_nbytes if layout.is_on_disk(PARAM) else 0)
     page_table_nbytes = hardware.page_table_nbytes(home_nbytes - disk_nbytes)
@@ -332,11 +332,11 @@ def explain_step(
         model=name,
         hardware=hardware.name,
         codegen=options.codegen,
-        fits=rehearsed.budget_nbytes == budget,
+        fits=dry_run.budget_nbytes == budget,
         host_fits=True,
         num_parameters=sum(spec.whole_numel for spec in layout.specs().values()) + captured.elsewhere_numel,
         memory_budget_nbytes=budget,
-        minimum_budget_nbytes=replay.minimum_nbytes(rehearsed),
+        minimum_budget_nbytes=replay.minimum_nbytes(dry_run),
         predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
         non_model_peak_nbytes=max((m.non_model_nbytes for run in step.runs for m in run.planned.moments), default=0),
         overhead_nbytes=hardware.context_nbytes + page_table_nbytes,
@@ -362,8 +362,8 @@ def explain_step(
         plan_text="".join(map(str, step.plans)),
         device_is_host=hardware.kind == "cpu",
         activation_checkpointing=any(graph.checkpointed for graph in captured.graphs),
-        estimates=largest_of_each(call for found in rehearsed.captured for call in found.unknown_operators),
-        why=None if why is None else why_is(why, replay, rehearsed),
+        estimates=largest_of_each(call for found in dry_run.captured for call in found.unknown_operators),
+        why=None if why is None else why_is(why, replay, dry_run),
         ranks=ranks,
     )
     needs = host_needs(

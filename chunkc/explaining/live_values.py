@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 from chunkc.explaining.offline_calls import PhaseCall
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.policy.captured_step import Captured
-from chunkc.policy.live_values import HeldValues
+from chunkc.policy.live_values import LiveValues
 
 
-class PaperValues(HeldValues[int | None]):
+class FakeValues(LiveValues[int | None]):
     """Storages by their numbers in a step on fake tensors; None is a value that has none.
 
     Args:

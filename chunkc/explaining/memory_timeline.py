@@ -100,7 +100,7 @@ class StepPlans:
             index
             for run in self.runs
             if run.phase == BACKWARD
-            for index in self.layout.groups_of(run.captured.trained) - run.planned.uses_up
+            for index in self.layout.groups_of(run.captured.trained) - run.planned.consumes
         )
 
     @property
@@ -148,7 +148,7 @@ def explained_moments(
                     module=at.module,
                     source=at.source,
                     start_s=span.start_s + share,
-                    contents=_contents(moment, at.around_nbytes + extra, at.inside_nbytes),
+                    contents=_contents(moment, at.external_nbytes + extra, at.inside_nbytes),
                     expression=next(in_symbols, None),
                 )
     for moment in step.update.moments if step.update else ():

@@ -191,7 +191,7 @@ def _gathered(layout: ChunkLayout, events: Sequence[TimedEvent]) -> Iterator[Gat
     for group in layout.groups:
         names = [str(Chunk(kind, group.index)) for kind in (PARAM, *CASTS)]
         seconds = [second for name in names for second in seconds_of.get(name, ())]
-        nbytes, is_whole = group.gathered_numel * group.dtype.itemsize, PARAM in group.standing_kinds
+        nbytes, is_whole = group.gathered_numel * group.dtype.itemsize, PARAM in group.replicated_kinds
         yield GatheredGroup(names[0], group.title, nbytes, is_whole, len(seconds), sum(seconds))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chunkc.explaining.cuda_offline import overhead_on
-from chunkc.explaining.dry_run import PaperGraph, PaperRun, Rehearsed, Training, rehearse
+from chunkc.explaining.dry_run import DryRun, PaperGraph, PaperRun, Training, run_dry
 from chunkc.explaining.memory_timeline import PlannedRun, StepPlans
 from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.updates import Updates
@@ -45,7 +45,7 @@ class Replay:
                 layout,
                 budget_nbytes=0,
                 hardware=hardware,
-                may_be_whole=options.may_be_whole,
+                can_skip_segmentation=options.can_skip_segmentation,
                 compiled=False,
                 strict=options.strict,
                 share=graph.share if options.may_leave else 1.0,
@@ -54,40 +54,40 @@ class Replay:
         self.layout = layout
         self.training = Training(self.graphs, step, updates, options.home, hardware, options.activations)
 
-    def fitting(self, budget_nbytes: int) -> Rehearsed:
+    def fitting(self, budget_nbytes: int) -> DryRun:
         """The training under a budget, or, where it would refuse that, under the next that it takes."""
         while True:
             try:
-                return rehearse(self.training, budget_nbytes)
+                return run_dry(self.training, budget_nbytes)
             except BudgetError as error:
                 budget_nbytes = error.minimum_nbytes
 
-    def expressions(self, rehearsed: Rehearsed) -> tuple[str, ...]:
+    def expressions(self, dry_run: DryRun) -> tuple[str, ...]:
         """Every moment's bytes in the symbols of a graph that was traced so; nothing where there are none."""
-        return self.graphs[0].expressions(rehearsed.captured[0])
+        return self.graphs[0].expressions(dry_run.captured[0])
 
-    def minimum_nbytes(self, rehearsed: Rehearsed) -> int:
+    def minimum_nbytes(self, dry_run: DryRun) -> int:
         """The smallest budget that works, in whichever form the graphs have there, if the rehearsed one does."""
-        return min(self.fitting(1).budget_nbytes, rehearsed.budget_nbytes)
+        return min(self.fitting(1).budget_nbytes, dry_run.budget_nbytes)
 
-    def planned(self, rehearsed: Rehearsed) -> StepPlans:
+    def planned(self, dry_run: DryRun) -> StepPlans:
         """The verified plans of a step."""
         several = len(self._step.calls) > 1
         runs: list[PlannedRun] = []
         plans: Plans = {}
         present, gradients = frozenset[ItemId](), set[str]()
-        for run in rehearsed.runs:
+        for run in dry_run.runs:
             request = run.request
-            captured = rehearsed.captured[run.graph].without(request.around.absent or ALL_PRESENT)
+            captured = dry_run.captured[run.graph].without(request.context.absent or ALL_PRESENT)
             if run.phase == FORWARD:
                 present = frozenset[ItemId]()
-            found = self._plan(rehearsed.captured[run.graph], run.graph, request, plans)
-            if run.phase == BACKWARD and (around := request.around.finding(found.plan, present)) != request.around:
+            found = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
+            if run.phase == BACKWARD and (context := request.context.finding(found.plan, present)) != request.context:
                 present = frozenset()
-                held_nbytes = request.held_nbytes - request.spare_nbytes
-                forms = Forms(rehearsed.captured[run.graph])
-                request = decide(rehearsed.situation, PhaseCalled(forms, held_nbytes, around)).request
-                found = self._plan(rehearsed.captured[run.graph], run.graph, request, plans)
+                external_nbytes = request.external_nbytes - request.spare_nbytes
+                forms = Forms(dry_run.captured[run.graph])
+                request = decide(dry_run.planner_state, PhaseCalled(forms, external_nbytes, context)).request
+                found = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
             name = f"{run.phase}.{run.number}" if several else run.phase
             plan = found.plan.beside_less(request.spare_nbytes).beginning_with(gradients).beside_less(run.gone_nbytes)
             if several:
@@ -95,9 +95,9 @@ class Replay:
             runs.append(PlannedRun(name, run.phase, captured, plan, found.graphs[run.phase], present, run.gone))
             present = plan.kept if run.phase == FORWARD else frozenset[ItemId]()
             if run.phase == BACKWARD:
-                gradients |= captured.trained.difference(*(moment.used_up for moment in plan.moments))
-        situation = rehearsed.situation
-        return StepPlans(tuple(runs), situation.layout, situation.resident, *self._update(rehearsed))
+                gradients |= captured.trained.difference(*(moment.consumed for moment in plan.moments))
+        planner_state = dry_run.planner_state
+        return StepPlans(tuple(runs), planner_state.layout, planner_state.resident, *self._update(dry_run))
 
     def events(self, step: StepPlans) -> tuple[TimedEvent, ...]:
         """The planned step against the clock."""
@@ -115,15 +115,17 @@ class Replay:
             staying_update_s=nbytes[STAYING] / rate,
             at_home=updates.simulated(step.at_home, step.layout, hardware),
             update_nbytes=nbytes,
-            standing={group.index: group.trainable for group in step.layout.groups if PARAM in group.standing_kinds},
+            replicated={
+                group.index: group.trainable for group in step.layout.groups if PARAM in group.replicated_kinds
+            },
         )
 
-    def _update(self, rehearsed: Rehearsed) -> tuple[Plan | None, frozenset[int], tuple[Tile, ...]]:
+    def _update(self, dry_run: DryRun) -> tuple[Plan | None, frozenset[int], tuple[Tile, ...]]:
         """The plan of the optimizer's step, the groups that the CPU updates at home, and the tiles of the others."""
-        if all(captured.backward is None for captured in rehearsed.captured):
+        if all(captured.backward is None for captured in dry_run.captured):
             return None, frozenset(), ()
-        found = update_plan(rehearsed.update, self._hardware)
-        return found.plan, rehearsed.at_home, found.tiles
+        found = update_plan(dry_run.update, self._hardware)
+        return found.plan, dry_run.at_home, found.tiles
 
     def _plan(self, captured: Captured, graph: int, request: StepRequest, plans: Plans) -> StepPlan:
         """A graph's plan that was asked for."""

@@ -68,7 +68,7 @@ class SizedStep:
         values = {symbol: line.at(size) for symbol, line in self.lines.items()}
         budget_nbytes = self.templates.builder.budget_nbytes
         try:
-            in_segments = self.templates.at(values, may_be_whole=False)
+            in_segments = self.templates.at(values, can_skip_segmentation=False)
             needed_nbytes = smallest_budget(leanest_form(in_segments, self.activations, self.layout), self.layout)
             fits_whole = needed_nbytes > budget_nbytes and self.templates.at(values).whole
         except OtherGraphError:

@@ -16,7 +16,7 @@ from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.update_on import CPU, DEVICE, divided
 from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes, may_update_where_it_stays
-from chunkc.policy.host_memory import home_nbytes, twins_nbytes
+from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Updates:
         """Whether backwards update."""
         return OverlapMode(self.overlap, self.update_on).beside_backward
 
-    def uses_up(self, group: ChunkGroup) -> bool:
+    def consumes(self, group: ChunkGroup) -> bool:
         """Whether a backward updates a group that stays, where that is needed."""
         may_update = may_update_where_it_stays(group.states, self.num_stages)
         return self.beside_backward and not self.undoable and group.trainable and may_update
@@ -72,9 +72,9 @@ class Updates:
         """Bytes at home of those kinds of data that count, with the twins of what can be undone."""
         layout, resident = step.layout, step.resident
         if self.undoable:
-            return home_nbytes(layout, resident, counts=counts) + twins_nbytes(layout, resident, counts)
-        used_up = {group.index for group in layout.groups} - step.gradients_at_home
-        return home_nbytes(layout, resident, used_up, counts)
+            return home_nbytes(layout, resident, counts=counts) + shadow_copies_nbytes(layout, resident, counts)
+        consumed = {group.index for group in layout.groups} - step.gradients_at_home
+        return home_nbytes(layout, resident, consumed, counts)
 
     def nbytes(self, step: StepPlans) -> dict[str, int]:
         """Bytes that each update reads and writes where it happens, by the name of its event."""

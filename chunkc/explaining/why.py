@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
-from chunkc.explaining.dry_run import Rehearsed
+from chunkc.explaining.dry_run import DryRun
 from chunkc.explaining.memory_timeline import StepPlans, makers_of
 from chunkc.explaining.paper_step import Replay
 from chunkc.ir.errors import BudgetError, OptionsError
 from chunkc.ir.explanation import Alternative, Happening, TimedEvent, Why
-from chunkc.ir.items import ALL_PRESENT, Absence, MovedId
+from chunkc.ir.items import ALL_PRESENT, ActivationPlan, MovedId
 from chunkc.ir.layout import PARAM, Chunk
 from chunkc.ir.links import INWARD
 from chunkc.ir.plan import ARRIVE, EVICT, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK
@@ -56,7 +56,7 @@ class Part:
     saved: Mapping[tuple[int, str], int]
 
 
-def part_of(name: str, replay: Replay, rehearsed: Rehearsed) -> Part:
+def part_of(name: str, replay: Replay, dry_run: DryRun) -> Part:
     """The part that a user means: a parameter, a module, a chunk (`param:3`) or a saved storage (`forward.2:0`).
 
     Raises:
@@ -64,7 +64,7 @@ def part_of(name: str, replay: Replay, rehearsed: Rehearsed) -> Part:
     """
     layout = replay.layout
     of_group = {group.index: [s.spec.name for s in group.slices] for group in layout.groups}
-    saved = _saved_by_module(rehearsed)
+    saved = _saved_by_module(dry_run)
     storages = {storage: module for module, found in saved.items() for _, storage in found}
 
     def is_below(full: str) -> bool:
@@ -87,10 +87,10 @@ def part_of(name: str, replay: Replay, rehearsed: Rehearsed) -> Part:
     return Part(groups, small, values)
 
 
-def _saved_by_module(rehearsed: Rehearsed) -> dict[str, dict[tuple[int, str], int]]:
+def _saved_by_module(dry_run: DryRun) -> dict[str, dict[tuple[int, str], int]]:
     """Module -> (graph, storage) -> bytes, of every value that may go home between forward and backward."""
     found: dict[str, dict[tuple[int, str], int]] = {}
-    for graph, captured in enumerate(rehearsed.captured):
+    for graph, captured in enumerate(dry_run.captured):
         makers = makers_of(captured)
         for one in captured.may_leave if captured.backward is not None else ():
             found.setdefault(makers.get(one.storage, ""), {})[graph, one.storage] = one.nbytes
@@ -139,31 +139,31 @@ def _concerns(item: MovedId, part: Part, storages: set[str]) -> bool:
     return item.group in part.groups if isinstance(item, Chunk) else str(item) in storages
 
 
-def why_is(name: str, replay: Replay, rehearsed: Rehearsed) -> Why:
+def why_is(name: str, replay: Replay, dry_run: DryRun) -> Why:
     """Answer for one part of the model.
 
     Raises:
         OptionsError: see `part_of`.
     """
-    part = part_of(name, replay, rehearsed)
-    step = replay.planned(rehearsed)
+    part = part_of(name, replay, dry_run)
+    step = replay.planned(dry_run)
     found = sorted(happenings(step, replay.events(step), part), key=lambda one: one.at_s)
-    return Why(name, tuple(_chosen(part, rehearsed)), tuple(found), tuple(_alternatives(part, replay, rehearsed)))
+    return Why(name, tuple(_chosen(part, dry_run)), tuple(found), tuple(_alternatives(part, replay, dry_run)))
 
 
 Storages = frozenset[tuple[int, str]]
 """(graph, storage) of saved values."""
 
 
-def _absent(rehearsed: Rehearsed) -> tuple[Storages, Storages]:
+def _absent(dry_run: DryRun) -> tuple[Storages, Storages]:
     """Those that go home in the planned step, and those that are made again."""
-    found = [(run.graph, run.request.around.absent or ALL_PRESENT) for run in rehearsed.runs if run.phase == FORWARD]
+    found = [(run.graph, run.request.context.absent or ALL_PRESENT) for run in dry_run.runs if run.phase == FORWARD]
     home = frozenset((graph, storage) for graph, absent in found for storage in absent.home)
-    return home, frozenset((graph, storage) for graph, absent in found for storage in absent.rerun)
+    return home, frozenset((graph, storage) for graph, absent in found for storage in absent.recomputed)
 
 
-def _chosen(part: Part, rehearsed: Rehearsed) -> Iterator[str]:
-    resident, whole = rehearsed.situation.resident, rehearsed.situation.layout.standing
+def _chosen(part: Part, dry_run: DryRun) -> Iterator[str]:
+    resident, whole = dry_run.planner_state.resident, dry_run.planner_state.layout.replicated
     for names, does in (
         ([str(Chunk(PARAM, g)) for g in part.groups if g in resident], "stays on the device, with gradient and states"),
         (
@@ -176,7 +176,7 @@ def _chosen(part: Part, rehearsed: Rehearsed) -> Iterator[str]:
             yield f"{_listed(names)}: {does}"
     if part.small:
         yield f"{_listed(part.small)}: in no chunk, too small to move, and stays on the device"
-    home, again = _absent(rehearsed)
+    home, again = _absent(dry_run)
     for keys, does in (
         (part.saved.keys() & home, "goes home between forward and backward"),
         (part.saved.keys() & again, "dropped, and made again by the backward"),
@@ -191,12 +191,12 @@ def _listed(names: Sequence[object]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _alternatives(part: Part, replay: Replay, rehearsed: Rehearsed) -> Iterator[Alternative]:
-    resident, (home, again) = rehearsed.situation.resident, _absent(rehearsed)
+def _alternatives(part: Part, replay: Replay, dry_run: DryRun) -> Iterator[Alternative]:
+    resident, (home, again) = dry_run.planner_state.resident, _absent(dry_run)
     if replay.layout.cut:  # what ranks share moves, and what they save stays
         return
     own = frozenset(part.saved)
-    remade = frozenset(key for key in own if key[1] in _repeatable(rehearsed.captured[key[0]]))
+    remade = frozenset(key for key in own if key[1] in _repeatable(dry_run.captured[key[0]]))
     ways = (
         ("all its chunks stay on the device", resident.union(part.groups), (home, again)),
         ("all its chunks move", resident.difference(part.groups), (home, again)),
@@ -208,7 +208,7 @@ def _alternatives(part: Part, replay: Replay, rehearsed: Rehearsed) -> Iterator[
         if (staying, away) == (resident, (home, again)):
             continue
         try:
-            step = replay.planned(_forced(replay, rehearsed, staying, away))
+            step = replay.planned(_forced(replay, dry_run, staying, away))
             yield Alternative(what, step_time(replay.events(step)).total)
         except BudgetError as error:
             yield Alternative(what, None, error.minimum_nbytes)
@@ -218,34 +218,36 @@ def _repeatable(captured: Captured) -> frozenset[str]:
     return frozenset() if captured.repeatable is None else captured.repeatable.droppable
 
 
-def _forced(
-    replay: Replay, rehearsed: Rehearsed, resident: frozenset[int], absent: tuple[Storages, Storages]
-) -> Rehearsed:
+def _forced(replay: Replay, dry_run: DryRun, resident: frozenset[int], absent: tuple[Storages, Storages]) -> DryRun:
     """The same step, with these residents, these saved values at home, and these made again."""
-    training, situation = replay.training, replace(rehearsed.situation, resident=resident)
-    moving_now = rehearsed.situation.resident - resident if len(rehearsed.captured) == 1 else frozenset[int]()
+    training, planner_state = replay.training, replace(dry_run.planner_state, resident=resident)
+    moving_now = dry_run.planner_state.resident - resident if len(dry_run.captured) == 1 else frozenset[int]()
     in_backward: set[int] = set()
     runs = []
-    for run in rehearsed.runs:
-        around = run.request.around
-        updates = training.updated_in_backward(situation, {group for group, _ in around.updates} | moving_now)
-        away = Absence(*(frozenset(storage for graph, storage in found if graph == run.graph) for found in absent))
-        made, spent = rehearsed.captured[run.graph].trained, run.request.situation.layout.spent
-        if spent or resident - rehearsed.situation.resident:
-            spent = training.spent(situation, made, updates, frozenset())
-        around = replace(around, updates=updates, undoable=training.undoable(updates), absent=away, spent=spent)
-        planned_for = replace(situation, layout=replace(situation.layout, spent=spent))
-        request = replace(run.request, situation=planned_for, around=around)
+    for run in dry_run.runs:
+        context = run.request.context
+        updates = training.updated_in_backward(planner_state, {group for group, _ in context.updates} | moving_now)
+        away = ActivationPlan(
+            *(frozenset(storage for graph, storage in found if graph == run.graph) for found in absent)
+        )
+        made, transient = dry_run.captured[run.graph].trained, run.request.planner_state.layout.transient
+        if transient or resident - dry_run.planner_state.resident:
+            transient = training.transient(planner_state, made, updates, frozenset())
+        context = replace(
+            context, updates=updates, undoable=training.undoable(updates), absent=away, transient=transient
+        )
+        planned_for = replace(planner_state, layout=replace(planner_state.layout, transient=transient))
+        request = replace(run.request, planner_state=planned_for, context=context)
         if run.phase == BACKWARD:
-            captured = rehearsed.captured[run.graph].without(away)
+            captured = dry_run.captured[run.graph].without(away)
             in_backward |= updated_in(backward_positions(captured, request, training.hardware))
         runs.append(replace(run, request=request))
-    in_slots, at_home = training.updated(situation)
-    spent = frozenset(in_backward & resident)
+    in_slots, at_home = training.updated(planner_state)
+    transient = frozenset(in_backward & resident)
     update = replace(
-        rehearsed.update,
-        situation=replace(situation, layout=replace(situation.layout, spent=spent)),
+        dry_run.update,
+        planner_state=replace(planner_state, layout=replace(planner_state.layout, transient=transient)),
         groups=tuple(group for group in in_slots if group not in in_backward),
-        spent=spent,
+        transient=transient,
     )
-    return replace(rehearsed, situation=situation, runs=tuple(runs), update=update, at_home=at_home)
+    return replace(dry_run, planner_state=planner_state, runs=tuple(runs), update=update, at_home=at_home)

@@ -29,7 +29,7 @@ class SavedStorage:
 
 
 @dataclass(frozen=True)
-class Absence:
+class ActivationPlan:
     """What of a forward's storages is not on the compute tier until its backward needs it.
 
     Attributes:
@@ -38,13 +38,13 @@ class Absence:
     """
 
     home: frozenset[str] = frozenset()
-    rerun: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.home or self.rerun)
+        return bool(self.home or self.recomputed)
 
 
-ALL_PRESENT = Absence()
+ALL_PRESENT = ActivationPlan()
 
 MovedId = Chunk | SavedStorage
 """The identity of an item."""

@@ -188,7 +188,7 @@ class ChunkGroup:
     whole, in slots of `gathered_numel` elements, and `packing_numel` more, where what goes in one message is put
     together. A gradient's slot has another `exchange_numel`: room for what other ranks computed for this rank's part.
     Optimizer states, and parts of chunks, are as at home. In stages 1 and 2 some of these elements stand on the compute
-    tier from phase to phase (`standing_numel`); the rest of a slot comes and goes. So they do in a group that
+    tier from phase to phase (`replicated_numel`); the rest of a slot comes and goes. So they do in a group that
     `is_whole`, where no stage is forced: its parameters, as in stage 2.
     """
 
@@ -211,7 +211,7 @@ class ChunkGroup:
         """Elements of the slot of one of its chunks, or of a part of one, without those that stand."""
         if self.is_gathered(chunk):
             exchanged = self.packing_numel + (self.exchange_numel if chunk.kind == GRAD else 0)
-            return self.gathered_numel + exchanged - self.standing_numel(chunk)
+            return self.gathered_numel + exchanged - self.replicated_numel(chunk)
         begin, end = chunk.part or (0, self.numel)
         return end - begin
 
@@ -227,15 +227,15 @@ class ChunkGroup:
         together = (where.spec.shards for parcel in self.parcels if len(parcel) > 1 for where in parcel)
         return sum(shards.numel_of_equals for shards in together if shards is not None)
 
-    def standing_numel(self, chunk: Chunk) -> int:
+    def replicated_numel(self, chunk: Chunk) -> int:
         """Elements of the slot of one of its chunks that stay on the compute tier whatever is planned: of whole
         parameters with the room for packing, for which a slot would have to come and go."""
-        if chunk.part is not None or chunk.kind not in self.standing_kinds:
+        if chunk.part is not None or chunk.kind not in self.replicated_kinds:
             return 0
         return self.gathered_numel + (self.packing_numel if chunk.kind == PARAM else 0)
 
     @cached_property
-    def standing_kinds(self) -> tuple[str, ...]:
+    def replicated_kinds(self) -> tuple[str, ...]:
         """The kinds of chunks of which every rank has all parts from phase to phase: in stages 1 and 2 of ZeRO, and
         where it is chosen."""
         stages = [s.spec.shards.zero_stage for s in self.slices if s.spec.shards is not None]
@@ -244,7 +244,7 @@ class ChunkGroup:
         return (PARAM, GRAD) if stages[0] == 1 and self.trainable else (PARAM,)
 
     @property
-    def may_be_whole(self) -> bool:
+    def may_replicate(self) -> bool:
         """Whether it is the plan's choice that its parameters stand whole on every rank."""
         return any(s.spec.shards is not None and s.spec.shards.zero_stage is None for s in self.slices)
 
@@ -256,10 +256,10 @@ class ChunkGroup:
         return sum(s.spec.aligned(s.spec.shards.largest_numel) for s in self.slices if s.spec.shards is not None)
 
     @property
-    def standing_nbytes(self) -> int:
+    def replicated_nbytes(self) -> int:
         """Bytes of all that stands, each kind as the compute tier's allocator gives it."""
-        chunks = [Chunk(kind, self.index) for kind in self.standing_kinds]
-        return sum(self.slices[0].spec.rounded(self.standing_numel(one) * self.dtype.itemsize) for one in chunks)
+        chunks = [Chunk(kind, self.index) for kind in self.replicated_kinds]
+        return sum(self.slices[0].spec.rounded(self.replicated_numel(one) * self.dtype.itemsize) for one in chunks)
 
     def is_gathered(self, chunk: Chunk) -> bool:
         """Whether the slot of one of its chunks holds all ranks' parts."""
@@ -326,7 +326,7 @@ class ChunkLayout:
     small: tuple[ParamSpec, ...]
     overhead_nbytes: int = 0
     disk_holds: DiskHolds = "nothing"
-    spent: frozenset[int] = frozenset()
+    transient: frozenset[int] = frozenset()
     version: int = field(default=0, compare=False)
 
     def group_of(self) -> dict[str, int]:
@@ -381,9 +381,9 @@ class ChunkLayout:
         return frozenset(group.index for group in self.groups if group.is_whole)
 
     @cached_property
-    def standing(self) -> frozenset[int]:
+    def replicated(self) -> frozenset[int]:
         """Groups of which every rank has something whole, by choice or by force."""
-        return frozenset(group.index for group in self.groups if group.standing_kinds)
+        return frozenset(group.index for group in self.groups if group.replicated_kinds)
 
     def with_whole(self, groups: Collection[int]) -> ChunkLayout:
         """The layout where it is the choice that these groups' parameters stand whole on every rank, and no others'."""

@@ -78,7 +78,7 @@ class Position:
         keeps_gradients: whether that update leaves gradients as they are, for home.
         waiting: (group, bytes) of gradients that are there meanwhile, and that a later update uses up, where the group
             stays on the compute tier.
-        used_up: parameters whose gradients, on the compute tier, this update uses up.
+        consumed: parameters whose gradients, on the compute tier, this update uses up.
     """
 
     name: str
@@ -94,7 +94,7 @@ class Position:
     tile: Tile | None = None
     keeps_gradients: bool = False
     waiting: tuple[tuple[int, int], ...] = ()
-    used_up: tuple[str, ...] = ()
+    consumed: tuple[str, ...] = ()
 
     def waiting_nbytes(self, resident: Collection[int]) -> int:
         """Bytes of gradients of these residents that wait for their update."""
@@ -127,7 +127,7 @@ class Moment:
         other_nbytes: values of other calls that are still held.
         non_model_nbytes: activations, temporaries and held inputs.
         slot_nbytes: chunks, present or on their way, and saved storages on their way.
-        sunk, used_up: gradients that it yields, and that it uses up, as of a `Position`.
+        sunk, consumed: gradients that it yields, and that it uses up, as of a `Position`.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Moment:
     non_model_nbytes: int
     slot_nbytes: int
     sunk: tuple[tuple[str, bool], ...] = ()
-    used_up: tuple[str, ...] = ()
+    consumed: tuple[str, ...] = ()
 
     @property
     def resident_nbytes(self) -> int:
@@ -167,7 +167,7 @@ def gradients_at(
             complete = sum(gradients.values())
         own = [(gradients[name], kept) for name, kept in position.sunk if name in gradients and name not in present]
         found.append(complete + sum(nbytes for nbytes, handed_over in own if not handed_over))
-        complete += sum(nbytes for nbytes, _ in own) - sum(gradients.get(name, 0) for name in position.used_up)
+        complete += sum(nbytes for nbytes, _ in own) - sum(gradients.get(name, 0) for name in position.consumed)
     return found
 
 
@@ -195,7 +195,7 @@ class PhasePlan:
         return frozenset(tile.group for tile in self.tiles.values())
 
     @property
-    def uses_up(self) -> frozenset[int]:
+    def consumes(self) -> frozenset[int]:
         """The groups of these whose gradients never go home, unless updates keep them."""
         leaving = {event.item for stop in self.stops for event in stop if event.kind == WRITE_BACK}
         return frozenset(group for group in self.updated if Chunk(GRAD, group) not in leaving)

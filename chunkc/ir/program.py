@@ -12,13 +12,13 @@ from chunkc.ir.layout import PARAM, Chunk
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
-RERUN = "rerun"
+RECOMPUTE = "rerun"
 """What the name of a call that a backward repeats begins with, in place of `forward`."""
 
 
 def is_repeated(call: str) -> bool:
     """Whether a call of this name is one of the forward's that a backward repeats."""
-    return RERUN in call.split(".")
+    return RECOMPUTE in call.split(".")
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class PhaseProgram:
         return tuple(value for value in values if value is not None)
 
     @property
-    def held_nbytes(self) -> int:
+    def external_nbytes(self) -> int:
         return sum(self.storages[name] for name in self.held)
 
     def with_sizes(self, nbytes: Callable[[int], int], cost_s: Callable[[float], float]) -> PhaseProgram:

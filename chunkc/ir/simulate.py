@@ -55,7 +55,7 @@ def simulate(
     staying_update_s: float = 0.0,
     at_home: HomeUpdateTimes = NONE_AT_HOME,
     update_nbytes: Mapping[str, int] = MappingProxyType({}),
-    standing: Mapping[int, bool] = MappingProxyType({}),
+    replicated: Mapping[int, bool] = MappingProxyType({}),
 ) -> tuple[TimedEvent, ...]:
     """What happens on each stream in one step that begins without gradients, in order of time.
 
@@ -69,7 +69,7 @@ def simulate(
         standing: groups of which every rank has whole parameters from one step to the next, and whether updates change
             them: then they are gathered once in a step, else never.
     """
-    replay = partial(_replay, phases, costs_s, hardware, staying_update_s, at_home, standing)
+    replay = partial(_replay, phases, costs_s, hardware, staying_update_s, at_home, replicated)
     events, left_s = replay({})
     if left_s:
         events, _ = replay(left_s)
@@ -84,7 +84,7 @@ def _replay(
     hardware: Hardware,
     staying_update_s: float,
     at_home: HomeUpdateTimes,
-    standing: Mapping[int, bool],
+    replicated: Mapping[int, bool],
     left_s: Mapping[int, float],
 ) -> tuple[tuple[TimedEvent, ...], dict[int, float]]:
     """One step's events, and what it leaves to the next: groups whose updates end so long after it.
@@ -100,7 +100,7 @@ def _replay(
     updated = dict(left_s)  # group -> when the latest update at home ends
     needed: dict[int, None] = {}  # groups in the order of their first fetch
     to_do = dict(at_home.seconds)
-    current = {group for group, changes in standing.items() if not changes}  # whole here, as all ranks have them
+    current = {group for group, changes in replicated.items() if not changes}  # whole here, as all ranks have them
 
     def copy(event: Event, phase: str) -> None:
         at_rest = updated.get(event.item.group, 0.0) if isinstance(event.item, Chunk) else 0.0
@@ -140,7 +140,7 @@ def _replay(
                 if event.kind == PREFETCH and (kind != GRAD or group in written):
                     if not (event.link == GATHER and group in current):
                         copy(event, phase.phase)
-                    current |= {group} & standing.keys()
+                    current |= {group} & replicated.keys()
                     needed.setdefault(group)
                 elif event.kind == WRITE_BACK:
                     copy(event, phase.phase)

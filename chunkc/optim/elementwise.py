@@ -24,7 +24,7 @@ from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Slots, Span
 from chunkc.kernels.hyperparameters import COMPLEX_DTYPES, GRAD_DTYPES
 from chunkc.kernels.pointer_offsets import Draws
 from chunkc.optim.formats import Formats
-from chunkc.optim.multi_tensor import Batch, SentDistances, batches, goes_along
+from chunkc.optim.multi_tensor import Batch, SentPointerOffsets, batches, goes_along
 from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, StepScalars, upload
 from chunkc.optim.rule import Extent, Groups, GroupWork, Rule, Spans, Staying, TileUpdate, Updater
 from chunkc.optim.states import put_back
@@ -149,7 +149,7 @@ class ByTriton(Elementwise):
         self.device = device
         self.tables: Recent[tuple, WorkTable] = Recent(TABLE_NBYTES, lambda table: table.rows.nbytes)
         self.order = LaunchOrder(device)
-        self.distances = SentDistances(device)
+        self.distances = SentPointerOffsets(device)
         self._scalars = StepScalars(device)
 
     def begin_step(self) -> None:

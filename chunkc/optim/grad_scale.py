@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from chunkc.kernels.formats import NO_SCALE, GradScale
-from chunkc.optim import pending_steps as doubts
+from chunkc.optim import pending_steps as pending_steps
 
 
 def grad_scale_of(optimizer: Any, clip: torch.Tensor | None = None) -> GradScale:
@@ -30,7 +30,7 @@ def inverted(scale: torch.Tensor) -> torch.Tensor:
 
 def is_skipped(scale: GradScale) -> bool:
     """Whether the host can see that a gradient overflowed, without waiting for a device."""
-    return scale.found_inf is not None and not doubts.is_remote(scale.found_inf) and bool(scale.found_inf != 0)
+    return scale.found_inf is not None and not pending_steps.is_remote(scale.found_inf) and bool(scale.found_inf != 0)
 
 
 def on_the_cpu(scale: GradScale) -> GradScale:

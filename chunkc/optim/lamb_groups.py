@@ -21,7 +21,7 @@ from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambWork, lamb_work, lamb_work_of_tensors, new_partials
-from chunkc.optim.multi_tensor import Batch, SentDistances, batches, goes_along
+from chunkc.optim.multi_tensor import Batch, SentPointerOffsets, batches, goes_along
 from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, upload
 from chunkc.optim.over_ranks import sums_of_tensors
 from chunkc.optim.pending_steps import decided
@@ -44,7 +44,7 @@ class LambUpdater(Updater):
         self.by_triton = by_triton
         self.kernels: ModuleType = lamb_triton if by_triton else lamb_cpu
         self._works: Recent[tuple, tuple[LambWork, ...]] = Recent(TABLE_NBYTES, _nbytes)
-        self._distances = SentDistances(device)
+        self._pointer_offsets = SentPointerOffsets(device)
         self.order = LaunchOrder(device)
 
     def get(self, tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
@@ -85,7 +85,7 @@ class LambUpdater(Updater):
         """Both stages of a batch, whose tensors are updated with these rows of scalars."""
         spans = tuple(Span(*where, row) for where, row in zip(_ranges(batch.tensors), rows, strict=True))
         (work,) = self._kept((spans,), lambda: (lamb_work_of_tensors(spans),))
-        work = replace(work, distances=self.order.reads(self._distances.of(batch, spans)))
+        work = replace(work, distances=self.order.reads(self._pointer_offsets.of(batch, spans)))
         self.order.reads(work.rows)
         slots, partials = AdamSlots.of(batch.tensors[0].flats()), new_partials(work, self.device)
         for stage in (self.kernels.lamb_moments, self.kernels.lamb_apply):

@@ -70,7 +70,7 @@ def prepared_to_load(
     await_readers(parameters)
     optimizer.follow(groups)
     optimizer.lay_out(parameters)
-    optimizer.doubts.resolve(wait=True)
+    optimizer.pending_steps.resolve(wait=True)
     optimizer.under_way.finish()
     for (session, group), names in names_at_home(parameters).items():
         session.keepers.keep(optimizer, group, names)

@@ -12,8 +12,8 @@ from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.ir.strides import is_dense
 from chunkc.kernels.formats import UpdateFormat
-from chunkc.kernels.pointer_offsets import Draws, alignment_of, distances_of, kinds_of
-from chunkc.optim.on_device import DISTANCES_NBYTES, Sent, upload
+from chunkc.kernels.pointer_offsets import Draws, alignment_of, kinds_of, pointer_offsets_of
+from chunkc.optim.on_device import POINTER_OFFSETS_NBYTES, Sent, upload
 from chunkc.optim.rule import Staying
 from chunkc.utils.recent import Recent
 
@@ -27,7 +27,7 @@ class Batch:
     """What one launch updates.
 
     Attributes:
-        addresses: int64 `[num_tensors, num_kinds]`, see `chunkc.kernels.pointer_offsets.distances_of`.
+        addresses: int64 `[num_tensors, num_kinds]`, see `chunkc.kernels.pointer_offsets.pointer_offsets_of`.
     """
 
     fmt: UpdateFormat
@@ -40,24 +40,24 @@ class Batch:
         return [tensor for of in self.tensors for tensor in (of.parameter, *of.states.values())]
 
 
-class SentDistances:
-    """Distances on a device; those used last are kept, `DISTANCES_NBYTES` of them.
+class SentPointerOffsets:
+    """Distances on a device; those used last are kept, `POINTER_OFFSETS_NBYTES` of them.
 
     Gradients may lie elsewhere in each step, and what distances take on the device stays the same.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._sent: Recent[tuple, Sent] = Recent(DISTANCES_NBYTES, lambda sent: sent.on_device.nbytes)
+        self._sent: Recent[tuple, Sent] = Recent(POINTER_OFFSETS_NBYTES, lambda sent: sent.on_device.nbytes)
 
     def of(self, batch: Batch, sizes: tuple, draws: Sequence[Draws] = ()) -> torch.Tensor:
         """Those of a batch, as they are now.
 
         Args:
             sizes: what tells the batch from others of its format.
-            draws: see `chunkc.kernels.pointer_offsets.distances_of`.
+            draws: see `chunkc.kernels.pointer_offsets.pointer_offsets_of`.
         """
-        key, now = (batch.fmt, *sizes), distances_of(batch.addresses, batch.fmt, draws)
+        key, now = (batch.fmt, *sizes), pointer_offsets_of(batch.addresses, batch.fmt, draws)
         sent = self._sent.find(key) or self._sent.keep(key, Sent(now, upload(now, self._device)))
         sent.follow(now)
         return sent.on_device

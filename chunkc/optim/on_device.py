@@ -22,7 +22,7 @@ from chunkc.optim.pending_steps import decided
 TABLE_NBYTES = 2 << 20
 """Tables of work that are kept on a device, in bytes: those used last (`machines.devices.TABLES_NBYTES` has room)."""
 
-DISTANCES_NBYTES = 1 << 20
+POINTER_OFFSETS_NBYTES = 1 << 20
 """Distances between tensors that one launch updates, in bytes: those used last, beside the tables."""
 
 TEMPORARIES_NBYTES = 1 << 20

@@ -19,7 +19,7 @@ import torch
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.optim import on_device
-from chunkc.optim import pending_steps as doubts
+from chunkc.optim import pending_steps as pending_steps
 from chunkc.optim.backward_starter import BackwardStarter
 from chunkc.optim.clipping import ClipsGradients
 from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
@@ -90,11 +90,11 @@ class ChunkedOptimizer(ClipsGradients):
         self.overlap = overlap
         self.under_way = UpdatesUnderWay(overlap)
         self.in_backward = BackwardUpdates(overlap, self.under_way, BackwardStarter(self))
-        self.doubts, self.contents = doubts.Doubts(), NotedContents()
+        self.pending_steps, self.contents = pending_steps.PendingSteps(), NotedContents()
         self._updaters: dict[tuple[torch.device, bool], Updater] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        self.doubts.resolve(wait=True)
+        self.pending_steps.resolve(wait=True)
         self.follow_written()  # a copy takes masters as they are
         own = {"rule": self.rule, "states": self.states, "overlap": self.overlap, "_made": True}
         return super().__getstate__() | own
@@ -154,7 +154,7 @@ class ChunkedOptimizer(ClipsGradients):
         """Where all moments are about to be made, count a parameter's steps anew, once all are known."""
         moments = set(self.states.kinds).intersection(kinds)
         if "step" in state and moments and moments.isdisjoint(state):
-            self.doubts.resolve(wait=True)
+            self.pending_steps.resolve(wait=True)
             state["step"].zero_()
 
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
@@ -189,7 +189,7 @@ class ChunkedOptimizer(ClipsGradients):
         step = self.states_of(parameter)["step"]
         number = int(step) + 1
         step.fill_(number)
-        return self.doubts.hyper(parameter, number, at)
+        return self.pending_steps.hyper(parameter, number, at)
 
     def updater(self, device: torch.device, *, by_triton: bool | None = None) -> Updater:
         """The rule's updates on a device, which are Triton's where that is what computes."""
@@ -324,7 +324,7 @@ class ChunkedOptimizer(ClipsGradients):
         Split masters are put together for this: 4 bytes per parameter of RAM, outside the budget, while the result
         lives. All else is not copied. Waits for a device that still knows alone which steps were skipped.
         """
-        self.doubts.resolve(wait=True)
+        self.pending_steps.resolve(wait=True)
         self.follow_written()
         handle = self.register_state_dict_post_hook(partial(as_saved, self.contents), prepend=True)
         try:
@@ -398,13 +398,13 @@ class ChunkedOptimizer(ClipsGradients):
         take_over_changes(self._parameters())
         if must_know and bool(on_the_cpu(scale).found_inf):
             return
-        self.doubts.resolve(wait=must_know)
+        self.pending_steps.resolve(wait=must_know)
         if is_skipped(scale):
             return
         due, prepared = prepare_step(self)
         self.in_backward.adopt(self)
         if any(one.at_home for one in prepared) or any(p.device.type == "cpu" for p, _ in due.in_place):
-            self.doubts.resolve(wait=True)  # the CPU is about to wait for this step's gradients anyway
+            self.pending_steps.resolve(wait=True)  # the CPU is about to wait for this step's gradients anyway
         for updater in self._updaters.values():
             updater.begin_step()
         with self._gradients_apart(due):
@@ -412,8 +412,10 @@ class ChunkedOptimizer(ClipsGradients):
             for of_session in prepared:
                 update_chunks(self, of_session, scale)
         self.contents.end(due.changing)
-        if scale.found_inf is not None and not must_know and doubts.is_remote(scale.found_inf):
-            self.doubts.add(scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing})
+        if scale.found_inf is not None and not must_know and pending_steps.is_remote(scale.found_inf):
+            self.pending_steps.add(
+                scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing}
+            )
 
     @contextlib.contextmanager
     def _gradients_apart(self, due: Due) -> Iterator[None]:

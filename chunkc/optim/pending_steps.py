@@ -53,7 +53,7 @@ def ask(number: torch.Tensor) -> Answer:
 
 
 @dataclass(frozen=True, eq=False)
-class Doubt:
+class PendingStep:
     """One step.
 
     Attributes:
@@ -68,44 +68,50 @@ class Doubt:
 
 
 @dataclass(frozen=True)
-class InDoubt:
+class PendingHyper:
     """The hyper-parameters of a step that follows steps in doubt.
 
     Attributes:
-        candidates: by how many of `doubts` did not happen.
+        candidates: by how many of `pending_steps` did not happen.
     """
 
     candidates: tuple[Any, ...]
-    doubts: tuple[Doubt, ...]
+    pending_steps: tuple[PendingStep, ...]
 
     def after(self, num_skipped: int) -> Any:
         return self.candidates[min(num_skipped, len(self.candidates) - 1)]
 
 
-class Doubts:
+class PendingSteps:
     """The steps in doubt of one optimizer, the oldest first."""
 
     def __init__(self) -> None:
-        self._pending: list[Doubt] = []
+        self._pending: list[PendingStep] = []
 
     def add(self, found_inf: torch.Tensor, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Count a step that was just enqueued among them."""
-        self._pending.append(Doubt(found_inf.clone(), ask(found_inf), states))
+        self._pending.append(PendingStep(found_inf.clone(), ask(found_inf), states))
 
     def resolve(self, *, wait: bool = False) -> None:
         """Correct the counters for all answers that have arrived; with `wait`, for all."""
         while self._pending and (wait or len(self._pending) > MAX_PENDING or self._pending[0].answer.arrived()):
-            doubt = self._pending.pop(0)
-            if doubt.answer.read() != 0:
-                for state in doubt.states.values():
+            pending_step = self._pending.pop(0)
+            if pending_step.answer.read() != 0:
+                for state in pending_step.states.values():
                     state["step"].sub_(1)
 
     def hyper(self, parameter: torch.Tensor, step: int, at: Callable[[int], Any]) -> Any:
         """A parameter's hyper-parameters at a step: those of `at(step)`, or what that may turn out to be."""
-        doubts = tuple(doubt for doubt in self._pending if parameter in doubt.states) if self._pending else ()
-        if not doubts:
+        pending_steps = (
+            tuple(pending_step for pending_step in self._pending if parameter in pending_step.states)
+            if self._pending
+            else ()
+        )
+        if not pending_steps:
             return at(step)
-        return InDoubt(tuple(at(step - num_skipped) for num_skipped in range(len(doubts) + 1)), doubts)
+        return PendingHyper(
+            tuple(at(step - num_skipped) for num_skipped in range(len(pending_steps) + 1)), pending_steps
+        )
 
 
 def decided(
@@ -119,18 +125,18 @@ def decided(
         make_table: for hyper-parameters that are in no doubt, on the CPU.
         upload: to the device.
     """
-    depth = max((len(hyper.candidates) for hyper in hypers if isinstance(hyper, InDoubt)), default=1)
+    depth = max((len(hyper.candidates) for hyper in hypers if isinstance(hyper, PendingHyper)), default=1)
     if depth == 1:
         return upload(make_table(list(hypers)))
-    tables = [make_table([h.after(k) if isinstance(h, InDoubt) else h for h in hypers]) for k in range(depth)]
+    tables = [make_table([h.after(k) if isinstance(h, PendingHyper) else h for h in hypers]) for k in range(depth)]
     candidates = upload(torch.stack(tables))
-    counts: dict[tuple[Doubt, ...], torch.Tensor] = {}
+    counts: dict[tuple[PendingStep, ...], torch.Tensor] = {}
     rows = []
     for hyper in hypers:
-        doubts = hyper.doubts if isinstance(hyper, InDoubt) else ()
-        if doubts not in counts:
-            flags = [doubt.found_inf for doubt in doubts] or [candidates.new_zeros(())]
-            counts[doubts] = (torch.stack(flags) != 0).sum()
-        rows.append(counts[doubts])
+        pending_steps = hyper.pending_steps if isinstance(hyper, PendingHyper) else ()
+        if pending_steps not in counts:
+            flags = [pending_step.found_inf for pending_step in pending_steps] or [candidates.new_zeros(())]
+            counts[pending_steps] = (torch.stack(flags) != 0).sum()
+        rows.append(counts[pending_steps])
     chosen = torch.stack(rows).view(1, -1, 1).expand(1, -1, candidates.shape[2])
     return candidates.gather(0, chosen).squeeze(0).contiguous()

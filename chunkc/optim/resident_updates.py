@@ -18,7 +18,7 @@ from chunkc.optim.running_updates import label_of
 from chunkc.optim.step import update_in_place
 from chunkc.optim.update_scheduler import Begun, interrupted
 from chunkc.passes.planning.update_placement import may_update_where_it_stays
-from chunkc.runtime.store.consumed_gradients import UsedGradient, gradient_of
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient, gradient_of
 from chunkc.runtime.store.shards import part_of
 from chunkc.session.declared_states import declared
 from chunkc.session.pending_readers import await_readers
@@ -104,7 +104,7 @@ def _update(
     update_in_place(optimizer, [(parameter, number) for _, parameter, number in entries], NO_SCALE, numbers)
     noted = []
     for name, parameter, number in entries:
-        parameter.grad = stand_in = UsedGradient(parameter, name)
+        parameter.grad = stand_in = ConsumedGradient(parameter, name)
         hyper = optimizer.hyper_now(optimizer.param_groups[number], parameter)
         noted.append(Begun(parameter, name, stand_in, stand_in._version, parameter._version, hyper))
     optimizer.in_backward.note(session, index, noted, made)

@@ -24,7 +24,7 @@ from chunkc.optim.step import group_spans
 from chunkc.optim.undo import NotCounted
 from chunkc.optim.update import compute
 from chunkc.optim.update_scheduler import Begun, Entry, can_be_undone, has_states, interrupted, noted_of
-from chunkc.runtime.store.consumed_gradients import UsedGradient
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.session import Session
 
@@ -129,16 +129,16 @@ def _begin(optimizer: ChunkedOptimizer, session: Session, index: int, tiles: Seq
     of_group = optimizer.updater(store.tier.device).of_group(GroupWork(index, spans, ranges, scale))
     made = SlotUpdate(of_group, label_of(session, index), set(tiles))
     if undoable:
-        store.twins.begin(index)
+        store.shadow_copies.begin(index)
         optimizer.in_backward.note(session, index, [noted_of(optimizer, *entry) for entry in entries], made)
         made.begun = True
         return made
-    stand_ins = {name: UsedGradient(parameter, name) for parameter, name, _ in entries}
+    stand_ins = {name: ConsumedGradient(parameter, name) for parameter, name, _ in entries}
     noted = [
         Begun(p, name, stand_ins[name], stand_ins[name]._version, p._version, optimizer.hyper_now(group, p))
         for p, name, group in entries
     ]
     optimizer.in_backward.note(session, index, noted, made)  # before it begins: it may be interrupted
     made.begun = True
-    store.use_up_gradients(index, stand_ins)
+    store.consume_gradients(index, stand_ins)
     return made

@@ -20,11 +20,11 @@ from chunkc.optim.group_spans import Due, Task, due_of, flat_home, spans_of
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms, sums_of_group
 from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.rule import GroupWork, OverRanks, Spans, Staying
-from chunkc.optim.undo import flat_twins
+from chunkc.optim.undo import flat_shadow_copies
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
 from chunkc.runtime.store.shards import part_of
-from chunkc.session.changes import gradients_left_to_autograd, reconcile
+from chunkc.session.changes import detect_changes, gradients_left_to_autograd
 from chunkc.session.session import Session, managing
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def take_over_changes(parameters: Sequence[torch.Tensor]) -> None:
             names.setdefault(hit[0], []).append(hit[1])
     for session, of_session in names.items():
         session.store.trainers.claim(frozenset(of_session))
-        reconcile(session, of_session)
+        detect_changes(session, of_session)
         gradients_left_to_autograd(session, of_session)
 
 
@@ -94,7 +94,7 @@ def _prepare(
     if optimizer.overlap.beside_backward:
         optimizer.in_backward.prepare(optimizer, session, begun.union(by_group), home)
     if optimizer.overlap.undoable:
-        session.store.twins.reserve(session.store.layout, sorted(begun.union(by_group)))
+        session.store.shadow_copies.reserve(session.store.layout, sorted(begun.union(by_group)))
     for index in sorted(by_group):
         session.store.updates.wait(index)
         session.keepers.keep(optimizer, index, [task.name for task in by_group[index]])
@@ -142,17 +142,23 @@ def group_spans(optimizer: ChunkedOptimizer, session: Session, index: int, tasks
 
 
 def at_home(
-    optimizer: ChunkedOptimizer, session: Session, index: int, spans: Spans, scale: GradScale, *, in_twins: bool = False
+    optimizer: ChunkedOptimizer,
+    session: Session,
+    index: int,
+    spans: Spans,
+    scale: GradScale,
+    *,
+    in_shadow_copies: bool = False,
 ) -> Callable[[], None]:
     """The update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs.
 
     Args:
-        in_twins: leave home as it is (see `undo`).
+        in_shadow_copies: leave home as it is (see `undo`).
     """
     numel, num_stages = session.store.layout.groups[index].numel, optimizer.rule.num_stages
     work = GroupWork(index, spans, [(0, numel)], scale, _sums(optimizer, session.store, index))
     update = optimizer.updater(_CPU, by_triton=False).of_group(work)
-    home, fill = flat_twins(session, index) if in_twins else (flat_home(session, index), None)
+    home, fill = flat_shadow_copies(session, index) if in_shadow_copies else (flat_home(session, index), None)
 
     def run() -> None:
         if fill is not None:
@@ -169,11 +175,17 @@ def _sums(optimizer: ChunkedOptimizer, store: ChunkStore, index: int) -> OverRan
 
 
 def job_of(
-    optimizer: ChunkedOptimizer, session: Session, index: int, spans: Spans, scale: GradScale, *, in_twins: bool = False
+    optimizer: ChunkedOptimizer,
+    session: Session,
+    index: int,
+    spans: Spans,
+    scale: GradScale,
+    *,
+    in_shadow_copies: bool = False,
 ) -> Callable[[], None]:
     """The same for any thread. Whatever it needs is compiled here: Inductor may not be safe on others."""
     optimizer.updater(_CPU, by_triton=False).compile_ahead(flat_home(session, index), spans, scale)
-    return at_home(optimizer, session, index, spans, scale, in_twins=in_twins)
+    return at_home(optimizer, session, index, spans, scale, in_shadow_copies=in_shadow_copies)
 
 
 def update_in_place(
@@ -210,6 +222,6 @@ def update_in_place(
     for device in dict.fromkeys(parameter.device for parameter, _ in tasks):
         tensors, scale_there = staying(device), on_the_cpu(scale) if device == _CPU else scale
         if is_skipped(scale_there):
-            list(tensors)  # the step is counted, and corrected with those of the device (see `doubts`)
+            list(tensors)  # the step is counted, and corrected with those of the device (see `pending_steps`)
         else:
             optimizer.updater(device).of_tensors(tensors, scale_there)

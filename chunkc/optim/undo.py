@@ -96,14 +96,14 @@ def _factor(of: torch.Tensor | None) -> float:
     return 1.0 if of is None else float(of)
 
 
-def flat_twins(session: Session, index: int) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+def flat_shadow_copies(session: Session, index: int) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     """What an update of a group by the CPU computes with, and what has to be copied there before: gradients are those
     at home, all else is in twins."""
     home, store = flat_home(session, index), session.store
-    twins = store.twins.flat(store.layout, index, [kind for kind in home if kind != GRAD])
+    shadow_copies = store.shadow_copies.flat(store.layout, index, [kind for kind in home if kind != GRAD])
 
     def fill() -> None:
-        for kind, twin in twins.items():
-            twin.copy_(home[kind])
+        for kind, shadow in shadow_copies.items():
+            shadow.copy_(home[kind])
 
-    return {**home, **twins}, fill
+    return {**home, **shadow_copies}, fill

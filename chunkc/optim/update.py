@@ -43,7 +43,7 @@ class PreparedUpdate:
         """
         store = self.session.store
         store.release_slots()
-        store.standing.keep(self.planned.request.situation.layout.standing)
+        store.replicated.keep(self.planned.request.planner_state.layout.replicated)
 
         def update(tile: Tile) -> None:
             compute(store, updates[tile.group], tile)
@@ -84,19 +84,19 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
     for group in in_order:
         session.store.reserve_states(group)
     session.live.watch(session.store.take_gradients_home())
-    situation, held_nbytes = session.situation, session.live.beside_update()
-    spent = session.early.spent(session, frozenset(), frozenset(), ())
-    asked = UpdateRequest(situation, in_order, held_nbytes, num_stages, spent)
+    planner_state, external_nbytes = session.planner_state, session.live.beside_update()
+    transient = session.early.transient(session, frozenset(), frozenset(), ())
+    asked = UpdateRequest(planner_state, in_order, external_nbytes, num_stages, transient)
     found = session.update_plans.find(asked.key)
     if found is None:
         try:
-            decision = decide(situation, UpdateDue(in_order, held_nbytes, num_stages, spent))
+            decision = decide(planner_state, UpdateDue(in_order, external_nbytes, num_stages, transient))
         except BudgetError as error:
             raise session.known.named(
-                error, situation.layout, Needs(), situation.num_graphs, situation.trained
+                error, planner_state.layout, Needs(), planner_state.num_graphs, planner_state.trained
             ) from None
         if decision.request is None:
-            stay(session, decision.situation)
+            stay(session, decision.planner_state)
             raise ResidentsLeft
         made = update_plan(decision.request, session.hardware, verified=session.options.verify)
         found = session.update_plans.keep(decision.request.key, (made, lower(made.graph, {})))

@@ -24,7 +24,7 @@ from chunkc.optim.step import group_spans, job_of
 from chunkc.optim.undo import AssumedScale, NotCounted, count
 from chunkc.optim.update_on import at_home
 from chunkc.runtime.device.updates import HomeUpdate
-from chunkc.runtime.store.consumed_gradients import UsedGradient, used_up
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed
 from chunkc.runtime.store.shards import part_of
 from chunkc.session.in_backward import Starter
 from chunkc.session.pending_readers import await_readers
@@ -187,8 +187,8 @@ class BackwardUpdates:
                     optimizer.contents.follow(parameter, optimizer.states_of(parameter))
             spans = group_spans(optimizer, session, index, [Task(stepping, *entry) for entry in entries])
         if undoable:
-            store.twins.begin(index)
-        job = job_of(optimizer, session, index, spans, self.assumed.on(_CPU), in_twins=undoable)
+            store.shadow_copies.begin(index)
+        job = job_of(optimizer, session, index, spans, self.assumed.on(_CPU), in_shadow_copies=undoable)
         update = HomeUpdate(job, label_of(session, index), store.home_marks(index))
         noted = [noted_of(optimizer, *entry) for entry in entries]
         self.note(session, index, noted, _AtHome(session, index, update))  # before it begins: it may be interrupted
@@ -238,10 +238,10 @@ class BackwardUpdates:
             for by_group in chunked.values():
                 for tasks_left in by_group.values():
                     for task in tasks_left:
-                        if isinstance(task.parameter.grad, UsedGradient):
-                            raise used_up(task.name)
+                        if isinstance(task.parameter.grad, ConsumedGradient):
+                            raise consumed(task.name)
             for parameter, _ in staying.values():
-                if isinstance(parameter.grad, UsedGradient):
+                if isinstance(parameter.grad, ConsumedGradient):
                     raise parameter.grad.refusal()
         except (UnsupportedError, OptionsError, StreamError):
             self.end()
@@ -294,7 +294,7 @@ class BackwardUpdates:
         begun = self._begun.get(session, {}) if self._overlap.undoable else {}
         for index in [index for index in begun if groups is None or index in groups]:
             session.store.updates.wait(index)
-            session.store.twins.drop(index)
+            session.store.shadow_copies.drop(index)
             del begun[index]
 
     def adopt(self, optimizer: Any) -> None:
@@ -340,7 +340,11 @@ def can_be_undone(optimizer: Any, session: Session, index: int, entries: Sequenc
     store = session.store
     names = {name for _, name, _ in entries}
     is_whole = names == {s.spec.name for s in store.layout.groups[index].slices}
-    return is_whole and store.twins.has(store.layout, index) and all(has_states(optimizer, session, e) for e in entries)
+    return (
+        is_whole
+        and store.shadow_copies.has(store.layout, index)
+        and all(has_states(optimizer, session, e) for e in entries)
+    )
 
 
 def has_states(optimizer: Any, session: Session, entry: Entry) -> bool:

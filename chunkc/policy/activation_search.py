@@ -12,10 +12,10 @@ from typing import TypeVar
 
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import ALL_PRESENT, Absence
+from chunkc.ir.items import ALL_PRESENT, ActivationPlan
 from chunkc.ir.layout import ChunkLayout
 from chunkc.options import Activations
-from chunkc.passes.planning.recompute_search import Stretches, dropped_between, leanest
+from chunkc.passes.planning.recompute_search import RecomputeRegions, dropped_between, leanest
 from chunkc.passes.planning.residency import (
     SLACK_CHUNKS,
     choose_leaving,
@@ -30,7 +30,7 @@ from chunkc.policy.host_memory import HostFull, check_copies
 from chunkc.policy.step_seconds import update_arithmetic_s
 
 
-def leanest_absence(captured: Captured, activations: Activations, layout: ChunkLayout) -> Absence:
+def leanest_activation_plan(captured: Captured, activations: Activations, layout: ChunkLayout) -> ActivationPlan:
     """What is absent where a graph needs the least."""
     if activations == "keep":
         return ALL_PRESENT
@@ -39,21 +39,21 @@ def leanest_absence(captured: Captured, activations: Activations, layout: ChunkL
     again = _all_again(captured, layout)
     if activations == "rerun":
         return again
-    ways = (_all_copied(captured), again, _all_copied(captured, again.rerun))
-    return min(ways, key=lambda absence: _needed_nbytes(captured, absence, layout))
+    ways = (_all_copied(captured), again, _all_copied(captured, again.recomputed))
+    return min(ways, key=lambda activation_plan: _needed_nbytes(captured, activation_plan, layout))
 
 
 def leanest_form(captured: Captured, activations: Activations, layout: ChunkLayout) -> Captured:
     """The same graph where it needs the least."""
-    return captured.without(leanest_absence(captured, activations, layout))
+    return captured.without(leanest_activation_plan(captured, activations, layout))
 
 
-def absences(captured: Captured, activations: Activations, layout: ChunkLayout) -> tuple[Absence, ...]:
+def activation_plans(captured: Captured, activations: Activations, layout: ChunkLayout) -> tuple[ActivationPlan, ...]:
     """What may be absent whatever the budget is, in the order in which it is tried; `quickest` finds all between.
 
     Under "auto" the last one copies nothing: the host may have no room for copies.
     """
-    least = leanest_absence(captured, activations, layout)
+    least = leanest_activation_plan(captured, activations, layout)
     if activations == "auto":
         return tuple(dict.fromkeys((ALL_PRESENT, least, _all_again(captured, layout))))
     return tuple(dict.fromkeys((ALL_PRESENT, least) if activations == "keep" else (least,)))
@@ -70,7 +70,7 @@ class FoundBefore:
     asked: tuple[object, ...]
     allowed: frozenset[int]
     room_nbytes: int
-    absent: Absence
+    absent: ActivationPlan
     seconds: float
 
 
@@ -84,9 +84,9 @@ class Mixes:
 
     Args:
         allowed: groups that may stay.
-        held_nbytes: of the budget, by others.
+        external_nbytes: of the budget, by others.
         hardware: its host's memory has the copies.
-        used_up, with_twins: see `check_copies`.
+        consumed, with_shadow_copies: see `check_copies`.
     """
 
     def __init__(
@@ -95,18 +95,18 @@ class Mixes:
         layout: ChunkLayout,
         allowed: Collection[int],
         budget_nbytes: int,
-        held_nbytes: int,
+        external_nbytes: int,
         hardware: Hardware,
         *,
-        used_up: Collection[int] = (),
-        with_twins: bool = False,
+        consumed: Collection[int] = (),
+        with_shadow_copies: bool = False,
     ) -> None:
-        self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes - held_nbytes
-        self._allowed, self._stretches = evenly_spread(allowed), _stretches(captured, layout)
+        self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes - external_nbytes
+        self._allowed, self._recompute_regions = evenly_spread(allowed), _recompute_regions(captured, layout)
         self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
-        self._used_up, self._with_twins = used_up, with_twins
+        self._consumed, self._with_shadow_copies = consumed, with_shadow_copies
         self._known_nbytes: dict[frozenset[int], int] = {}
-        self.stretches = 0 if self._stretches is None else len(self._stretches.ends) + 1
+        self.recompute_regions = 0 if self._recompute_regions is None else len(self._recompute_regions.ends) + 1
         """The most that run again."""
 
     @cached_property
@@ -144,32 +144,32 @@ class Mixes:
 
         return max(0, bisect_right(range(len(self._allowed) + 1), 0, key=missing) - 1)
 
-    def at(self, staying: int, rerun: int) -> Absence:
+    def at(self, staying: int, recomputed: int) -> ActivationPlan:
         """What is absent where so many groups stay, evenly spread, and so many stretches run again, if all have to.
 
         Where all do and the host has no room for the copies that are left to make, more stretches run again.
         """
         resident = frozenset(self._allowed[:staying])
         away = self._copied(self._captured, resident)
-        if not rerun:
-            return Absence(away)
-        end = 1 + max(map(self._stretch, away), default=-1)
-        found = self._running_again(rerun, end, resident)
-        if rerun < self.stretches or self._has_room(found, resident):
+        if not recomputed:
+            return ActivationPlan(away)
+        end = 1 + max(map(self._recompute_region, away), default=-1)
+        found = self._running_again(recomputed, end, resident)
+        if recomputed < self.recompute_regions or self._has_room(found, resident):
             return found
-        ends = range(end, self.stretches)
+        ends = range(end, self.recompute_regions)
 
         def has_room(end: int) -> bool:
-            return self._has_room(self._running_again(rerun, end, resident), resident)
+            return self._has_room(self._running_again(recomputed, end, resident), resident)
 
-        return self._running_again(rerun, end + bisect_left(ends, True, key=has_room), resident)
+        return self._running_again(recomputed, end + bisect_left(ends, True, key=has_room), resident)
 
-    def _running_again(self, rerun: int, end: int, resident: frozenset[int]) -> Absence:
+    def _running_again(self, recomputed: int, end: int, resident: frozenset[int]) -> ActivationPlan:
         """What is absent where stretches before `end` run again."""
-        again = self._spread(rerun, end)
-        return Absence(self._copied(self._captured.without(Absence(rerun=again)), resident), again)
+        again = self._spread(recomputed, end)
+        return ActivationPlan(self._copied(self._captured.without(ActivationPlan(recomputed=again)), resident), again)
 
-    def _has_room(self, absent: Absence, resident: frozenset[int]) -> bool:
+    def _has_room(self, absent: ActivationPlan, resident: frozenset[int]) -> bool:
         with suppress(HostFull):
             self.check_host(absent, resident)
             return True
@@ -184,24 +184,33 @@ class Mixes:
         is_no_less = known is not None and known.room_nbytes >= room_nbytes and known.allowed >= {*self._allowed}
         return known if known is not None and is_no_less and known.asked == self._asked else None
 
-    def note(self, absent: Absence, seconds: float) -> None:
+    def note(self, absent: ActivationPlan, seconds: float) -> None:
         """What is the quickest here."""
         found = FoundBefore(self._asked, frozenset(self._allowed), self._budget_nbytes, absent, seconds)
         self._captured.__dict__["_found_before"] = found
 
     @property
     def _asked(self) -> tuple[object, ...]:
-        layout, used_up = self._layout, frozenset(self._used_up)
-        return self._hardware, self._whole_budget_nbytes, len(layout.groups), layout.whole, used_up, self._with_twins
+        layout, consumed = self._layout, frozenset(self._consumed)
+        return (
+            self._hardware,
+            self._whole_budget_nbytes,
+            len(layout.groups),
+            layout.whole,
+            consumed,
+            self._with_shadow_copies,
+        )
 
-    def is_best(self, absent: Absence, resident: frozenset[int]) -> bool:
+    def is_best(self, absent: ActivationPlan, resident: frozenset[int]) -> bool:
         """Whether nothing can be quicker: all that may stay does."""
         return not absent and resident == frozenset(self._allowed)
 
-    def check_host(self, absent: Absence, resident: frozenset[int]) -> None:
+    def check_host(self, absent: ActivationPlan, resident: frozenset[int]) -> None:
         """Whether the host has room for the copies. Raises `HostFull` where it has not."""
         seen, sizes = self._captured.without(absent), (self._hardware, self._whole_budget_nbytes)
-        check_copies(seen, self._layout, resident, *sizes, used_up=self._used_up, with_twins=self._with_twins)
+        check_copies(
+            seen, self._layout, resident, *sizes, consumed=self._consumed, with_shadow_copies=self._with_shadow_copies
+        )
 
     def _copied(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
         """What goes home of a graph that drops some values."""
@@ -215,25 +224,25 @@ class Mixes:
             self._known_nbytes[resident] = needed_nbytes(least.passes, self._layout, resident)
         return self._known_nbytes[resident]
 
-    def _stretch(self, storage: str) -> int:
+    def _recompute_region(self, storage: str) -> int:
         """Which stretch makes it; what goes into the forward belongs to the first."""
         known = self._captured.repeatable
         assert known is not None
-        assert self._stretches is not None
-        return bisect_right(self._stretches.ends, known.first_maker.get(storage, 0))
+        assert self._recompute_regions is not None
+        return bisect_right(self._recompute_regions.ends, known.first_maker.get(storage, 0))
 
     @cached_property
     def _gone(self) -> dict[int, list[str]]:
         """Stretch -> what is dropped where it runs again."""
         found: dict[int, list[str]] = {}
-        for storage in dropped_between(self._captured.repeatable, self._stretches):
-            found.setdefault(self._stretch(storage), []).append(storage)
+        for storage in dropped_between(self._captured.repeatable, self._recompute_regions):
+            found.setdefault(self._recompute_region(storage), []).append(storage)
         return found
 
-    def _spread(self, rerun: int, end: int) -> frozenset[str]:
+    def _spread(self, recomputed: int, end: int) -> frozenset[str]:
         """What is dropped where so many stretches run again, evenly spread, but none from `end` on."""
-        count = self.stretches
-        chosen = (at for at in range(end) if (at + 1) * rerun // count > at * rerun // count)
+        count = self.recompute_regions
+        chosen = (at for at in range(end) if (at + 1) * recomputed // count > at * recomputed // count)
         return frozenset(storage for at in chosen for storage in self._gone.get(at, ()))
 
 
@@ -241,9 +250,9 @@ Found = TypeVar("Found")
 
 
 def first_or_quickest(
-    ways: Sequence[Absence],
+    ways: Sequence[ActivationPlan],
     mixes: Mixes | None,
-    decided: Callable[[Absence], Found],
+    decided: Callable[[ActivationPlan], Found],
     seconds: Callable[[Found, float], float],
     resident: Callable[[Found], frozenset[int]],
 ) -> Found:
@@ -258,13 +267,13 @@ def first_or_quickest(
         BudgetError: see `first_that_fits`.
     """
 
-    def checked(absent: Absence) -> Found:
+    def checked(absent: ActivationPlan) -> Found:
         found = decided(absent)
         if mixes is not None:
             mixes.check_host(absent, resident(found))
         return found
 
-    def timed(absent: Absence, most_s: float) -> tuple[float, tuple[Absence, Found]] | None:
+    def timed(absent: ActivationPlan, most_s: float) -> tuple[float, tuple[ActivationPlan, Found]] | None:
         with suppress(BudgetError, HostFull):
             found = checked(absent)
             return seconds(found, most_s), (absent, found)
@@ -306,7 +315,9 @@ BARELY_MORE = 1 + 1e-9
 a way that is so much quicker than another is quicker."""
 
 
-def quickest(mixes: Mixes, timed: Callable[[Absence, float], tuple[float, Found] | None]) -> tuple[float, Found] | None:
+def quickest(
+    mixes: Mixes, timed: Callable[[ActivationPlan, float], tuple[float, Found] | None]
+) -> tuple[float, Found] | None:
     """The way of least seconds that a search finds, with what `timed` says of it; None: none fits.
 
     From a few ways all over, steps are taken to whichever neighbour is quicker, each time none is with half the step:
@@ -317,8 +328,8 @@ def quickest(mixes: Mixes, timed: Callable[[Absence, float], tuple[float, Found]
             that it is given, `inf` will do.
     """
     best_s = math.inf
-    places: dict[tuple[int, int], Absence] = {}
-    found: dict[Absence, tuple[float, Found] | None] = {}
+    places: dict[tuple[int, int], ActivationPlan] = {}
+    found: dict[ActivationPlan, tuple[float, Found] | None] = {}
 
     def seconds(place: tuple[int, int]) -> float:
         nonlocal best_s
@@ -330,21 +341,23 @@ def quickest(mixes: Mixes, timed: Callable[[Absence, float], tuple[float, Found]
         best_s = min(best_s, this_s)
         return this_s
 
-    (fewest, most), stretches = mixes.groups, mixes.stretches
+    (fewest, most), recompute_regions = mixes.groups, mixes.recompute_regions
 
     def downhill(at: tuple[int, int], directions: Sequence[tuple[int, int]]) -> tuple[int, int]:
         parts = 2 * COARSE
         while parts <= FINE and seconds(at) > mixes.enough_s:
-            m, k = max(1, (most - fewest) // parts), max(1, stretches // parts)
+            m, k = max(1, (most - fewest) // parts), max(1, recompute_regions // parts)
             around = [(at[0] + m * more, at[1] + k * again) for more, again in directions]
-            near = min([at, *(p for p in around if fewest <= p[0] <= most and 0 <= p[1] <= stretches)], key=seconds)
+            near = min(
+                [at, *(p for p in around if fewest <= p[0] <= most and 0 <= p[1] <= recompute_regions)], key=seconds
+            )
             if seconds(near) * BARELY_MORE < seconds(at):
                 at = near
             else:
                 parts *= 2
         return at
 
-    grid = _grid(fewest, most, stretches)
+    grid = _grid(fewest, most, recompute_regions)
     row = [place for place in grid if not place[1]]
     enough = (place for place in row if seconds(place) <= mixes.enough_s)
     once = downhill(next(enough, None) or min(row, key=seconds), [(1, 0), (-1, 0)])
@@ -354,24 +367,26 @@ def quickest(mixes: Mixes, timed: Callable[[Absence, float], tuple[float, Found]
     return found[places[best]]
 
 
-def _grid(fewest: int, most: int, stretches: int) -> Sequence[tuple[int, int]]:
+def _grid(fewest: int, most: int, recompute_regions: int) -> Sequence[tuple[int, int]]:
     """Places all over; first those beside which most stay: the fewer groups move the better."""
     parts = range(COARSE + 1)
-    places = {(fewest + m * (most - fewest) // COARSE, k * stretches // COARSE) for m in parts for k in parts}
+    places = {(fewest + m * (most - fewest) // COARSE, k * recompute_regions // COARSE) for m in parts for k in parts}
     return sorted(places, key=lambda place: (place[1], -place[0]))
 
 
-def _all_copied(captured: Captured, rerun: frozenset[str] = frozenset()) -> Absence:
-    return Absence(frozenset(one.storage for one in captured.without(Absence(rerun=rerun)).may_leave), rerun)
+def _all_copied(captured: Captured, recomputed: frozenset[str] = frozenset()) -> ActivationPlan:
+    return ActivationPlan(
+        frozenset(one.storage for one in captured.without(ActivationPlan(recomputed=recomputed)).may_leave), recomputed
+    )
 
 
-def _all_again(captured: Captured, layout: ChunkLayout) -> Absence:
-    return Absence(rerun=dropped_between(captured.repeatable, _stretches(captured, layout)))
+def _all_again(captured: Captured, layout: ChunkLayout) -> ActivationPlan:
+    return ActivationPlan(recomputed=dropped_between(captured.repeatable, _recompute_regions(captured, layout)))
 
 
-def _needed_nbytes(captured: Captured, absence: Absence, layout: ChunkLayout) -> int:
+def _needed_nbytes(captured: Captured, activation_plan: ActivationPlan, layout: ChunkLayout) -> int:
     """Of the graph, beside what the other parts of its model hold if they do the same."""
-    form = captured.without(absence)
+    form = captured.without(activation_plan)
     return needed_nbytes(profile(form, layout).passes, layout) + form.others_nbytes
 
 
@@ -379,16 +394,16 @@ MOST_LAYOUTS = 4
 """Of so many of them a graph remembers its stretches: a search goes back and forth between two."""
 
 
-def _stretches(captured: Captured, layout: ChunkLayout) -> Stretches | None:
+def _recompute_regions(captured: Captured, layout: ChunkLayout) -> RecomputeRegions | None:
     """Stretches of the forward that run again, such that the graph needs the least."""
-    known: list[tuple[ChunkLayout, Stretches | None]] = captured.__dict__.setdefault("_stretches", [])
-    for of, stretches in known:
+    known: list[tuple[ChunkLayout, RecomputeRegions | None]] = captured.__dict__.setdefault("_recompute_regions", [])
+    for of, recompute_regions in known:
         if of == layout:
-            return stretches
-    stretches = leanest(
+            return recompute_regions
+    recompute_regions = leanest(
         captured.repeatable,
-        lambda gone: _needed_nbytes(captured, Absence(rerun=gone), layout),
+        lambda gone: _needed_nbytes(captured, ActivationPlan(recomputed=gone), layout),
         is_part=captured.share < 1,
     )
-    captured.__dict__["_stretches"] = [*known[-MOST_LAYOUTS + 1 :], (layout, stretches)]
-    return stretches
+    captured.__dict__["_recompute_regions"] = [*known[-MOST_LAYOUTS + 1 :], (layout, recompute_regions)]
+    return recompute_regions

@@ -13,14 +13,14 @@ import torch
 from torch import fx, nn
 
 from chunkc.ir.estimates import EstimatedOperator, unknown_operators
-from chunkc.ir.items import ALL_PRESENT, Absence
+from chunkc.ir.items import ALL_PRESENT, ActivationPlan
 from chunkc.ir.layout import ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.ir.program import PhaseProgram, SegmentMemory
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.memory.profile import positions
 from chunkc.passes.planning.offload import Saved, candidates, leaving
-from chunkc.passes.planning.recompute import Repeatable, may_run_again, rerunning
+from chunkc.passes.planning.recompute import Repeatable, may_run_again, recomputing
 from chunkc.passes.planning.residency import StepProfile
 from chunkc.passes.planning.updates import smallest_tiles, update_positions
 from chunkc.passes.planning.updates_in_backward import with_waiting
@@ -126,7 +126,7 @@ class Captured:
     modules: Mapping[str, nn.Module]
     whole: bool
     absent: tuple[Saved, ...] = ()
-    absence: Absence = ALL_PRESENT
+    activation_plan: ActivationPlan = ALL_PRESENT
     at_least: Needed | None = None
     share: float = 1.0
 
@@ -207,21 +207,21 @@ class Captured:
         graphs = {name: module.graph for name, module in self.modules.items() if isinstance(module, fx.GraphModule)}
         return frozenset(name for name in self.modules if name not in graphs or not may_run_again(graphs[name]))
 
-    def without(self, absence: Absence) -> Captured:
+    def without(self, activation_plan: ActivationPlan) -> Captured:
         """The same graph, where this is absent between forward and backward."""
-        if not absence:
+        if not activation_plan:
             return self
-        return self._remembered(("without", absence), lambda: self._without(absence))
+        return self._remembered(("without", activation_plan), lambda: self._without(activation_plan))
 
-    def _without(self, absence: Absence) -> Captured:
-        lean = self._rerunning(absence.rerun)
-        return lean._leaving(absence.home & {one.storage for one in lean.may_leave})
+    def _without(self, activation_plan: ActivationPlan) -> Captured:
+        lean = self._recomputing(activation_plan.recomputed)
+        return lean._leaving(activation_plan.home & {one.storage for one in lean.may_leave})
 
-    def _rerunning(self, storages: frozenset[str]) -> Captured:
+    def _recomputing(self, storages: frozenset[str]) -> Captured:
         if not storages:
             return self
         assert self.repeatable is not None
-        return self._with(*rerunning(self.repeatable, storages), Absence(rerun=storages))
+        return self._with(*recomputing(self.repeatable, storages), ActivationPlan(recomputed=storages))
 
     def _leaving(self, storages: frozenset[str]) -> Captured:
         if not storages:
@@ -229,15 +229,19 @@ class Captured:
         assert self.backward is not None
         forward, backward = leaving(self.forward, storages), leaving(self.backward, storages)
         absent = tuple(one for one in self.may_leave if one.storage in storages)
-        found = self._with(forward, backward, replace(self.absence, home=storages), absent)
+        found = self._with(forward, backward, replace(self.activation_plan, home=storages), absent)
         found.__dict__["_kept"] = self
         return found
 
     def _with(
-        self, forward: PhaseProgram, backward: PhaseProgram, absence: Absence, absent: tuple[Saved, ...] = ()
+        self,
+        forward: PhaseProgram,
+        backward: PhaseProgram,
+        activation_plan: ActivationPlan,
+        absent: tuple[Saved, ...] = (),
     ) -> Captured:
         """The same graph with other phases; what does not depend on them is worked out once for all."""
-        found = replace(self, forward=forward, backward=backward, absent=absent, absence=absence)
+        found = replace(self, forward=forward, backward=backward, absent=absent, activation_plan=activation_plan)
         found.__dict__.update(memories=self.memories, _updates=self.__dict__.setdefault("_updates", {}))
         return found
 
@@ -307,9 +311,9 @@ class Captured:
     @property
     def caller_nbytes(self) -> int:
         """Bytes of a forward that its caller still holds when the optimizer steps: inputs and outputs."""
-        return self.forward.held_nbytes + self.output_nbytes
+        return self.forward.external_nbytes + self.output_nbytes
 
-    def held_beside_forward(self, live_nbytes: int, given_nbytes: int) -> int:
+    def external_in_forward(self, live_nbytes: int, given_nbytes: int) -> int:
         """What others hold beside a forward.
 
         Args:
@@ -318,7 +322,7 @@ class Captured:
             given_nbytes: of the inputs' storages. An input may be a view of a larger tensor than the one it was traced
                 with: all of that is held.
         """
-        return max(0, live_nbytes - self.output_nbytes) + max(0, given_nbytes - self.forward.held_nbytes)
+        return max(0, live_nbytes - self.output_nbytes) + max(0, given_nbytes - self.forward.external_nbytes)
 
     @property
     def saved_nbytes(self) -> int:
@@ -348,16 +352,16 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     """
     known = captured.__dict__.get("_profile")
     if known is None or known[0] is not layout.groups:
-        step = _profile(captured, replace(layout, spent=frozenset()))
+        step = _profile(captured, replace(layout, transient=frozenset()))
         known = captured.__dict__["_profile"] = layout.groups, step, {}
     found: StepProfile = known[1]
-    if not layout.spent:
+    if not layout.transient:
         return found
-    spent: dict[frozenset[int], StepProfile] = known[2]
-    if layout.spent not in spent:
-        spent.clear()
-        spent[layout.spent] = replace(found, backward=with_waiting(found.backward, layout))
-    return spent[layout.spent]
+    transient: dict[frozenset[int], StepProfile] = known[2]
+    if layout.transient not in transient:
+        transient.clear()
+        transient[layout.transient] = replace(found, backward=with_waiting(found.backward, layout))
+    return transient[layout.transient]
 
 
 def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:

@@ -1,8 +1,8 @@
 """What stays resident, what is compiled whole, and which plan is asked for: decided here and nowhere else.
 
 A pure state machine that is driven twice: by what happens in training (`compilation`, `graph`, `optim.update`), and by
-what a step on fake tensors says will happen (`explaining.rehearsal`). A `Situation` is what a model has come to. An
-event is what happens next. `decide` answers with a decision: the situation from then on, and a request for a plan.
+what a step on fake tensors says will happen (`explaining.dry_run_state`). A `PlannerState` is what a model has come to.
+An event is what happens next. `decide` answers with a decision: the situation from then on, and a request for a plan.
 Who drives it acts: compiles, moves residents home, makes the plan, runs it.
 
 | event | what is decided |
@@ -37,22 +37,22 @@ from chunkc.passes.planning.residency import (
     whole_beside,
 )
 from chunkc.passes.planning.updates import check_update, staying_beside_update, whole_beside_update
-from chunkc.policy.activation_search import Mixes, absences, first_or_quickest, leanest_form
+from chunkc.policy.activation_search import Mixes, activation_plans, first_or_quickest, leanest_form
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.first_fit import first_that_fits
 from chunkc.policy.state import (
-    Around,
     Event,
     GraphCaptured,
     PhaseCalled,
-    Situation,
+    PhaseContext,
+    PlannerState,
     SizesCalled,
     StepDecision,
     StepRequest,
     UpdateDecision,
     UpdateDue,
     UpdateRequest,
-    spent_in,
+    transient_in,
 )
 from chunkc.policy.step_seconds import step_s
 
@@ -62,14 +62,14 @@ few more values each step, such as losses, does not replan every time."""
 
 
 @overload
-def decide(situation: Situation, event: UpdateDue) -> UpdateDecision: ...
+def decide(planner_state: PlannerState, event: UpdateDue) -> UpdateDecision: ...
 
 
 @overload
-def decide(situation: Situation, event: GraphCaptured | SizesCalled | PhaseCalled) -> StepDecision: ...
+def decide(planner_state: PlannerState, event: GraphCaptured | SizesCalled | PhaseCalled) -> StepDecision: ...
 
 
-def decide(situation: Situation, event: Event) -> StepDecision | UpdateDecision:
+def decide(planner_state: PlannerState, event: Event) -> StepDecision | UpdateDecision:
     """What follows from an event.
 
     Raises:
@@ -77,95 +77,95 @@ def decide(situation: Situation, event: Event) -> StepDecision | UpdateDecision:
     """
     match event:
         case GraphCaptured():
-            return _captured(situation, event)
+            return _captured(planner_state, event)
         case SizesCalled():
-            return _beside(situation, event.captured, Around(spent=event.spent), 0, exact=True)
+            return _beside(planner_state, event.captured, PhaseContext(transient=event.transient), 0, exact=True)
         case PhaseCalled():
-            return _phase(situation, event)
+            return _phase(planner_state, event)
         case UpdateDue():
-            return _update(situation, event)
+            return _update(planner_state, event)
 
 
-def _captured(now: Situation, event: GraphCaptured) -> StepDecision:
+def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
     """Any group may stay that is new and not cut over ranks; of the others those that stay so far. Any may stand whole
     that is new and cut, where no stage is forced; of the others those that do so far."""
     captured, layout = event.captured, event.layout.with_whole(())
     num_known = len(now.layout.groups) if now.num_graphs else 0
     new = layout.groups[num_known:]
     allowed = now.resident | (frozenset(group.index for group in new) - layout.cut)
-    may_be_whole = now.layout.whole.union(group.index for group in new if group.may_be_whole)
+    may_replicate = now.layout.whole.union(group.index for group in new if group.may_replicate)
     all_may_stay = len(allowed) == len(layout.groups)
     least = profile(leanest_form(captured, now.activations, layout), layout).all
     check_minimum(least, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
     after = replace(now, layout=layout, num_graphs=now.num_graphs + 1, trained=now.trained | captured.trained)
 
     # A group with a parameter that gets no gradient here is not updated in this backward, and has its other gradients.
-    spent = spent_in(layout, event.around.spent, captured.trained, frozenset(), event.around.spent)
+    transient = transient_in(layout, event.context.transient, captured.trained, frozenset(), event.context.transient)
 
-    def decision(around: Around) -> StepDecision:
-        seen = around.seen_by(captured)
+    def decision(context: PhaseContext) -> StepDecision:
+        seen = context.seen_by(captured)
         needs = profile(seen, layout).all
         check_minimum(needs, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
-        resident, spent = choose_resident(needs, layout, now.budget_nbytes, allowed), frozenset[int]()
-        if resident != everything(layout) and (spent := around.spent & allowed):
-            spending = replace(layout, spent=spent)
+        resident, transient = choose_resident(needs, layout, now.budget_nbytes, allowed), frozenset[int]()
+        if resident != everything(layout) and (transient := context.transient & allowed):
+            spending = replace(layout, transient=transient)
             resident = choose_resident(profile(seen, spending).all, spending, now.budget_nbytes, allowed)
-        chosen = choose_whole(needs, layout, now.budget_nbytes, may_be_whole)
+        chosen = choose_whole(needs, layout, now.budget_nbytes, may_replicate)
         found = replace(after, layout=chosen, resident=resident)
-        return StepDecision(found, captured, StepRequest(_spending(found, spent), around=around))
+        return StepDecision(found, captured, StepRequest(_spending(found, transient), context=context))
 
-    return _chosen(after, captured, replace(event.around, spent=spent), 0, allowed, decision)
+    return _chosen(after, captured, replace(event.context, transient=transient), 0, allowed, decision)
 
 
-def _phase(now: Situation, event: PhaseCalled) -> StepDecision:
+def _phase(now: PlannerState, event: PhaseCalled) -> StepDecision:
     """The first of a graph's forms that fits."""
-    return first_that_fits(event.forms, lambda captured: _beside(now, captured, event.around, event.held_nbytes))
+    return first_that_fits(event.forms, lambda captured: _beside(now, captured, event.context, event.external_nbytes))
 
 
 def _beside(
-    now: Situation, captured: Captured, around: Around, held_nbytes: int, *, exact: bool = False
+    now: PlannerState, captured: Captured, context: PhaseContext, external_nbytes: int, *, exact: bool = False
 ) -> StepDecision:
     """A graph beside what others hold, from which residents may have to leave; `exact`: without room for more."""
 
-    def decision(around: Around) -> StepDecision:
+    def decision(context: PhaseContext) -> StepDecision:
         def needs_of(layout: ChunkLayout) -> Sequence[Position]:
-            step = profile(around.seen_by(captured), layout)
-            return step.backward if around.cold_backward else step.passes
+            step = profile(context.seen_by(captured), layout)
+            return step.backward if context.cold_backward else step.passes
 
-        layout = whole_beside(needs_of(now.layout), now.layout, now.budget_nbytes, held_nbytes)
-        spent = around.spent & now.resident
-        if now.resident == everything(layout) and _all_stay(needs_of(layout), layout, now, held_nbytes):
-            spent = frozenset()
-        needs = needs_of(spending := replace(layout, spent=spent))
-        resident, _ = staying_beside(needs, spending, now.budget_nbytes, held_nbytes, now.resident)
+        layout = whole_beside(needs_of(now.layout), now.layout, now.budget_nbytes, external_nbytes)
+        transient = context.transient & now.resident
+        if now.resident == everything(layout) and _all_stay(needs_of(layout), layout, now, external_nbytes):
+            transient = frozenset()
+        needs = needs_of(spending := replace(layout, transient=transient))
+        resident, _ = staying_beside(needs, spending, now.budget_nbytes, external_nbytes, now.resident)
         after = now if (resident, layout.whole) == now.staying else replace(now, layout=layout, resident=resident)
-        asked = _spending(after, spent)
-        room_nbytes = held_nbytes if exact else _with_room(asked, needs, held_nbytes)
-        return StepDecision(after, captured, StepRequest(asked, room_nbytes, room_nbytes - held_nbytes, around))
+        asked = _spending(after, transient)
+        room_nbytes = external_nbytes if exact else _with_room(asked, needs, external_nbytes)
+        return StepDecision(after, captured, StepRequest(asked, room_nbytes, room_nbytes - external_nbytes, context))
 
-    return _chosen(now, captured, around, held_nbytes, now.resident, decision)
+    return _chosen(now, captured, context, external_nbytes, now.resident, decision)
 
 
-def _spending(now: Situation, spent: frozenset[int]) -> Situation:
+def _spending(now: PlannerState, transient: frozenset[int]) -> PlannerState:
     """The situation of a request whose backward uses up these groups' gradients where they stay."""
-    return replace(now, layout=replace(now.layout, spent=spent)) if spent else now
+    return replace(now, layout=replace(now.layout, transient=transient)) if transient else now
 
 
-def _all_stay(needs: Sequence[Position], layout: ChunkLayout, now: Situation, held_nbytes: int) -> bool:
+def _all_stay(needs: Sequence[Position], layout: ChunkLayout, now: PlannerState, external_nbytes: int) -> bool:
     """Whether there is room for all residents, with those of their gradients that the layout says."""
     with suppress(BudgetError):
-        check_minimum(needs, layout, now.budget_nbytes, held_nbytes, now.resident)
+        check_minimum(needs, layout, now.budget_nbytes, external_nbytes, now.resident)
         return True
     return False
 
 
 def _chosen(
-    now: Situation,
+    now: PlannerState,
     captured: Captured,
-    around: Around,
-    held_nbytes: int,
+    context: PhaseContext,
+    external_nbytes: int,
     allowed: frozenset[int],
-    decision: Callable[[Around], StepDecision],
+    decision: Callable[[PhaseContext], StepDecision],
 ) -> StepDecision:
     """What may become of the values that a graph saves: the first that fits, or under "auto" the quickest.
 
@@ -173,55 +173,60 @@ def _chosen(
         allowed: groups that may stay.
         decision: what follows from one; raises `BudgetError` where it does not fit.
     """
-    if around.absent is not None:
-        return decision(around)
-    layout, hardware, mixes = replace(now.layout, spent=around.spent), now.hardware, None
+    if context.absent is not None:
+        return decision(context)
+    layout, hardware, mixes = replace(now.layout, transient=context.transient), now.hardware, None
     if now.activations == "auto" and hardware is not None:
-        sizes, with_twins = (now.budget_nbytes, held_nbytes), bool(around.undoable)
-        used_up = frozenset(group for group, _ in around.updates) - around.undoable - layout.cut
-        mixes = Mixes(captured, layout, allowed, *sizes, hardware, used_up=used_up, with_twins=with_twins)
+        sizes, with_shadow_copies = (now.budget_nbytes, external_nbytes), bool(context.undoable)
+        consumed = frozenset(group for group, _ in context.updates) - context.undoable - layout.cut
+        mixes = Mixes(
+            captured, layout, allowed, *sizes, hardware, consumed=consumed, with_shadow_copies=with_shadow_copies
+        )
 
     def seconds(one: StepDecision, most_s: float) -> float:
         assert hardware is not None
-        seen, room_nbytes = one.request.around.seen_by(captured), now.budget_nbytes - one.request.held_nbytes
-        planned, resident = one.request.situation.layout, one.situation.resident
-        updates, undoable = dict(around.updates), around.undoable
+        seen, room_nbytes = one.request.context.seen_by(captured), now.budget_nbytes - one.request.external_nbytes
+        planned, resident = one.request.planner_state.layout, one.planner_state.resident
+        updates, undoable = dict(context.updates), context.undoable
         return step_s(seen, planned, resident, hardware, room_nbytes, updates, most_s, undoable=undoable)
 
     return first_or_quickest(
-        absences(captured, now.activations, layout),
+        activation_plans(captured, now.activations, layout),
         mixes,
-        lambda absent: decision(replace(around, absent=absent)),
+        lambda absent: decision(replace(context, absent=absent)),
         seconds,
-        lambda one: one.situation.resident,
+        lambda one: one.planner_state.resident,
     )
 
 
-def _with_room(now: Situation, needs: Sequence[Position], held_nbytes: int) -> int:
+def _with_room(now: PlannerState, needs: Sequence[Position], external_nbytes: int) -> int:
     """What others hold, with room for a little more of it where that fits (see `HELD_GRANULES`)."""
     granule = max(1, now.budget_nbytes // HELD_GRANULES)
-    wider_nbytes = -(-held_nbytes // granule) * granule
-    if wider_nbytes != held_nbytes and _all_stay(needs, now.layout, now, wider_nbytes):
+    wider_nbytes = -(-external_nbytes // granule) * granule
+    if wider_nbytes != external_nbytes and _all_stay(needs, now.layout, now, wider_nbytes):
         return wider_nbytes
-    return held_nbytes
+    return external_nbytes
 
 
-def _update(now: Situation, event: UpdateDue) -> UpdateDecision:
+def _update(now: PlannerState, event: UpdateDue) -> UpdateDecision:
     """Trained residents that leave are due as well. What ranks have whole gives its room back for the step where that
     is needed: after it, all of it that is trained is gathered anew."""
-    asked = now.budget_nbytes, event.held_nbytes, now.resident, event.num_stages
-    before = replace(now.layout, spent=event.spent)
-    layout = whole_beside_update(before, event.groups, now.budget_nbytes, event.held_nbytes, event.num_stages)
+    asked = now.budget_nbytes, event.external_nbytes, now.resident, event.num_stages
+    before = replace(now.layout, transient=event.transient)
+    layout = whole_beside_update(before, event.groups, now.budget_nbytes, event.external_nbytes, event.num_stages)
     try:
         check_update(layout, event.groups, *asked)
     except BudgetError:
-        trained = now.layout.groups_of(now.trained) - event.spent
+        trained = now.layout.groups_of(now.trained) - event.transient
         staying = staying_beside_update(before, event.groups, trained, *asked)
         if staying == now.resident:
             raise
         return UpdateDecision(replace(now, resident=staying), None)
     return UpdateDecision(
-        now, UpdateRequest(replace(now, layout=layout), event.groups, event.held_nbytes, event.num_stages, event.spent)
+        now,
+        UpdateRequest(
+            replace(now, layout=layout), event.groups, event.external_nbytes, event.num_stages, event.transient
+        ),
     )
 
 

@@ -29,23 +29,23 @@ class HostFull(Exception):
 def home_nbytes(
     layout: ChunkLayout,
     resident: frozenset[int],
-    used_up: Collection[int] = (),
+    consumed: Collection[int] = (),
     counts: Callable[[str], bool] = lambda kind: True,
 ) -> int:
     """Bytes at home of every group that moves, of those kinds of data that count.
 
     Args:
-        used_up: groups whose gradients are never there.
+        consumed: groups whose gradients are never there.
     """
     return sum(
         group.nbytes(kind)
         for group in layout.groups
         for kind in (group.update_kinds if group.trainable else group.update_kinds[:1])
-        if group.index not in resident and counts(kind) and not (kind == GRAD and group.index in used_up)
+        if group.index not in resident and counts(kind) and not (kind == GRAD and group.index in consumed)
     )
 
 
-def twins_nbytes(
+def shadow_copies_nbytes(
     layout: ChunkLayout, resident: frozenset[int], counts: Callable[[str], bool] = lambda kind: True
 ) -> int:
     """Bytes of the twins (see `chunkc.runtime.store.shadow_copies`) of every group that moves and is trained."""
@@ -60,16 +60,16 @@ def check_copies(
     hardware: Hardware,
     budget_nbytes: int,
     *,
-    used_up: Collection[int] = (),
-    with_twins: bool = False,
+    consumed: Collection[int] = (),
+    with_shadow_copies: bool = False,
 ) -> None:
     """Whether the host's memory, if it is known, has room for copies of what a graph has at home between its phases.
 
     What is at home in RAM counts, and on a CPU the budget. Other graphs' copies and other programs do not.
 
     Args:
-        used_up: groups whose gradients never go home.
-        with_twins: groups that move have them.
+        consumed: groups whose gradients never go home.
+        with_shadow_copies: groups that move have them.
 
     Raises:
         HostFull: they do not.
@@ -77,9 +77,9 @@ def check_copies(
     if not seen.absent or hardware.host_memory_nbytes is None or layout.is_on_disk(PARAM):
         return
     copied_nbytes = sum(one.nbytes for one in seen.absent)
-    in_ram_nbytes = home_nbytes(layout, resident, used_up, lambda kind: not layout.is_on_disk(kind))
-    if with_twins:
-        in_ram_nbytes += twins_nbytes(layout, resident, lambda kind: not layout.is_on_disk(kind))
+    in_ram_nbytes = home_nbytes(layout, resident, consumed, lambda kind: not layout.is_on_disk(kind))
+    if with_shadow_copies:
+        in_ram_nbytes += shadow_copies_nbytes(layout, resident, lambda kind: not layout.is_on_disk(kind))
     own_nbytes = budget_nbytes if hardware.kind == "cpu" else 0
     room_nbytes = hardware.host_memory_nbytes - in_ram_nbytes - own_nbytes
     if copied_nbytes > room_nbytes:

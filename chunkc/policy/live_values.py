@@ -15,12 +15,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.policy.captured_step import Captured
-from chunkc.policy.needs import Held
+from chunkc.policy.needs import ExternalBytes
 
 V = TypeVar("V")
 
 
-class HeldValues(ABC, Generic[V]):
+class LiveValues(ABC, Generic[V]):
     """Values that calls returned, saved or were given."""
 
     def __init__(self) -> None:
@@ -54,11 +54,11 @@ class HeldValues(ABC, Generic[V]):
         """Bytes of the values' storages, each storage once."""
         return sum(dict(found for value in values if (found := self.storage(value)) is not None).values())
 
-    def beside_forward(self, captured: Captured, inputs: Sequence[V]) -> Held:
+    def beside_forward(self, captured: Captured, inputs: Sequence[V]) -> ExternalBytes:
         """What others hold beside a graph that is about to run its forward with these inputs."""
-        held = Held.around(captured, self.nbytes(leaving_out=inputs), self.given_nbytes(inputs))
+        held = ExternalBytes.of(captured, self.nbytes(leaving_out=inputs), self.given_nbytes(inputs))
         always_nbytes = self.constants_nbytes()
-        return Held(held.forward_nbytes + always_nbytes, held.backward_nbytes + always_nbytes, always_nbytes)
+        return ExternalBytes(held.forward_nbytes + always_nbytes, held.backward_nbytes + always_nbytes, always_nbytes)
 
     def forward_ran(self, captured: Captured, inputs: Sequence[V], outputs: Sequence[V]) -> None:
         """Watch what a forward was given, and of what it returned all that takes memory."""
@@ -77,10 +77,10 @@ class HeldValues(ABC, Generic[V]):
     def values_beside_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
         """The same without constants; below zero where values of its own are gone, by so many bytes."""
         tangents = _tangents(captured, arguments)
-        others_nbytes = self.nbytes(leaving_out=tangents) + self._around_tangents_nbytes(captured, tangents)
+        others_nbytes = self.nbytes(leaving_out=tangents) + self._external_tangents_nbytes(captured, tangents)
         return others_nbytes - captured.between_nbytes
 
-    def _around_tangents_nbytes(self, captured: Captured, tangents: Sequence[V]) -> int:
+    def _external_tangents_nbytes(self, captured: Captured, tangents: Sequence[V]) -> int:
         """Bytes that storages of a backward's gradients have beyond what its program counts: one may be a view of a
         larger tensor."""
         if captured.backward is None:
@@ -108,7 +108,7 @@ def _tangents(captured: Captured, arguments: Sequence[V]) -> Sequence[V]:
     return arguments[len(arguments) - len(captured.tangents) :]
 
 
-class LiveValues(HeldValues[object]):
+class RealValues(LiveValues[object]):
     """Real tensors' storages, watched without keeping them alive.
 
     Args:

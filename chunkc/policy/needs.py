@@ -17,7 +17,7 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.passes.planning.residency import everything, fixed_nbytes, needed_nbytes
 from chunkc.passes.planning.updates import smallest_tiles, update_positions
 from chunkc.policy.captured_step import Captured, profile
-from chunkc.policy.state import Around
+from chunkc.policy.state import PhaseContext
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class Needs:
     staying_nbytes: int = 0
 
     @staticmethod
-    def of(positions: Sequence[Position], layout: ChunkLayout, held_nbytes: int = 0) -> Needs:
-        """Of positions beside `held_nbytes` of others' values."""
+    def of(positions: Sequence[Position], layout: ChunkLayout, external_nbytes: int = 0) -> Needs:
+        """Of positions beside `external_nbytes` of others' values."""
         if not positions:
             return Needs()
         most_nbytes = max(position.non_model_nbytes for position in positions)
-        return Needs(needed_nbytes(positions, layout.with_whole(())) + held_nbytes, most_nbytes + held_nbytes)
+        return Needs(needed_nbytes(positions, layout.with_whole(())) + external_nbytes, most_nbytes + external_nbytes)
 
-    def beside(self, held_nbytes: int) -> Needs:
-        return Needs(self.moving_nbytes + held_nbytes, self.staying_nbytes + held_nbytes)
+    def beside(self, external_nbytes: int) -> Needs:
+        return Needs(self.moving_nbytes + external_nbytes, self.staying_nbytes + external_nbytes)
 
     def __or__(self, other: Needs) -> Needs:
         return Needs(max(self.moving_nbytes, other.moving_nbytes), max(self.staying_nbytes, other.staying_nbytes))
@@ -64,7 +64,7 @@ def update_needs(captured: Captured, trained: frozenset[str], layout: ChunkLayou
     return Needs.of(update_positions(layout, tiles, captured.caller_nbytes), layout)
 
 
-def needs_of_step(captured: Captured, trained: frozenset[str], layout: ChunkLayout, held: Held) -> Needs:
+def needs_of_step(captured: Captured, trained: frozenset[str], layout: ChunkLayout, held: ExternalBytes) -> Needs:
     """Of a graph's forward, its backward and the optimizer's step, as `update_needs`."""
     step = profile(captured, layout)
     passes = Needs.of(step.forward, layout, held.forward_nbytes) | Needs.of(step.backward, layout, held.backward_nbytes)
@@ -72,7 +72,7 @@ def needs_of_step(captured: Captured, trained: frozenset[str], layout: ChunkLayo
 
 
 @dataclass(frozen=True)
-class Held:
+class ExternalBytes:
     """What others hold beside a graph's phases; `always_nbytes` of it beside the optimizer's step, too."""
 
     forward_nbytes: int
@@ -80,10 +80,10 @@ class Held:
     always_nbytes: int = 0
 
     @staticmethod
-    def around(captured: Captured, live_nbytes: int, given_nbytes: int) -> Held:
-        """Of a graph that is about to run its forward; arguments as for `Captured.held_beside_forward`."""
-        forward_nbytes = captured.held_beside_forward(live_nbytes, given_nbytes)
-        return Held(forward_nbytes, forward_nbytes + min(live_nbytes, captured.loss_nbytes))
+    def of(captured: Captured, live_nbytes: int, given_nbytes: int) -> ExternalBytes:
+        """Of a graph that is about to run its forward; arguments as for `Captured.external_in_forward`."""
+        forward_nbytes = captured.external_in_forward(live_nbytes, given_nbytes)
+        return ExternalBytes(forward_nbytes, forward_nbytes + min(live_nbytes, captured.loss_nbytes))
 
 
 class NotedNeeds:
@@ -98,11 +98,11 @@ class NotedNeeds:
         self.most = Needs()
         self.whole = in_segments is not None
         self._in_segments = in_segments
-        self._runs: dict[tuple[str, Around], int] = {}
+        self._runs: dict[tuple[str, PhaseContext], int] = {}
 
-    def ran(self, phase: str, around: Around, held_nbytes: int) -> None:
+    def ran(self, phase: str, context: PhaseContext, external_nbytes: int) -> None:
         """A phase has run in these surroundings, beside so many bytes of others' values."""
-        self._runs[phase, around] = max(held_nbytes, self._runs.get((phase, around), 0))
+        self._runs[phase, context] = max(external_nbytes, self._runs.get((phase, context), 0))
 
     def has_run(self, phase: str) -> bool:
         return any(ran == phase for ran, _ in self._runs)
@@ -112,9 +112,9 @@ class NotedNeeds:
         if self._in_segments is None:
             return self.most
         cut, needs = self._in_segments(), Needs()
-        for (phase, around), held_nbytes in self._runs.items():
-            step = profile(around.seen_by(cut), layout)
-            needs |= Needs.of(step.forward if phase == FORWARD else step.backward, layout, held_nbytes)
+        for (phase, context), external_nbytes in self._runs.items():
+            step = profile(context.seen_by(cut), layout)
+            needs |= Needs.of(step.forward if phase == FORWARD else step.backward, layout, external_nbytes)
         return Needs(needs.moving_nbytes, min(needs.staying_nbytes, self.most.staying_nbytes))
 
 

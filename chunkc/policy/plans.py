@@ -16,7 +16,7 @@ from chunkc.ir.items import ItemId
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import BACKWARD, FORWARD
-from chunkc.ir.verify.recompute import Dropped, verify_reruns
+from chunkc.ir.verify.recompute import Dropped, verify_recompute
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import plan_update
@@ -58,46 +58,48 @@ def step_plan(
     Raises:
         VerificationError: a bug in the planner; nothing has run.
     """
-    source, captured, layout = captured, request.around.seen_by(captured), request.situation.layout
+    source, captured, layout = captured, request.context.seen_by(captured), request.planner_state.layout
     plan = _planned(captured, request, hardware)
     graphs = rewrite(captured, plan, layout, settling=settling)
     if verified:
-        undoable = request.around.undoable
-        verify(captured, plan, graphs, layout, held_nbytes=request.held_nbytes, source=source, undoable=undoable)
+        undoable = request.context.undoable
+        verify(
+            captured, plan, graphs, layout, external_nbytes=request.external_nbytes, source=source, undoable=undoable
+        )
     return StepPlan(request, plan, graphs)
 
 
 def backward_positions(captured: Captured, request: StepRequest, hardware: Hardware) -> tuple[Position, ...]:
     """The backward's calls, with the updates that it makes in slots between them."""
-    situation, backward = request.situation, profile(captured, request.situation.layout).backward
-    if not request.around.updates and not situation.layout.spent:
+    planner_state, backward = request.planner_state, profile(captured, request.planner_state.layout).backward
+    if not request.context.updates and not planner_state.layout.transient:
         return backward
     return with_updates(
         backward,
-        situation.layout,
-        dict(request.around.updates),
-        undoable=request.around.undoable,
-        budget_nbytes=situation.budget_nbytes,
-        held_nbytes=request.held_nbytes,
-        resident=situation.resident,
+        planner_state.layout,
+        dict(request.context.updates),
+        undoable=request.context.undoable,
+        budget_nbytes=planner_state.budget_nbytes,
+        external_nbytes=request.external_nbytes,
+        resident=planner_state.resident,
         hardware=hardware,
     )
 
 
 def _planned(captured: Captured, request: StepRequest, hardware: Hardware) -> Plan:
     """The plan of forward and backward, or of a cold backward alone."""
-    layout, situation = request.situation.layout, request.situation
+    layout, planner_state = request.planner_state.layout, request.planner_state
     step = profile(captured, layout)
-    phases = [] if request.around.cold_backward else [(FORWARD, step.forward)]
+    phases = [] if request.context.cold_backward else [(FORWARD, step.forward)]
     if captured.backward is not None:  # which may have nothing to compute, as that of an addition alone
         phases.append((BACKWARD, backward_positions(captured, request, hardware)))
     return plan_phases(
         phases,
         layout,
-        budget_nbytes=situation.budget_nbytes,
-        resident=situation.resident,
+        budget_nbytes=planner_state.budget_nbytes,
+        resident=planner_state.resident,
         hardware=hardware,
-        held_nbytes=request.held_nbytes,
+        external_nbytes=request.external_nbytes,
         boundary_nbytes=step.boundary_nbytes,
         saved=captured.absent,
     )
@@ -127,7 +129,7 @@ def verify(
     layout: ChunkLayout,
     *,
     source: Captured,
-    held_nbytes: int = 0,
+    external_nbytes: int = 0,
     undoable: Collection[int] = (),
 ) -> None:
     """Check the rewritten graphs, independently of how they came about.
@@ -141,7 +143,7 @@ def verify(
     """
     present: frozenset[ItemId] = frozenset()
     dropped = Dropped(captured.forward.remade, captured.extra, captured.forward.copied.keys())
-    if violations := verify_reruns(graphs, source.programs, source.modules, dropped):
+    if violations := verify_recompute(graphs, source.programs, source.modules, dropped):
         raise VerificationError(violations)
     for phase in plan.phases:
         program = captured.programs[phase.phase]
@@ -154,7 +156,7 @@ def verify(
             layout=layout,
             memories=captured.memories,
             resident=plan.resident,
-            held_nbytes=held_nbytes + extra,
+            external_nbytes=external_nbytes + extra,
             budget_nbytes=plan.budget_nbytes,
             present=present,
             kept=kept,
@@ -175,25 +177,25 @@ def update_plan(request: UpdateRequest, hardware: Hardware, *, verified: bool = 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
     """
-    situation = request.situation
+    planner_state = request.planner_state
     plan, tiles = plan_update(
-        situation.layout,
+        planner_state.layout,
         request.groups,
-        budget_nbytes=situation.budget_nbytes,
-        resident=situation.resident,
+        budget_nbytes=planner_state.budget_nbytes,
+        resident=planner_state.resident,
         hardware=hardware,
-        held_nbytes=request.held_nbytes,
+        external_nbytes=request.external_nbytes,
         num_stages=request.num_stages,
     )
     graph = insert_update_events(plan.phases[0], tiles)
     if verified:
         violations = verify_phase(
             graph,
-            layout=situation.layout,
+            layout=planner_state.layout,
             memories={},
-            resident=situation.resident,
-            held_nbytes=request.held_nbytes,
-            budget_nbytes=situation.budget_nbytes,
+            resident=planner_state.resident,
+            external_nbytes=request.external_nbytes,
+            budget_nbytes=planner_state.budget_nbytes,
             updates=request.groups,
         )
         if violations:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass, field, replace
 
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import ALL_PRESENT, Absence, ItemId
+from chunkc.ir.items import ALL_PRESENT, ActivationPlan, ItemId
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Plan
 from chunkc.options import Activations
@@ -19,7 +19,7 @@ Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Situation:
+class PlannerState:
     """What a model has come to.
 
     Attributes:
@@ -40,7 +40,7 @@ class Situation:
     hardware: Hardware | None = field(default=None, compare=False)
 
     @property
-    def may_be_whole(self) -> bool:
+    def can_skip_segmentation(self) -> bool:
         """Whether the next graph may be compiled whole: no group has been sent home by an earlier one's plan."""
         return self.num_graphs == 0 or self.resident == everything(self.layout)
 
@@ -77,7 +77,7 @@ class Forms:
 
 
 @dataclass(frozen=True)
-class Around:
+class PhaseContext:
     """What of a phase's surroundings its plan depends on, beside the bytes that others hold.
 
     Attributes:
@@ -99,26 +99,27 @@ class Around:
     updates: tuple[tuple[int, int], ...] = ()
     undoable: frozenset[int] = frozenset()
     kept_inputs: frozenset[str] = frozenset()
-    absent: Absence | None = None
-    spent: frozenset[int] = frozenset()
+    absent: ActivationPlan | None = None
+    transient: frozenset[int] = frozenset()
 
     def seen_by(self, captured: Captured) -> Captured:
         """The captured graph in these surroundings."""
         there = captured.without(self.absent or ALL_PRESENT)
         return there.returning(self.hooked).leaving_out(self.left_out).holding(self.kept_inputs)
 
-    def finding(self, plan: Plan, present: Collection[ItemId]) -> Around:
+    def finding(self, plan: Plan, present: Collection[ItemId]) -> PhaseContext:
         """The surroundings of a backward that finds these chunks in slots, where `plan` was made for these."""
         return replace(self, cold_backward=True) if plan.begins_cold(present) else self
 
 
-ALONE = Around()
+ALONE = PhaseContext()
 
 
-def spent_in(
+def transient_in(
     layout: ChunkLayout, free: Collection[int], made: Set[str], kept: Set[str], updated: Collection[int]
 ) -> frozenset[int]:
-    """Of groups that stay, those that have no gradients before and after a phase of a graph (see `Around.spent`).
+    """Of groups that stay, those that have no gradients before and after a phase of a graph (see
+    `PhaseContext.transient`).
 
     Args:
         free: those without gradients now, that backwards may update.
@@ -140,35 +141,35 @@ class StepRequest:
 
     Attributes:
         situation: the one it is for.
-        held_nbytes: what others hold that there is room for.
+        external_nbytes: what others hold that there is room for.
         spare_nbytes: the part of it that nobody holds yet.
     """
 
-    situation: Situation
-    held_nbytes: int = 0
+    planner_state: PlannerState
+    external_nbytes: int = 0
     spare_nbytes: int = 0
-    around: Around = ALONE
+    context: PhaseContext = ALONE
 
     @property
     def key(self) -> Key:
-        return *self.situation.key, self.held_nbytes, self.around
+        return *self.planner_state.key, self.external_nbytes, self.context
 
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """The plan of an optimizer's step that updates these groups in slots, beside `held_nbytes` of others' values, in
-    stages (see `chunkc.ir.updates`). `situation`: that of the step, in which fewer groups may stand whole than else.
-    `spent`: as of `UpdateDue`."""
+    """The plan of an optimizer's step that updates these groups in slots, beside `external_nbytes` of others' values,
+    in stages (see `chunkc.ir.updates`). `planner_state`: that of the step, in which fewer groups may stand whole than
+    else. `transient`: as of `UpdateDue`."""
 
-    situation: Situation
+    planner_state: PlannerState
     groups: tuple[int, ...]
-    held_nbytes: int
+    external_nbytes: int
     num_stages: int
-    spent: frozenset[int] = frozenset()
+    transient: frozenset[int] = frozenset()
 
     @property
     def key(self) -> Key:
-        return *self.situation.key, self.groups, self.held_nbytes, self.num_stages, self.spent
+        return *self.planner_state.key, self.groups, self.external_nbytes, self.num_stages, self.transient
 
 
 # --- events ---
@@ -176,40 +177,40 @@ class UpdateRequest:
 
 @dataclass(frozen=True)
 class GraphCaptured:
-    """A graph was compiled to `captured`; `layout` has room for its parameters. `around`: when it will run, as far as
+    """A graph was compiled to `captured`; `layout` has room for its parameters. `context`: when it will run, as far as
     that is known."""
 
     captured: Captured
     layout: ChunkLayout
-    around: Around = ALONE
+    context: PhaseContext = ALONE
 
 
 @dataclass(frozen=True)
 class SizesCalled:
-    """A graph is about to be called with other sizes, at which it is this; `spent` as of an `Around`."""
+    """A graph is about to be called with other sizes, at which it is this; `transient` as of an `PhaseContext`."""
 
     captured: Captured
-    spent: frozenset[int] = frozenset()
+    transient: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
 class PhaseCalled:
-    """A forward or a backward is about to run beside `held_nbytes` of others' values."""
+    """A forward or a backward is about to run beside `external_nbytes` of others' values."""
 
     forms: Forms
-    held_nbytes: int
-    around: Around = ALONE
+    external_nbytes: int
+    context: PhaseContext = ALONE
 
 
 @dataclass(frozen=True)
 class UpdateDue:
-    """The optimizer is about to update these groups in slots, beside `held_nbytes` of others' values; of those that
-    stay, `spent` have no gradients (any more)."""
+    """The optimizer is about to update these groups in slots, beside `external_nbytes` of others' values; of those that
+    stay, `transient` have no gradients (any more)."""
 
     groups: tuple[int, ...]
-    held_nbytes: int
+    external_nbytes: int
     num_stages: int = 1
-    spent: frozenset[int] = frozenset()
+    transient: frozenset[int] = frozenset()
 
 
 Event = GraphCaptured | SizesCalled | PhaseCalled | UpdateDue
@@ -228,7 +229,7 @@ class StepDecision:
         request: for the plan to run by.
     """
 
-    situation: Situation
+    planner_state: PlannerState
     captured: Captured
     request: StepRequest
 
@@ -238,5 +239,5 @@ class UpdateDecision:
     """What follows for an optimizer's step: `request` is for the plan to run by. None: residents have to leave first,
     and more groups are due than were said."""
 
-    situation: Situation
+    planner_state: PlannerState
     request: UpdateRequest | None

@@ -42,14 +42,14 @@ def step_s(
     if sum(position.cost_s for position in needs.passes) + update_arithmetic_s(layout, trained, hardware) > most_s:
         return math.inf
     backward = needs.backward
-    if updates or layout.spent:
+    if updates or layout.transient:
         backward = with_updates(
             backward,
             layout,
             updates,
             undoable=undoable,
             budget_nbytes=budget_nbytes,
-            held_nbytes=0,
+            external_nbytes=0,
             resident=resident,
             hardware=hardware,
         )

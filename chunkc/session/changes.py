@@ -1,7 +1,7 @@
 """Is what a session remembers still what the user has? Asked at the beginning of every call, and answered here alone.
 
 Between calls a model is ordinary PyTorch, so its user may do to it whatever PyTorch allows. Each call of a compiled
-graph, each backward and each step of an optimizer begins with `reconcile`:
+graph, each backward and each step of an optimizer begins with `detect_changes`:
 
 - *The data of a parameter at home was replaced* (`p.data = ...`): shows by address and strides. Its values are taken
   home, and it is a home view again. Who has views of the former data keeps its bytes (`ChunkStore.take_over`).
@@ -35,7 +35,7 @@ from chunkc.session.pending_readers import await_readers
 from chunkc.session.session import Session, owner
 
 
-def reconcile(session: Session, names: Iterable[str]) -> bool:
+def detect_changes(session: Session, names: Iterable[str]) -> bool:
     """Take over what the user has changed of these parameters; whether anything was.
 
     Raises:

@@ -21,13 +21,13 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.policy.activation_search import leanest_form
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.decide import decide
-from chunkc.policy.needs import Held, Needs, NotedNeeds, needs_of_step, update_needs
+from chunkc.policy.needs import ExternalBytes, Needs, NotedNeeds, needs_of_step, update_needs
 from chunkc.policy.plans import step_plan
-from chunkc.policy.state import ALONE, Around, Forms, Key, PhaseCalled, SizesCalled, StepDecision, StepRequest
+from chunkc.policy.state import ALONE, Forms, Key, PhaseCalled, PhaseContext, SizesCalled, StepDecision, StepRequest
 from chunkc.runtime.execution.executor import Executable, Measurement, Run, lower
 from chunkc.runtime.execution.saved import SavedValues, saved_values
 from chunkc.runtime.store.shards import leaf_of
-from chunkc.session.changes import forget_gradients, gradients_left_to_autograd, reconcile
+from chunkc.session.changes import detect_changes, forget_gradients, gradients_left_to_autograd
 from chunkc.session.logs import log_plan
 from chunkc.session.rank_phases import Code, before_layers, phase_of_all
 from chunkc.session.residency import stay
@@ -54,14 +54,14 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step under the plan that was asked for, beside `held_nbytes` of others' values; `needs`: of each phase, without
-    these."""
+    """A step under the plan that was asked for, beside `external_nbytes` of others' values; `needs`: of each phase,
+    without these."""
 
     request: StepRequest
     plan: Plan
     phases: Mapping[str, PlannedPhase]
     needs: Mapping[str, Needs]
-    held_nbytes: int
+    external_nbytes: int
 
 
 def planned_step(session: Session, captured: Captured, request: StepRequest) -> PlannedStep:
@@ -75,11 +75,11 @@ def planned_step(session: Session, captured: Captured, request: StepRequest) -> 
     log_plan(made.plan, made.graphs)
     runs = {name: segment.run for name, segment in captured.segments.items()}
     phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in made.graphs.items()}
-    layout = request.situation.layout
-    leanest = replace(request.around, absent=None).seen_by(leanest_form(captured, options.activations, layout))
+    layout = request.planner_state.layout
+    leanest = replace(request.context, absent=None).seen_by(leanest_form(captured, options.activations, layout))
     step = profile(leanest, layout)
     needs = {FORWARD: Needs.of(step.forward, layout), BACKWARD: Needs.of(step.backward, layout)}
-    return PlannedStep(request, made.plan, phases, needs, request.held_nbytes)
+    return PlannedStep(request, made.plan, phases, needs, request.external_nbytes)
 
 
 def plan_key(session: Session, key: Key) -> Key:
@@ -129,25 +129,27 @@ class CompiledGraph:
         session, step = self.session, self._step(INPUTS, inputs)
         if self.code is not None:
             return  # nothing stays that could leave, and what fits is said where ranks meet
-        if step.admitted != session.situation.staying:
+        if step.admitted != session.planner_state.staying:
             try:
-                decision = decide(session.situation, SizesCalled(step.captured, self._around(frozenset()).spent))
+                decision = decide(
+                    session.planner_state, SizesCalled(step.captured, self._phase_context(frozenset()).transient)
+                )
             except BudgetError as error:
-                raise self._named(FORWARD, error, step, Held(0, 0)) from None
+                raise self._named(FORWARD, error, step, ExternalBytes(0, 0)) from None
             if session.transport is None:  # ranks let go together, when the forward begins
-                stay(session, decision.situation)
-            step.admitted = session.situation.staying
+                stay(session, decision.planner_state)
+            step.admitted = session.planner_state.staying
 
     def _step(self, where: str, arguments: Sequence[Any]) -> SizedStep:
-        return self.steps.at(where, arguments, may_be_whole=self.session.situation.may_be_whole)
+        return self.steps.at(where, arguments, can_skip_segmentation=self.session.planner_state.can_skip_segmentation)
 
     def _planned(
         self,
         phase: str,
         step: SizedStep,
         beside: Callable[[], int],
-        around: Around,
-        held: Callable[[], Held] | None = None,
+        context: PhaseContext,
+        held: Callable[[], ExternalBytes] | None = None,
     ) -> PlannedStep:
         """The verified plan of a phase that runs beside what is held now.
 
@@ -158,18 +160,18 @@ class CompiledGraph:
             VerificationError: a bug in the planner; nothing has run.
         """
         session = self.session
-        of_all = phase_of_all(session, self._title(phase), self._groups, self.code, step, around, beside)
+        of_all = phase_of_all(session, self._title(phase), self._groups, self.code, step, context, beside)
         if of_all is None:
-            held_nbytes = beside()
+            external_nbytes = beside()
         else:
-            beside, held_nbytes = of_all.beside, of_all.beside()
+            beside, external_nbytes = of_all.beside, of_all.beside()
             step = of_all.step
-        asked = StepRequest(session.situation, held_nbytes, around=around)
+        asked = StepRequest(session.planner_state, external_nbytes, context=context)
         found: PlannedStep | None = step.plans.find(plan_key(session, asked.key))
         if found is not None:
             return found
-        decision = self._decided(phase, step, held_nbytes, beside, around, held)
-        stay(session, decision.situation)
+        decision = self._decided(phase, step, external_nbytes, beside, context, held)
+        stay(session, decision.planner_state)
         step.become(decision.captured)
         request = decision.request
         found = step.plans.find(plan_key(session, request.key))
@@ -177,13 +179,13 @@ class CompiledGraph:
             found = step.plans.keep(plan_key(session, request.key), planned_step(session, step.captured, request))
             if of_all is not None:
                 agree(of_all.transport, {"the plan": str(found.plan)})
-        exact = replace(request, held_nbytes=request.held_nbytes - request.spare_nbytes, spare_nbytes=0)
+        exact = replace(request, external_nbytes=request.external_nbytes - request.spare_nbytes, spare_nbytes=0)
         if request.spare_nbytes:
             plan = found.plan.beside_less(request.spare_nbytes)
-            found = replace(found, request=request, plan=plan, held_nbytes=exact.held_nbytes)
+            found = replace(found, request=request, plan=plan, external_nbytes=exact.external_nbytes)
             step.plans.keep(plan_key(session, exact.key), found)
-        if around.absent is None:  # so that this is found again without a decision
-            undecided = replace(exact, around=around)
+        if context.absent is None:  # so that this is found again without a decision
+            undecided = replace(exact, context=context)
             step.plans.keep(plan_key(session, undecided.key), found)
         return found
 
@@ -195,44 +197,44 @@ class CompiledGraph:
         thing that a phase runs beside."""
         with before_layers(self.session, self._title(phase), self._groups):
             while True:
-                staying = self.session.situation.staying
+                staying = self.session.planner_state.staying
                 planned = plan()
-                if self.session.situation.staying == staying:
+                if self.session.planner_state.staying == staying:
                     return planned
 
     def _decided(
         self,
         phase: str,
         step: SizedStep,
-        held_nbytes: int,
+        external_nbytes: int,
         beside: Callable[[], int],
-        around: Around,
-        held: Callable[[], Held] | None,
+        context: PhaseContext,
+        held: Callable[[], ExternalBytes] | None,
     ) -> StepDecision:
         """Where somebody would have to leave, or the graph to be cut, values that only cycles of garbage keep are
         collected first."""
-        situation = self.session.situation
+        planner_state = self.session.planner_state
         with suppress(BudgetError):
-            decision = decide(situation, PhaseCalled(Forms(step.captured), held_nbytes, around))
-            if decision.situation is situation:
+            decision = decide(planner_state, PhaseCalled(Forms(step.captured), external_nbytes, context))
+            if decision.planner_state is planner_state:
                 return decision
         gc.collect()
         try:
-            return decide(situation, PhaseCalled(step.forms, beside(), around))
+            return decide(planner_state, PhaseCalled(step.forms, beside(), context))
         except BudgetError as error:
-            known = Held(beside(), beside()) if held is None else held()
-            raise self._named(phase, error, step, known, around) from None
+            known = ExternalBytes(beside(), beside()) if held is None else held()
+            raise self._named(phase, error, step, known, context) from None
 
     def _named(
-        self, phase: str, error: BudgetError, step: SizedStep, held: Held, around: Around = ALONE
+        self, phase: str, error: BudgetError, step: SizedStep, held: ExternalBytes, context: PhaseContext = ALONE
     ) -> BudgetError:
         """The error to raise, with all that is known of the smallest budget."""
-        situation, (*_, in_segments) = self.session.situation, step.forms
-        form = leanest_form(in_segments, situation.activations, situation.layout)
-        seen = around.seen_by(form if around.absent is None else in_segments)
-        needs = needs_of_step(seen, situation.trained, situation.layout, held)
-        num_graphs, trained, begins = situation.num_graphs, situation.trained, phase == FORWARD
-        return self.session.known.named(error, situation.layout, needs, num_graphs, trained, begins=begins)
+        planner_state, (*_, in_segments) = self.session.planner_state, step.forms
+        form = leanest_form(in_segments, planner_state.activations, planner_state.layout)
+        seen = context.seen_by(form if context.absent is None else in_segments)
+        needs = needs_of_step(seen, planner_state.trained, planner_state.layout, held)
+        num_graphs, trained, begins = planner_state.num_graphs, planner_state.trained, phase == FORWARD
+        return self.session.known.named(error, planner_state.layout, needs, num_graphs, trained, begins=begins)
 
     # --- running ---
 
@@ -262,25 +264,25 @@ class CompiledGraph:
         self._called_in = threading.get_ident()
         session.early.enter_forward(session, self._groups)
         session.store.release_slots()
-        reconcile(session, self._names)
+        detect_changes(session, self._names)
         if session.transport is not None:
             forget_gradients(session)
         inputs = [arguments[position] for position in step.captured.own_memory.inputs]
 
-        def held() -> Held:
+        def held() -> ExternalBytes:
             return session.live.beside_forward(step.captured, inputs)
 
         undecided = None if session.options.activations != "keep" else ALL_PRESENT
 
         def plan() -> PlannedStep:
-            around = replace(self._around(self._hooked()), absent=undecided)
-            return self._planned(FORWARD, step, lambda: held().forward_nbytes, around, held)
+            context = replace(self._phase_context(self._hooked()), absent=undecided)
+            return self._planned(FORWARD, step, lambda: held().forward_nbytes, context, held)
 
         planned = self._until_nobody_leaves(FORWARD, plan)
         self.captured = captured = step.captured
-        absent = planned.request.around.absent or ALL_PRESENT
+        absent = planned.request.context.absent or ALL_PRESENT
         saved = SavedValues(session.saved_room, absent) if absent else None
-        own_nbytes = captured.forward.held_nbytes + captured.output_nbytes  # the previous call's outputs
+        own_nbytes = captured.forward.external_nbytes + captured.output_nbytes  # the previous call's outputs
         outputs = self._run(FORWARD, step, planned, arguments, saved, own_nbytes)
         seen = captured.without(absent)
         session.live.forward_ran(seen, inputs, outputs)
@@ -315,7 +317,7 @@ class CompiledGraph:
         hooked_nodes = self._node_hooks.hooked(asked.nodes)
         store.trainers.claim(self._all_names, None if store.tier.device.type == "cpu" else self._called_in)
         session.early.enter_backward(session, self._groups, is_last=asked.adds_all or not keeps_graph())
-        if reconcile(session, self._names):
+        if detect_changes(session, self._names):
             store.release_slots()  # what was kept there is not what the user has
         if not asked.returned:
             return self._backward_as(asked, step, arguments, hooked_nodes)
@@ -339,24 +341,26 @@ class CompiledGraph:
         """Plan and run a backward; `aside_nbytes`: of gradients on the compute tier that are no parameter's now."""
         session, store = self.session, self.session.store
         saved = saved_values(arguments[place] for place in step.captured.may_stand)
-        absent = ALL_PRESENT if saved is None else saved.absence
+        absent = ALL_PRESENT if saved is None else saved.activation_plan
         seen = step.captured.without(absent)
 
-        def held_nbytes() -> int:
+        def external_nbytes() -> int:
             return session.live.beside_backward(seen, arguments) + aside_nbytes
 
         def plan() -> PlannedStep:
             kept_inputs = _kept_inputs(seen, arguments)
-            around = replace(self._around(self._hooked() | hooked_nodes, asked), kept_inputs=kept_inputs, absent=absent)
-            planned = self._planned(BACKWARD, step, held_nbytes, around)
-            if (found := around.finding(planned.plan, store.present)) != around:
+            context = replace(
+                self._phase_context(self._hooked() | hooked_nodes, asked), kept_inputs=kept_inputs, absent=absent
+            )
+            planned = self._planned(BACKWARD, step, external_nbytes, context)
+            if (found := context.finding(planned.plan, store.present)) != context:
                 store.release_slots()
-                planned = self._planned(BACKWARD, step, held_nbytes, found)
+                planned = self._planned(BACKWARD, step, external_nbytes, found)
             return planned
 
         planned = self._until_nobody_leaves(BACKWARD, plan)
-        hooked = planned.request.around.hooked
-        gone_nbytes = session.situation.gone_nbytes(session.live.values_beside_backward(seen, arguments))
+        hooked = planned.request.context.hooked
+        gone_nbytes = session.planner_state.gone_nbytes(session.live.values_beside_backward(seen, arguments))
         session.live.backward_begins(step.captured, arguments)
         if saved is not None:
             arguments += saved.take(again=keeps_graph())
@@ -371,15 +375,17 @@ class CompiledGraph:
     def _sunk(self) -> tuple[tuple[int, str, str], ...]:
         return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
 
-    def _around(self, hooked: frozenset[str], asked: Asked = ALL_ADDED) -> Around:
+    def _phase_context(self, hooked: frozenset[str], asked: Asked = ALL_ADDED) -> PhaseContext:
         """The surroundings of a phase, where the gradients of these parameters are returned. A backward that does not
         add all gradients to `.grad` updates nothing."""
         if not asked.adds_all:
-            return Around(hooked=hooked - asked.returned - asked.left_out, left_out=asked.left_out)
+            return PhaseContext(hooked=hooked - asked.returned - asked.left_out, left_out=asked.left_out)
         session, made = self.session, {name for _, _, name in self._sunk()}
         updates = session.early.updates_in_slots(session, self._groups)
-        spent = session.early.spent(session, made, hooked, updates)
-        return Around(hooked=hooked, updates=updates, undoable=session.early.undoable(updates), spent=spent)
+        transient = session.early.transient(session, made, hooked, updates)
+        return PhaseContext(
+            hooked=hooked, updates=updates, undoable=session.early.undoable(updates), transient=transient
+        )
 
     def _hooked(self) -> frozenset[str]:
         """Parameters whose gradients autograd must see: a hook wants them, or they add to a tensor of several."""
@@ -426,16 +432,16 @@ class CompiledGraph:
         """
         session = self.session
         for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
-            session.known.note(step.noted, planned.needs[due].beside(planned.held_nbytes))
-            step.noted.ran(due, planned.request.around, planned.held_nbytes)
+            session.known.note(step.noted, planned.needs[due].beside(planned.external_nbytes))
+            step.noted.ran(due, planned.request.context, planned.external_nbytes)
         plan = planned.plan.beginning_with(session.staying_gradients()).beside_less(gone_nbytes)
         part = next(part for part in plan.phases if part.phase == phase)
         measurement = Measurement.beginning(session.store, part.begin_nbytes + own_nbytes)
         tiles = part.tiles
         if phase == BACKWARD:
-            used_up = part.uses_up - planned.request.around.undoable
-            sunk = {name for _, _, name in self._sunk()} - planned.request.around.left_out
-            session.store.reserve_gradients(session.store.layout.groups_of(sunk) - used_up)
+            consumed = part.consumes - planned.request.context.undoable
+            sunk = {name for _, _, name in self._sunk()} - planned.request.context.left_out
+            session.store.reserve_gradients(session.store.layout.groups_of(sunk) - consumed)
         update = session.early.updating(session, tiles.values()) if tiles else None
         run = Run(session.store, measurement, update, settled, saved)
         outputs = planned.phases[phase].executable(arguments, run)

@@ -18,7 +18,7 @@ import torch
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.layout import ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Tile
-from chunkc.policy.state import Around, spent_in
+from chunkc.policy.state import PhaseContext, transient_in
 from chunkc.session.declared_states import declared
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class Starter(Protocol):
     def __hash__(self) -> int: ...
 
 
-class EarlyUpdates:
+class UpdatesInBackward:
     """Who begins updates during a session's backward, and which forwards still wait for theirs.
 
     Forwards are counted for each optimizer, since its own last step: another one's step says nothing of them. One that
@@ -102,7 +102,7 @@ class EarlyUpdates:
         """
         self._refuse(session, groups, "backward")
         for group in groups:
-            session.store.check_not_used_up(group)
+            session.store.check_not_consumed(group)
         for in_flight in self._counted() if is_last else ():
             for group in groups:
                 if in_flight[group] > 0:
@@ -130,8 +130,8 @@ class EarlyUpdates:
         starters = {group: self._in_slots[group]() for group, _ in updates}
         return frozenset(group for group, starter in starters.items() if starter is not None and starter.undoable)
 
-    def expected(self, session: Session, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]) -> Around:
-        """What `updates_in_slots`, `undoable` and `spent` will find once optimizers do as they have said of their
+    def expected(self, session: Session, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]) -> PhaseContext:
+        """What `updates_in_slots`, `undoable` and `transient` will find once optimizers do as they have said of their
         parameters; these are asked from now on."""
         by_starter: dict[Starter, list[ChunkGroup]] = {}
         for group in layout.groups:
@@ -143,17 +143,19 @@ class EarlyUpdates:
             if starter is not None and group.trainable:
                 by_starter.setdefault(starter, []).append(group)
         updates: set[tuple[int, int]] = set()
-        spent: set[int] = set()
+        transient: set[int] = set()
         undoable: set[int] = set()
         for starter, groups in by_starter.items():
             self.join(starter)
             num_stages, in_slots, where_they_stay = starter.expects(session, groups)
             updates |= {(group, num_stages) for group in in_slots | where_they_stay}
-            spent |= where_they_stay
+            transient |= where_they_stay
             undoable |= in_slots if starter.undoable else set()
-        return Around(updates=tuple(sorted(updates)), undoable=frozenset(undoable), spent=frozenset(spent))
+        return PhaseContext(
+            updates=tuple(sorted(updates)), undoable=frozenset(undoable), transient=frozenset(transient)
+        )
 
-    def spent(
+    def transient(
         self, session: Session, made: Set[str], hooked: Set[str], updates: Collection[tuple[int, int]]
     ) -> frozenset[int]:
         """Groups that stay, and have no gradients before and after a phase of a graph.
@@ -165,7 +167,7 @@ class EarlyUpdates:
         updated, starters = {group for group, _ in updates}, list(self._in_flight)
         resident = session.store.resident if starters else frozenset[int]()
         free = {i for i in resident if i in updated or any(one.stages_in_slots(session, i) for one in starters)}
-        return spent_in(session.store.layout, free, made, hooked, updated)
+        return transient_in(session.store.layout, free, made, hooked, updated)
 
     def updating(self, session: Session, tiles: Collection[Tile]) -> Callable[[Tile], None]:
         """What updates these tiles of groups, which the latest `updates_in_slots` has named."""

@@ -25,7 +25,13 @@ from chunkc.machines.devices import parse_device
 from chunkc.options import parse_options
 from chunkc.runtime.storage.forks import refuse_in_forks
 from chunkc.runtime.storage.maps import drop_span, evict_pages
-from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, Nursery, note_birth, nursery_at, nursery_of
+from chunkc.runtime.storage.unassigned import (
+    SMALLEST_NBYTES,
+    UnassignedMemory,
+    note_birth,
+    unassigned_memory_at,
+    unassigned_memory_of,
+)
 from chunkc.session.movable import can_move
 from chunkc.session.place import place
 from chunkc.session.session import owner
@@ -62,7 +68,7 @@ def init(
     target = parse_device(device)
     options = parse_options({"home": home, "disk_holds": disk_holds, "chunk_size": chunk_size})
     holds_parameters = options.disk_holds_everything(target.type)
-    builder = _Builder(nursery_at(home, disk_holds, disk_holds_parameters=holds_parameters))
+    builder = _Builder(unassigned_memory_at(home, disk_holds, disk_holds_parameters=holds_parameters))
     with builder.listening():
         yield
     if target.type != "cpu":
@@ -77,9 +83,9 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 class _Builder(TorchFunctionMode):
     """Moves what the thread that made it builds."""
 
-    def __init__(self, nursery: Nursery) -> None:
+    def __init__(self, unassigned_memory: UnassignedMemory) -> None:
         super().__init__()
-        self._nursery = nursery
+        self._unassigned_memory = unassigned_memory
         self._thread = threading.get_ident()
         self._waiting: list[weakref.ref[nn.Parameter]] = []  # others had their memory when they were registered
         self._in_use: dict[int, int] = {}  # whose pages are in memory: address -> bytes
@@ -112,7 +118,7 @@ class _Builder(TorchFunctionMode):
         if threading.get_ident() != self._thread:
             return func(*args, **kwargs)
         if func is torch.Tensor.clone and _is_whole_copy(args, kwargs):  # how `deepcopy` copies a layer
-            made = self._nursery.copy_of(args[0])
+            made = self._unassigned_memory.copy_of(args[0])
         else:
             is_conversion = func == _SET_DATA and _is_born(args[0])
             made = func(*args, **kwargs)
@@ -154,13 +160,13 @@ class _Builder(TorchFunctionMode):
     def _adopt(self, parameter: nn.Parameter) -> None:
         if parameter.device.type != "cpu" or parameter.nbytes < SMALLEST_NBYTES:
             return
-        if nursery_of(parameter) is not None or owner(parameter) is not None:
+        if unassigned_memory_of(parameter) is not None or owner(parameter) is not None:
             return
         if can_move(parameter):
             former = parameter.data
-            parameter.data = self._nursery.copy_of(former)
-            note_birth(parameter, self._nursery)
-            if self._nursery.opened.is_shared_with_forks:
+            parameter.data = self._unassigned_memory.copy_of(former)
+            note_birth(parameter, self._unassigned_memory)
+            if self._unassigned_memory.opened.is_shared_with_forks:
                 refuse_in_forks(parameter)
             evict_pages(former)  # `from_pretrained` maps files, and keeps them to its end
         else:
@@ -168,7 +174,7 @@ class _Builder(TorchFunctionMode):
 
 
 def _is_born(value: object) -> bool:
-    return type(value) in (torch.Tensor, nn.Parameter) and nursery_of(value) is not None  # type: ignore[arg-type]
+    return type(value) in (torch.Tensor, nn.Parameter) and unassigned_memory_of(value) is not None  # type: ignore[arg-type]
 
 
 def _is_whole_copy(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

@@ -13,7 +13,7 @@ from chunkc.distributed.agreement import refuse_moved_activations
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.options import Options
 from chunkc.runtime.distributed.transport import Transport
-from chunkc.runtime.storage.unassigned import birthplace_of, nursery_of
+from chunkc.runtime.storage.unassigned import birthplace_of, unassigned_memory_of
 from chunkc.session.movable import present_nbytes
 from chunkc.session.session import DEFAULTS, OPEN, Session, owner, sessions_of
 
@@ -43,10 +43,12 @@ def session_for(
         )
     source = DEFAULTS if source is None else source
     session = next(iter(found), None) or _serving(source, device)
-    find = birthplace_of if session is None else nursery_of
-    nurseries = {nursery for p in parameters if owner(p) is None and (nursery := find(p)) is not None}
-    for nursery in nurseries:
-        options = options.at_home(nursery.home, nursery.disk_holds, source)
+    find = birthplace_of if session is None else unassigned_memory_of
+    nurseries = {
+        unassigned_memory for p in parameters if owner(p) is None and (unassigned_memory := find(p)) is not None
+    }
+    for unassigned_memory in nurseries:
+        options = options.at_home(unassigned_memory.home, unassigned_memory.disk_holds, source)
     if nurseries and session is not None and not found and not _has_home(session, options):
         gc.collect()  # a model that is gone may be waiting for it
         session = _serving(source, device)

@@ -17,7 +17,7 @@ from chunkc.ir.errors import BudgetError, DistributedError, UnsupportedError
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.program import BACKWARD
 from chunkc.policy.captured_step import Needed
-from chunkc.policy.state import Around, Forms
+from chunkc.policy.state import Forms, PhaseContext
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.store.consumed_gradients import gradient_of
 from chunkc.session.session import Session
@@ -59,12 +59,12 @@ class PhaseOfAll:
     groups: Collection[int]
     code: Code
     step: SizedStep
-    around: Around
+    context: PhaseContext
     own_beside: Callable[[], int]
 
     def __post_init__(self) -> None:
         self._own = self.step
-        self._needed = Needed.of(self.around.seen_by(self._own.captured), self.session.store.layout)
+        self._needed = Needed.of(self.context.seen_by(self._own.captured), self.session.store.layout)
 
     def beside(self) -> int:
         """What is held beside the phase on any rank. Each call is an agreement of all: none begins a phase that others
@@ -76,20 +76,20 @@ class PhaseOfAll:
             DistributedError: ranks have come to other phases or programs, or one is gone.
         """
         store = self.session.store
-        if self.around.hooked:
+        if self.context.hooked:
             raise UnsupportedError(
-                f"somebody looks at the gradient of {min(self.around.hooked)} on its way (a hook, or a tensor that is "
+                f"somebody looks at the gradient of {min(self.context.hooked)} on its way (a hook, or a tensor that is "
                 "kept of an earlier .grad), and this rank has a part of it only: remove hooks of distributed "
                 "parameters, and read .grad after backward()"
             )
         facts = {
-            "the phase": f"{self.name}{', cold' if self.around.cold_backward else ''}",
+            "the phase": f"{self.name}{', cold' if self.context.cold_backward else ''}",
             "the program of the model": self.code.program,
             OPTIMIZER_STEPS: self.transport.steps,
         }
         if self.name.startswith(BACKWARD):
             _refuse_to_keep(self.session, self.groups)
-            waiting = store.standing.local_gradients(self.groups, store.parameter)
+            waiting = store.replicated.local_gradients(self.groups, store.parameter)
             facts["accumulating()"] = str(self.transport.accumulating)
             facts["gradients that wait for their exchange"] = str(waiting)
         here = Here(
@@ -101,7 +101,7 @@ class PhaseOfAll:
             self.code.kind,
         )
         said = begin_phase(self.transport, here, facts)
-        store.standing.current -= {index for one in said for index in one.outdated}
+        store.replicated.current -= {index for one in said for index in one.outdated}
         self.step = self._agreed(said)
         return max(one.nbytes for one in said)
 
@@ -150,13 +150,13 @@ def phase_of_all(
     groups: Collection[int],
     code: Code | None,
     step: SizedStep,
-    around: Around,
+    context: PhaseContext,
     beside: Callable[[], int],
 ) -> PhaseOfAll | None:
     """A phase at this rank's sizes, where ranks exchange something in it; None: it is this process's alone."""
     if session.transport is None or code is None or not groups:
         return None
-    return PhaseOfAll(session, session.transport, name, groups, code, step, around, beside)
+    return PhaseOfAll(session, session.transport, name, groups, code, step, context, beside)
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def _refuse_to_keep(session: Session, groups: Collection[int]) -> None:
         return
     for index in groups:
         group = store.layout.groups[index]
-        names = [s.spec.name for s in group.slices] if len(group.standing_kinds) > 1 else []
+        names = [s.spec.name for s in group.slices] if len(group.replicated_kinds) > 1 else []
         for name in names:
             if gradient_of(store.parameter(name)) is not None:
                 raise UnsupportedError(

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from chunkc.ir.layout import Chunk, ChunkGroup, ChunkLayout
-from chunkc.policy.state import Situation
-from chunkc.runtime.storage.unassigned import nursery_of
+from chunkc.policy.state import PlannerState
+from chunkc.runtime.storage.unassigned import unassigned_memory_of
 from chunkc.session.declared_states import StateKeeper, declared
 from chunkc.session.movable import shares_memory
 from chunkc.session.pending_readers import await_readers
@@ -44,7 +44,7 @@ def place(
         raise
     on_cpu = store.tier.device.type == "cpu"
     for name, parameter in parameters.items():
-        if store.is_managed(name) or nursery_of(parameter) is None:
+        if store.is_managed(name) or unassigned_memory_of(parameter) is None:
             continue
         if not (on_cpu and shares_memory(parameter)):
             parameter.data = torch.empty_like(parameter, device=store.tier.device).copy_(parameter)
@@ -72,14 +72,14 @@ def _kept(session: Session, group: ChunkGroup) -> Kept:
     return found
 
 
-def stay(session: Session, situation: Situation) -> None:
+def stay(session: Session, planner_state: PlannerState) -> None:
     """Send residents home for good, all but those of a situation; what ranks have whole goes alike.
 
     Raises:
         HomeError, StreamError: nothing has moved.
     """
     store = session.store
-    if situation.resident != store.resident:
-        place(session, store.layout, {}, situation.resident)
-    if situation.layout.whole != store.layout.whole:
-        store.stand(situation.layout)
+    if planner_state.resident != store.resident:
+        place(session, store.layout, {}, planner_state.resident)
+    if planner_state.layout.whole != store.layout.whole:
+        store.stand(planner_state.layout)

@@ -27,10 +27,10 @@ from chunkc.ir.states import StateFormat
 from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended, restated, unfrozen
-from chunkc.policy.live_values import LiveValues
+from chunkc.policy.live_values import RealValues
 from chunkc.policy.needs import KnownNeeds
 from chunkc.policy.plans import UpdatePlan
-from chunkc.policy.state import Key, Situation
+from chunkc.policy.state import Key, PlannerState
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.execution.executor import Executable
 from chunkc.runtime.execution.saved import SavedRoom
@@ -39,7 +39,7 @@ from chunkc.runtime.store.consumed_gradients import gradient_of
 from chunkc.runtime.store.shards import Part, part_of
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.declared_states import StateKeeper, declare_states, declared, declared_states, state_format_of
-from chunkc.session.in_backward import EarlyUpdates
+from chunkc.session.in_backward import UpdatesInBackward
 from chunkc.session.records import Records
 from chunkc.session.state_keepers import StateKeepers
 from chunkc.utils.identity import ByIdentity, WeakIdentity
@@ -79,7 +79,7 @@ class Session:
         terms: options and budget.
         store: where chunks are: the layout, who stays, homes and slots.
         saved_room: where saved values are that are at home between forward and backward.
-        num_graphs, trained: as of a `Situation`.
+        num_graphs, trained: as of a `PlannerState`.
         live: values of earlier calls.
         records: what runs have measured.
         known: what is known of the smallest budget.
@@ -114,13 +114,13 @@ class Session:
         self.saved_room = SavedRoom(arena.home)
         self.num_graphs = 0
         self.trained: frozenset[str] = frozenset()
-        self.live = LiveValues(self.granule_nbytes)
+        self.live = RealValues(self.granule_nbytes)
         self.records = Records()
         self.known = KnownNeeds()
         self.update_plans: Recent[Key, tuple[UpdatePlan, Executable]] = Recent(MAX_UPDATE_PLANS)
         self.keepers = StateKeepers(self.store)
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.early = EarlyUpdates()
+        self.early = UpdatesInBackward()
         self.estimates: tuple[EstimatedOperator, ...] = ()
         self._lock = threading.RLock()
         self._num_entered = 0
@@ -139,9 +139,9 @@ class Session:
         return self.terms.budget_nbytes
 
     @property
-    def situation(self) -> Situation:
+    def planner_state(self) -> PlannerState:
         """What the model has come to, for `policy.decide`."""
-        return Situation(
+        return PlannerState(
             self.terms.budget_nbytes,
             self.store.layout,
             self.store.resident,

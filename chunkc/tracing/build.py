@@ -60,7 +60,7 @@ class Builder:
     Each structure is cut and compiled once, however often it is described.
 
     Attributes:
-        may_be_whole: whether the graph may be compiled whole if all its model data fits.
+        can_skip_segmentation: whether the graph may be compiled whole if all its model data fits.
         compiled: false for a description alone: the same bytes, but no compiler is started and nothing can run.
         strict: refuse operators whose inner memory is a guess.
         share: as of a `Captured`.
@@ -72,7 +72,7 @@ class Builder:
     layout: ChunkLayout
     budget_nbytes: int
     hardware: Hardware
-    may_be_whole: bool
+    can_skip_segmentation: bool
     compiled: bool = True
     strict: bool = False
     share: float = 1.0
@@ -86,7 +86,7 @@ class Builder:
             described: (whole, estimated) -> the step so; by default with the sizes that were traced.
         """
         described = described or self.described
-        if self.may_be_whole and fits_whole(self.layout, self.budget_nbytes):
+        if self.can_skip_segmentation and fits_whole(self.layout, self.budget_nbytes):
             estimate = described(True, True)
             if fits_whole(self.layout, self.budget_nbytes, estimate):
                 whole = estimate if self.estimate_is_exact else described(True, False)

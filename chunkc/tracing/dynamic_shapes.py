@@ -130,7 +130,7 @@ class Templates:
             sizes = ", ".join(f"{symbol} = {value}" for symbol, value in values.items())
             raise OtherGraphError(f"this graph was not captured for {sizes}")
 
-    def at(self, values: Values, *, may_be_whole: bool = True) -> Captured:
+    def at(self, values: Values, *, can_skip_segmentation: bool = True) -> Captured:
         """The step at these sizes: whole where everything fits and it may be, in segments otherwise.
 
         Raises:
@@ -142,7 +142,7 @@ class Templates:
         def described(whole: bool, estimated: bool) -> Captured:
             return self.template(values, whole, estimated).at(values)
 
-        return self.builder.build(described) if may_be_whole else described(False, False)
+        return self.builder.build(described) if can_skip_segmentation else described(False, False)
 
     def template(self, values: Values, whole: bool, estimated: bool = False) -> Template:
         """The one that holds at these values, made if there is none yet."""

@@ -48,7 +48,7 @@ class SizedStep:
         described_in_segments: of a step that is whole: what it would need in segments. Compiles nothing, so that where
             Inductor compiles, these are upper bounds.
         plans: by what they depend on.
-        admitted: what stayed on the compute tier when it was found to fit (`Situation.staying`).
+        admitted: what stayed on the compute tier when it was found to fit (`PlannerState.staying`).
         noted: the most that it has needed.
         history: where ranks train one model: of what plans it has come from; where that is the same on all of them, all
             find a plan or none does. None: of nothing yet.
@@ -86,7 +86,7 @@ class SizedStep:
 class Steps(Protocol):
     """A captured graph at any sizes it serves."""
 
-    def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
+    def at(self, where: str, arguments: Sequence[Any], *, can_skip_segmentation: bool) -> SizedStep:
         """The step that `arguments`, of the call or of a phase, belong to."""
         ...
 
@@ -101,7 +101,7 @@ class StaticSteps:
         else:
             self.step = SizedStep(Forms(captured))
 
-    def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
+    def at(self, where: str, arguments: Sequence[Any], *, can_skip_segmentation: bool) -> SizedStep:
         return self.step
 
 
@@ -125,7 +125,7 @@ class SymbolicSteps:
                 self._readers[phase] = SizeReader(symbols, values)
         self._steps: Recent[tuple[int, ...], SizedStep] = Recent(MAX_SIZES)
 
-    def at(self, where: str, arguments: Sequence[Any], *, may_be_whole: bool) -> SizedStep:
+    def at(self, where: str, arguments: Sequence[Any], *, can_skip_segmentation: bool) -> SizedStep:
         """As `Steps.at`.
 
         Raises:
@@ -133,22 +133,22 @@ class SymbolicSteps:
         """
         values = {**self._readers[where].read(arguments), **self._constant}
         known = self._steps.find(tuple(values.values()))
-        if known is None or (where == INPUTS and known.captured.whole and not may_be_whole):
-            return self._described(values, may_be_whole)
+        if known is None or (where == INPUTS and known.captured.whole and not can_skip_segmentation):
+            return self._described(values, can_skip_segmentation)
         return known
 
-    def as_traced(self, *, may_be_whole: bool) -> SizedStep:
+    def as_traced(self, *, can_skip_segmentation: bool) -> SizedStep:
         """The step at the sizes it was traced at."""
         traced = {symbol: n for symbol, n in self._templates.traced.items() if symbol not in self._constant}
-        return self._described({**traced, **self._constant}, may_be_whole)
+        return self._described({**traced, **self._constant}, can_skip_segmentation)
 
-    def _described(self, values: Mapping[sympy.Symbol, int], may_be_whole: bool) -> SizedStep:
-        captured = self._templates.at(values, may_be_whole=may_be_whole)
+    def _described(self, values: Mapping[sympy.Symbol, int], can_skip_segmentation: bool) -> SizedStep:
+        captured = self._templates.at(values, can_skip_segmentation=can_skip_segmentation)
         step = SizedStep(Forms(captured))
         if captured.whole:
             templates = self._templates
             described = cache(lambda: templates.template(values, whole=False, estimated=True).at(values))
-            step = SizedStep(Forms(captured, partial(templates.at, values, may_be_whole=False)), described)
+            step = SizedStep(Forms(captured, partial(templates.at, values, can_skip_segmentation=False)), described)
         return self._steps.keep(tuple(values.values()), step)
 
 

@@ -38,12 +38,12 @@ class CallStep:
     module: str
     source: str
     around: frozenset[str]
-    around_nbytes: int
+    external_nbytes: int
     inside_nbytes: int
 
     @property
     def nbytes(self) -> int:
-        return self.around_nbytes + self.inside_nbytes
+        return self.external_nbytes + self.inside_nbytes
 
 
 @dataclass(frozen=True)
@@ -110,10 +110,10 @@ def call_steps(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> 
         for at, step in enumerate(life.memory.steps):
             donated = [storage for storage, gone in life.released.items() if at < gone]
             around = kept.union(donated) if donated else kept
-            around_nbytes = life.kept_nbytes + sum(nbytes_of[storage] for storage in donated)
+            external_nbytes = life.kept_nbytes + sum(nbytes_of[storage] for storage in donated)
             origin = call.origin(step)
             module = origin.module or call.module
-            steps.append(CallStep(step.op, module, origin.source, around, around_nbytes, step.nbytes))
+            steps.append(CallStep(step.op, module, origin.source, around, external_nbytes, step.nbytes))
         yield tuple(steps)
 
 

@@ -67,7 +67,7 @@ def schedule(
     hardware: Hardware,
     barriers: Sequence[int] = (),
     saved: Sequence[Interval] = (),
-    used_up: Collection[ItemId] = (),
+    consumed: Collection[ItemId] = (),
     most_s: float = math.inf,
 ) -> Schedule:
     """When every item is in a slot.
@@ -78,13 +78,13 @@ def schedule(
         capacity: bytes for slots at each call; at least what the call itself needs.
         barriers: indices of calls before which no copy for a later call may start (a new phase begins there).
         saved: intervals of saved storages around their copies.
-        used_up: items that nobody needs after their last use, so that they are not written back then.
+        consumed: items that nobody needs after their last use, so that they are not written back then.
 
     Raises:
         TooSlow: the calls take more than `most_s`.
     """
     intervals = residency(positions, items, capacity, hardware)
-    for interval in {interval.item: interval for interval in intervals if interval.item in used_up}.values():
+    for interval in {interval.item: interval for interval in intervals if interval.item in consumed}.values():
         interval.dirty = False  # the last one of its item
     if saved:
         intervals = sorted([*intervals, *saved], key=lambda interval: (interval.first, str(interval.item)))

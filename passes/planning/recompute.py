@@ -18,7 +18,7 @@ from itertools import accumulate
 import torch
 from torch import fx
 
-from chunkc.ir.program import RERUN, PhaseProgram, SegmentCall
+from chunkc.ir.program import RECOMPUTE, PhaseProgram, SegmentCall
 from chunkc.passes.graphs.collectives import is_collective
 from chunkc.passes.planning.offload import candidates
 
@@ -52,7 +52,7 @@ def draws(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Reruns:
+class Recomputes:
     """What follows from dropping storages.
 
     Attributes:
@@ -113,15 +113,15 @@ class Repeatable:
                 more[read + 1] -= self.forward.storages[storage]
         return list(accumulate(more[: len(self.forward.calls)]))[1:]
 
-    def without(self, gone: Iterable[str]) -> Reruns:
+    def without(self, gone: Iterable[str]) -> Recomputes:
         """What follows where these storages are dropped, as far as calls may be repeated for it."""
         absent = frozenset(gone) & (self.droppable | self.inner)
-        while (refused := self._follow(absent)) is not None and not isinstance(refused, Reruns):
+        while (refused := self._follow(absent)) is not None and not isinstance(refused, Recomputes):
             absent -= {refused}
-        assert isinstance(refused, Reruns)
+        assert isinstance(refused, Recomputes)
         return refused
 
-    def _follow(self, absent: frozenset[str]) -> Reruns | str:
+    def _follow(self, absent: frozenset[str]) -> Recomputes | str:
         """What follows; a storage: it cannot be dropped with the others."""
         dropped = absent & self.droppable
         waiting = [(self.first_maker[storage], storage) for storage in sorted(dropped)]
@@ -142,7 +142,7 @@ class Repeatable:
                     waiting.append((source, self.storage_of[value] if value in self.saved else value))
                 else:
                     return self.storage_of[value]
-        return Reruns(absent, dropped, calls, tuple(sorted(kept)))
+        return Recomputes(absent, dropped, calls, tuple(sorted(kept)))
 
     def source(self, value: str, absent: Collection[str]) -> int | None:
         """The call to repeat for a value that a repeated call reads; None: it is kept."""
@@ -152,7 +152,7 @@ class Repeatable:
         return self.first_maker[storage] if value in self.saved else self.maker[value]
 
 
-def rerunning(known: Repeatable, gone: Collection[str]) -> tuple[PhaseProgram, PhaseProgram]:
+def recomputing(known: Repeatable, gone: Collection[str]) -> tuple[PhaseProgram, PhaseProgram]:
     """A forward that drops these storages, and its backward that makes the saved ones of them again."""
     forward, backward = known.forward, known.backward
     found = known.without(gone)
@@ -163,7 +163,7 @@ def rerunning(known: Repeatable, gone: Collection[str]) -> tuple[PhaseProgram, P
     return _dropping(forward, found, extra), _repeating(known, found, taken_as, extra)
 
 
-def _dropping(forward: PhaseProgram, found: Reruns, extra: Collection[str]) -> PhaseProgram:
+def _dropping(forward: PhaseProgram, found: Recomputes, extra: Collection[str]) -> PhaseProgram:
     storage_of, outputs = forward.value_storages(), list(forward.outputs)
     remade: dict[str, list[str]] = {}
     stand_ins = dict(forward.stand_ins)
@@ -182,7 +182,9 @@ def _dropping(forward: PhaseProgram, found: Reruns, extra: Collection[str]) -> P
     )
 
 
-def _repeating(known: Repeatable, found: Reruns, taken_as: Mapping[str, str], extra: Collection[str]) -> PhaseProgram:
+def _repeating(
+    known: Repeatable, found: Recomputes, taken_as: Mapping[str, str], extra: Collection[str]
+) -> PhaseProgram:
     forward, backward, storage_of = known.forward, known.backward, known.storage_of
     remade: dict[str, list[str]] = {}
     for name, storage in backward.inputs.items():
@@ -220,7 +222,9 @@ class _Again:
         named: storage of the forward -> what the backward calls what is made again of it.
     """
 
-    def __init__(self, known: Repeatable, found: Reruns, kept: Mapping[str, str], taken_as: Mapping[str, str]) -> None:
+    def __init__(
+        self, known: Repeatable, found: Recomputes, kept: Mapping[str, str], taken_as: Mapping[str, str]
+    ) -> None:
         self._known, self._found, self._kept, self._taken_as = known, found, kept, taken_as
         self.named: dict[str, str] = {}
 
@@ -241,7 +245,7 @@ class _Again:
         call = self._found.calls[at]
         return replace(
             call,
-            name=f"{RERUN}{call.name[call.name.rindex('.') :]}",
+            name=f"{RECOMPUTE}{call.name[call.name.rindex('.') :]}",
             inputs=tuple(map(self._value, call.inputs)),
             outputs=tuple(f"again_{value}" for value in call.outputs),
             output_storages=tuple(self._storage(storage, at) for storage in call.output_storages),

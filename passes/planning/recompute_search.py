@@ -23,7 +23,7 @@ SLACK = 1.25
 
 
 @dataclass(frozen=True)
-class Stretches:
+class RecomputeRegions:
     """Parts of a forward that run again one by one.
 
     Attributes:
@@ -35,15 +35,17 @@ class Stretches:
     kept: frozenset[str] = frozenset()
 
 
-def dropped_between(known: Repeatable | None, stretches: Stretches | None) -> frozenset[str]:
+def dropped_between(known: Repeatable | None, recompute_regions: RecomputeRegions | None) -> frozenset[str]:
     """What is dropped by these stretches: all that may be, and crosses no end. None: nothing."""
-    if known is None or stretches is None:
+    if known is None or recompute_regions is None:
         return frozenset()
-    read, ends = known.last_read, (*stretches.ends, inf)
+    read, ends = known.last_read, (*recompute_regions.ends, inf)
     crossing = {
-        s for s, made in known.first_maker.items() if ends[bisect_right(stretches.ends, made)] <= read.get(s, -1)
+        s
+        for s, made in known.first_maker.items()
+        if ends[bisect_right(recompute_regions.ends, made)] <= read.get(s, -1)
     }
-    return (known.droppable | known.inner) - crossing - stretches.kept
+    return (known.droppable | known.inner) - crossing - recompute_regions.kept
 
 
 def needed_early(known: Repeatable, ends: Sequence[int]) -> frozenset[str]:
@@ -51,13 +53,13 @@ def needed_early(known: Repeatable, ends: Sequence[int]) -> frozenset[str]:
 
     Dropped, it has its stretch run again that early, and all that this makes alive until its turn.
     """
-    gone = dropped_between(known, Stretches(tuple(ends))) & known.droppable
-    by_stretch: dict[int, list[str]] = {}
+    gone = dropped_between(known, RecomputeRegions(tuple(ends))) & known.droppable
+    by_region: dict[int, list[str]] = {}
     for storage in gone:
-        by_stretch.setdefault(bisect_right(ends, known.first_maker[storage]), []).append(storage)
+        by_region.setdefault(bisect_right(ends, known.first_maker[storage]), []).append(storage)
     found: set[str] = set()
     turn = -1  # when what later stretches make has been asked for
-    for _, storages in sorted(by_stretch.items(), reverse=True):
+    for _, storages in sorted(by_region.items(), reverse=True):
         early = {storage for storage in storages if known.first_needed[storage] < turn}
         found |= early
         turn = max([turn, *(known.first_needed[storage] for storage in storages)])
@@ -80,7 +82,7 @@ def ways_to_cut(known: Repeatable) -> Iterator[tuple[int, ...]]:
 
 def leanest(
     known: Repeatable | None, needs: Callable[[frozenset[str]], int], *, is_part: bool = False
-) -> Stretches | None:
+) -> RecomputeRegions | None:
     """Stretches with which a step needs the least; None: nothing can be made again.
 
     Args:
@@ -89,10 +91,10 @@ def leanest(
     """
     if known is None:
         return None
-    ways: dict[frozenset[str], Stretches] = {}
+    ways: dict[frozenset[str], RecomputeRegions] = {}
     for ends in (*([()] if is_part else []), *reversed(list(ways_to_cut(known)))):
         for kept in (needed_early(known, ends), frozenset[str]()):
-            way = Stretches(ends, kept)
+            way = RecomputeRegions(ends, kept)
             ways[dropped_between(known, way)] = way
     found = {way: needs(gone) for gone, way in ways.items() if known.without(gone).dropped}
     return min(found, key=lambda way: (found[way], -len(way.ends), len(way.kept)), default=None)

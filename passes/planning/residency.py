@@ -105,19 +105,19 @@ def _tightest(positions: Sequence[Position]) -> list[Position]:
 def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
     """What is on the compute tier for good, once every gradient and state exists: model data and overhead."""
     residents = (group_nbytes(layout, index) for index in resident)
-    return layout.overhead_nbytes + layout.small_nbytes + standing_nbytes(layout) + sum(residents)
+    return layout.overhead_nbytes + layout.small_nbytes + replicated_nbytes(layout) + sum(residents)
 
 
 def group_nbytes(layout: ChunkLayout, index: int) -> int:
     """What a group takes on the compute tier for good where it stays there."""
     group = layout.groups[index]
-    spent_nbytes = sum(s.spec.gradient_nbytes for s in group.slices) if index in layout.spent else 0
-    return group.resident_nbytes - spent_nbytes
+    transient_nbytes = sum(s.spec.gradient_nbytes for s in group.slices) if index in layout.transient else 0
+    return group.resident_nbytes - transient_nbytes
 
 
-def standing_nbytes(layout: ChunkLayout) -> int:
+def replicated_nbytes(layout: ChunkLayout) -> int:
     """What every rank has whole, of groups that are cut over ranks."""
-    return sum(group.standing_nbytes for group in layout.groups)
+    return sum(group.replicated_nbytes for group in layout.groups)
 
 
 def everything(layout: ChunkLayout) -> frozenset[int]:
@@ -147,7 +147,7 @@ class StayingData:
         staying = [*layout.small, *(s.spec for index in sorted(resident) for s in layout.groups[index].slices)]
         counters = layout.small_nbytes - sum(spec.nbytes + spec.training_nbytes for spec in layout.small)
         return StayingData(
-            sum(spec.nbytes for spec in staying) + standing_nbytes(layout),
+            sum(spec.nbytes for spec in staying) + replicated_nbytes(layout),
             sum(spec.optimizer_nbytes for spec in staying) + counters,
             {spec.name: spec.gradient_nbytes for spec in staying if spec.trainable},
         )
@@ -175,7 +175,7 @@ def choose_resident(
     layout: ChunkLayout,
     budget_nbytes: int,
     allowed: frozenset[int],
-    held_nbytes: int = 0,
+    external_nbytes: int = 0,
 ) -> frozenset[int]:
     """The groups that stay on the compute tier: all if they fit, else as many that leave room to move, in the order of
     `evenly_spread`."""
@@ -189,10 +189,10 @@ def choose_resident(
         )
 
     whole = everything(layout)
-    if allowed == whole and fits(whole, fixed_nbytes(layout, whole) + held_nbytes):
+    if allowed == whole and fits(whole, fixed_nbytes(layout, whole) + external_nbytes):
         return whole
     slack = SLACK_CHUNKS * max(sizes.values(), default=0)
-    resident, fixed = frozenset[int](), fixed_nbytes(layout, frozenset()) + held_nbytes + slack
+    resident, fixed = frozenset[int](), fixed_nbytes(layout, frozenset()) + external_nbytes + slack
     for index in evenly_spread(allowed):
         wider, with_it = resident | {index}, fixed + group_nbytes(layout, index)
         if fits(wider, with_it):
@@ -217,7 +217,7 @@ def choose_whole(
     layout: ChunkLayout,
     budget_nbytes: int,
     allowed: frozenset[int],
-    held_nbytes: int = 0,
+    external_nbytes: int = 0,
 ) -> ChunkLayout:
     """Of groups that are cut over ranks, whose parameters stand whole on every rank: all if they fit, else as many
     that leave room to move, as in `choose_resident`. Whatever the layout says of that does not count.
@@ -225,39 +225,39 @@ def choose_whole(
     All that it goes by is the same on all ranks, so they choose alike.
     """
     none, every = layout.with_whole(()), layout.with_whole(allowed)
-    needs, fixed = _tightest(positions), fixed_nbytes(none, frozenset()) + held_nbytes
-    moving, standing = chunk_sizes(none, needs), chunk_sizes(every, needs)
+    needs, fixed = _tightest(positions), fixed_nbytes(none, frozenset()) + external_nbytes
+    moving, replicated = chunk_sizes(none, needs), chunk_sizes(every, needs)
 
     def fits(whole: frozenset[int], fixed_nbytes: int) -> bool:
         return all(
             fixed_nbytes
             + one.non_model_nbytes
-            + sum((standing if chunk.group in whole else moving)[chunk] for chunk in one.items)
+            + sum((replicated if chunk.group in whole else moving)[chunk] for chunk in one.items)
             <= budget_nbytes
             for one in needs
         )
 
-    if fits(allowed, fixed + standing_nbytes(every) - standing_nbytes(none)):
+    if fits(allowed, fixed + replicated_nbytes(every) - replicated_nbytes(none)):
         return every
     whole, fixed = frozenset[int](), fixed + SLACK_CHUNKS * max(moving.values(), default=0)
     for index in evenly_spread(allowed):
-        wider, with_it = whole | {index}, fixed + every.groups[index].standing_nbytes
+        wider, with_it = whole | {index}, fixed + every.groups[index].replicated_nbytes
         if fits(wider, with_it):
             whole, fixed = wider, with_it
     return layout.with_whole(whole)
 
 
 def whole_beside(
-    positions: Sequence[Position], layout: ChunkLayout, budget_nbytes: int, held_nbytes: int
+    positions: Sequence[Position], layout: ChunkLayout, budget_nbytes: int, external_nbytes: int
 ) -> ChunkLayout:
     """The layout where those groups are whole on every rank that may stay so where more room is needed than was known
     of: all of them if they leave the room, else as many as do."""
     if not layout.whole:
         return layout
     try:
-        check_minimum(positions, layout, budget_nbytes, held_nbytes)
+        check_minimum(positions, layout, budget_nbytes, external_nbytes)
     except BudgetError:
-        return choose_whole(positions, layout, budget_nbytes, layout.whole, held_nbytes)
+        return choose_whole(positions, layout, budget_nbytes, layout.whole, external_nbytes)
     return layout
 
 
@@ -285,7 +285,11 @@ def choose_leaving(
 
 
 def staying_beside(
-    positions: Sequence[Position], layout: ChunkLayout, budget_nbytes: int, held_nbytes: int, resident: frozenset[int]
+    positions: Sequence[Position],
+    layout: ChunkLayout,
+    budget_nbytes: int,
+    external_nbytes: int,
+    resident: frozenset[int],
 ) -> tuple[frozenset[int], int]:
     """Those residents that may stay where more room is needed than was known of, and the smallest budget for that.
 
@@ -295,23 +299,23 @@ def staying_beside(
         BudgetError: there is no room even where none stays.
     """
     try:
-        return resident, check_minimum(positions, layout, budget_nbytes, held_nbytes, resident)
+        return resident, check_minimum(positions, layout, budget_nbytes, external_nbytes, resident)
     except BudgetError as error:
         beside_all = error
     try:
-        minimum = check_minimum(positions, layout, budget_nbytes, held_nbytes)
+        minimum = check_minimum(positions, layout, budget_nbytes, external_nbytes)
     except BudgetError as error:
         raise min(error, beside_all, key=lambda one: one.minimum_nbytes) from None
     finally:
         del beside_all  # an error keeps this frame, and would keep itself
-    return choose_resident(positions, layout, budget_nbytes, resident, held_nbytes), minimum
+    return choose_resident(positions, layout, budget_nbytes, resident, external_nbytes), minimum
 
 
 def check_minimum(
     positions: Sequence[Position],
     layout: ChunkLayout,
     budget_nbytes: int,
-    held_nbytes: int,
+    external_nbytes: int,
     resident: frozenset[int] = frozenset(),
     *,
     all_may_stay: bool = False,
@@ -324,23 +328,23 @@ def check_minimum(
     sizes = chunk_sizes(layout, positions)
     fixed = fixed_nbytes(layout, resident)
     if not positions:
-        return fixed + held_nbytes
+        return fixed + external_nbytes
 
     def total(position: Position) -> int:
-        return fixed + held_nbytes + position.non_model_nbytes + moving_nbytes(position, sizes, resident)
+        return fixed + external_nbytes + position.non_model_nbytes + moving_nbytes(position, sizes, resident)
 
     worst = max(_tightest(positions), key=total)
     minimum = total(worst)
     if all_may_stay:  # without the gaps that chunks have, and optimizer tiles, a very small model may need less
         whole = everything(layout)
-        minimum = min(minimum, fixed_nbytes(layout, whole) + held_nbytes + needed_nbytes(positions, layout, whole))
+        minimum = min(minimum, fixed_nbytes(layout, whole) + external_nbytes + needed_nbytes(positions, layout, whole))
     if minimum > budget_nbytes:
         moving = moving_only(worst, resident)
         contents = [
             (VALUES, worst.non_model_nbytes),
             ("parameters on the compute tier, with gradients and optimizer states", fixed - layout.overhead_nbytes),
             ("workspaces of libraries, and the allocator's rounding of them", layout.overhead_nbytes),
-            ("values of earlier calls that are still held", held_nbytes),
+            ("values of earlier calls that are still held", external_nbytes),
             *((f"chunk {chunk} ({layout.groups[chunk.group].title})", sizes[chunk]) for chunk in sorted(moving.items)),
         ]
         raise BudgetError(

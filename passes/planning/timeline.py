@@ -34,7 +34,7 @@ class _Line:
         budget_nbytes: int,
         resident: frozenset[int],
         hardware: Hardware,
-        held_nbytes: int,
+        external_nbytes: int,
         boundary_nbytes: int,
         saved: Sequence[Saved],
         most_s: float = math.inf,
@@ -52,16 +52,16 @@ class _Line:
             line += [moving_only(position, resident) for position in phase]
         calls = [position for position in line if position.phase != BETWEEN and position.tile is None]
         updates = [position for position in line if position.tile is not None and not position.keeps_gradients]
-        used_up = {Chunk(GRAD, position.tile.group) for position in updates if position.tile is not None}
-        minimum = check_minimum(calls, layout, budget_nbytes, held_nbytes, resident)
-        room_nbytes = budget_nbytes - fixed - held_nbytes
+        consumed = {Chunk(GRAD, position.tile.group) for position in updates if position.tile is not None}
+        minimum = check_minimum(calls, layout, budget_nbytes, external_nbytes, resident)
+        room_nbytes = budget_nbytes - fixed - external_nbytes
         capacity = [max(0, room_nbytes - one.non_model_nbytes - one.waiting_nbytes(resident)) for one in line]
         items = chunk_items(layout, line, resident)
         ways = [Copy(link) for link in layout.links_of(PARAM)]
         items |= {SavedStorage(one.storage): Item(one.nbytes, *ways) for one in saved}
         calls_of = {name: [at for at in range(begin, end) if line[at].tile is None] for name, begin, end in spans}
         around = copies(saved, calls_of.get(FORWARD), calls_of[BACKWARD]) if saved else []
-        found = schedule(line, items, capacity, hardware, barriers, around, used_up, most_s)
+        found = schedule(line, items, capacity, hardware, barriers, around, consumed, most_s)
         return _Line(line, spans, minimum, found)
 
 
@@ -93,25 +93,27 @@ def plan_phases(
     budget_nbytes: int,
     resident: frozenset[int],
     hardware: Hardware,
-    held_nbytes: int = 0,
+    external_nbytes: int = 0,
     boundary_nbytes: int = 0,
     saved: Sequence[Saved] = (),
 ) -> Plan:
     """Plan phases that follow each other; chunks may stay in their slots from one to the next.
 
     Args:
-        held_nbytes: bytes on the compute tier that belong to others: values of earlier calls still in flight.
+        external_nbytes: bytes on the compute tier that belong to others: values of earlier calls still in flight.
         boundary_nbytes: non-model bytes while user code runs between the phases.
         saved: storages that are at home between the forward and the backward.
 
     Raises:
         BudgetError: no plan fits; its `minimum_nbytes` holds for this `resident`.
     """
-    found = _Line.of(phases, layout, budget_nbytes, resident, hardware, held_nbytes, boundary_nbytes, saved)
+    found = _Line.of(phases, layout, budget_nbytes, resident, hardware, external_nbytes, boundary_nbytes, saved)
     line, spans, stops, occupancy = found.positions, found.spans, found.schedule.stops(), found.schedule.occupancy
     staying = StayingData.of(layout, resident)
     made, group_of = {name for position in line for name, _ in position.sunk}, layout.group_of()
-    present = {n: nbytes for n, nbytes in staying.gradients.items() if n in made or group_of.get(n) not in layout.spent}
+    present = {
+        n: nbytes for n, nbytes in staying.gradients.items() if n in made or group_of.get(n) not in layout.transient
+    }
     gradients = gradients_at(line, present)
     planned, kept = [], frozenset[ItemId]()
     for index, (name, begin, end) in enumerate(spans):
@@ -124,11 +126,11 @@ def plan_phases(
                 parameter_nbytes=staying.parameter_nbytes,
                 gradient_nbytes=gradients[at],
                 state_nbytes=staying.state_nbytes,
-                other_nbytes=held_nbytes + layout.overhead_nbytes,
+                other_nbytes=external_nbytes + layout.overhead_nbytes,
                 non_model_nbytes=line[at].non_model_nbytes,
                 slot_nbytes=occupancy[at],
                 sunk=line[at].sunk,
-                used_up=line[at].used_up,
+                consumed=line[at].consumed,
             )
             for at in range(begin, end)
         )

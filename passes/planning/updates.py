@@ -64,7 +64,7 @@ def smallest_tiles(layout: ChunkLayout, groups: Sequence[int], num_stages: int =
 
 
 def update_positions(
-    layout: ChunkLayout, tiles: Sequence[Tile], held_nbytes: int, hardware: Hardware | None = None
+    layout: ChunkLayout, tiles: Sequence[Tile], external_nbytes: int, hardware: Hardware | None = None
 ) -> tuple[Position, ...]:
     """The optimizer's step as positions: each tile needs all at once that its stage reads and writes.
 
@@ -82,7 +82,7 @@ def update_positions(
             Position(
                 name=f"{UPDATE}.{tile}",
                 phase=UPDATE,
-                non_model_nbytes=held_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
+                non_model_nbytes=external_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
                 op="optimizer update",
                 module=group.slices[0].spec.name.rpartition(".")[0],
                 reads=reads,
@@ -113,7 +113,7 @@ def check_update(
     layout: ChunkLayout,
     groups: Sequence[int],
     budget_nbytes: int,
-    held_nbytes: int,
+    external_nbytes: int,
     resident: frozenset[int],
     num_stages: int = 1,
 ) -> None:
@@ -122,7 +122,7 @@ def check_update(
     Raises:
         BudgetError: they cannot.
     """
-    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), held_nbytes)
+    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), external_nbytes)
     check_minimum(positions, layout, budget_nbytes, 0, resident)
 
 
@@ -131,7 +131,7 @@ def staying_beside_update(
     groups: Sequence[int],
     trained: frozenset[int],
     budget_nbytes: int,
-    held_nbytes: int,
+    external_nbytes: int,
     resident: frozenset[int],
     num_stages: int = 1,
 ) -> frozenset[int]:
@@ -141,15 +141,15 @@ def staying_beside_update(
         BudgetError: there is no room even where none stays.
     """
     due = sorted({*groups, *(resident & trained)})
-    positions = update_positions(layout, smallest_tiles(layout, due, num_stages), held_nbytes)
+    positions = update_positions(layout, smallest_tiles(layout, due, num_stages), external_nbytes)
     return staying_beside(positions, layout, budget_nbytes, 0, resident)[0]
 
 
 def whole_beside_update(
-    layout: ChunkLayout, groups: Sequence[int], budget_nbytes: int, held_nbytes: int, num_stages: int
+    layout: ChunkLayout, groups: Sequence[int], budget_nbytes: int, external_nbytes: int, num_stages: int
 ) -> ChunkLayout:
     """The layout where those groups stand whole on every rank beside which there is room for the update of some."""
-    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), held_nbytes)
+    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), external_nbytes)
     return whole_beside(positions, layout, budget_nbytes, 0)
 
 
@@ -160,7 +160,7 @@ def plan_update(
     budget_nbytes: int,
     resident: frozenset[int],
     hardware: Hardware,
-    held_nbytes: int,
+    external_nbytes: int,
     num_stages: int,
 ) -> tuple[Plan, tuple[Tile, ...]]:
     """The plan of an optimizer's step that updates some groups in slots, with a moment for each of its tiles.
@@ -168,7 +168,7 @@ def plan_update(
     Raises:
         BudgetError: there is none within the budget.
     """
-    capacity_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - held_nbytes
+    capacity_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - external_nbytes
     tiles = update_tiles(layout, groups, capacity_nbytes, num_stages)
-    phases = [(UPDATE, update_positions(layout, tiles, held_nbytes, hardware))]
+    phases = [(UPDATE, update_positions(layout, tiles, external_nbytes, hardware))]
     return plan_phases(phases, layout, budget_nbytes=budget_nbytes, resident=resident, hardware=hardware), tiles

@@ -33,7 +33,7 @@ def with_waiting(backward: Sequence[Position], layout: ChunkLayout) -> tuple[Pos
 
     A gradient that may not stay where its call has put it is copied: it counts beside that call, too.
     """
-    if not layout.spent:
+    if not layout.transient:
         return tuple(backward)
     found: list[list[tuple[int, int]]] = [[] for _ in backward]
     for group in _waiting(backward, layout):
@@ -63,9 +63,9 @@ def _waiting(backward: Sequence[Position], layout: ChunkLayout) -> Iterator[_Wai
     specs, group_of = layout.specs(), layout.group_of()
     for at, position in enumerate(backward):
         for name, handed_over in position.sunk:
-            if (index := group_of.get(name)) in layout.spent:
+            if (index := group_of.get(name)) in layout.transient:
                 made.setdefault(index, []).append((at, specs[name].gradient_nbytes, handed_over))
-    for last, groups in _last_uses(backward, layout, {*layout.spent}).items():
+    for last, groups in _last_uses(backward, layout, {*layout.transient}).items():
         for index in groups:
             first = min(at for at, _, _ in made[index])
             beside, after, complete = [], [], 0
@@ -84,7 +84,7 @@ def with_updates(
     *,
     undoable: Collection[int] = (),
     budget_nbytes: int,
-    held_nbytes: int,
+    external_nbytes: int,
     resident: frozenset[int],
     hardware: Hardware,
 ) -> tuple[Position, ...]:
@@ -96,11 +96,11 @@ def with_updates(
             whose gradients are spent. Groups that are cut over ranks are not: in their slots are all ranks' parts, and
             this rank's gradients alone.
         undoable: those of them whose gradients are not used up.
-        held_nbytes: of others' values.
+        external_nbytes: of others' values.
     """
-    room_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - held_nbytes
+    room_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - external_nbytes
     last = _last_uses(backward, layout, {*updates} - resident - layout.cut)
-    waiting = [group for group in _waiting(backward, layout) if group.index in resident] if layout.spent else []
+    waiting = [group for group in _waiting(backward, layout) if group.index in resident] if layout.transient else []
     found: list[Position] = []
     for at, position in enumerate(backward):
         found.append(position)
@@ -149,7 +149,7 @@ def _where_it_stays(
         left_nbytes=after.left_nbytes,
         tile=tile,
         waiting=waiting,
-        used_up=tuple(s.spec.name for s in group.slices),
+        consumed=tuple(s.spec.name for s in group.slices),
     )
 
 

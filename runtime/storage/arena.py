@@ -46,7 +46,7 @@ class Arena:
     state_home: Home | None = None
     launches_only: bool = False
     _places: dict[Chunk, _Place] = field(default_factory=dict)
-    _twins: dict[Chunk, _Place] = field(default_factory=dict)
+    _shadow_copies: dict[Chunk, _Place] = field(default_factory=dict)
     _promised: dict[Chunk, int] = field(default_factory=dict)
     _untouched: set[Chunk] = field(default_factory=set)
     _used_nbytes: int = 0
@@ -61,12 +61,12 @@ class Arena:
     @property
     def nbytes(self) -> int:
         """Bytes of all room that there is."""
-        return sum(place.region.nbytes for place in (*self._places.values(), *self._twins.values()))
+        return sum(place.region.nbytes for place in (*self._places.values(), *self._shadow_copies.values()))
 
     @property
     def used_nbytes(self) -> int:
         """Bytes of chunks that are not all zeros, as far as is known, and of second room: others take no RAM."""
-        return self._used_nbytes + sum(place.region.nbytes for place in self._twins.values())
+        return self._used_nbytes + sum(place.region.nbytes for place in self._shadow_copies.values())
 
     def reserve(self, wanted: Mapping[Chunk, int]) -> None:
         """Room, all zeros, for chunks of the given bytes: for all of them or for none.
@@ -97,13 +97,13 @@ class Arena:
         if wanted := {chunk: self._promised[chunk] for chunk in chunks if chunk in self._promised}:
             self.reserve(wanted)
 
-    def reserve_twins(self, wanted: Mapping[Chunk, int]) -> None:
+    def reserve_shadow_copies(self, wanted: Mapping[Chunk, int]) -> None:
         """Second room for chunks, for all of them or for none: what is written there is at home once they `swap`.
 
         Raises:
             HomeError: as `reserve`.
         """
-        self._twins.update(self._allocated(wanted))
+        self._shadow_copies.update(self._allocated(wanted))
 
     def _allocated(self, wanted: Mapping[Chunk, int]) -> dict[Chunk, _Place]:
         places: dict[Chunk, _Place] = {}
@@ -122,13 +122,13 @@ class Arena:
             raise
         return places
 
-    def has_twin(self, chunk: Chunk) -> bool:
+    def has_shadow_copy(self, chunk: Chunk) -> bool:
         """Whether a chunk has second room."""
-        return chunk in self._twins
+        return chunk in self._shadow_copies
 
     def swap(self, chunk: Chunk) -> None:
         """Make a chunk's second room its home, and its home the second. Views stay with the bytes that they are of."""
-        self._places[chunk], self._twins[chunk] = self._twins[chunk], self._touched(chunk)
+        self._places[chunk], self._shadow_copies[chunk] = self._shadow_copies[chunk], self._touched(chunk)
 
     def is_zero(self, chunk: Chunk) -> bool:
         """Whether a chunk is all zeros still, since nobody has been given a way to write it."""
@@ -156,7 +156,7 @@ class Arena:
             place = self._touched(chunk)
             self._used_nbytes -= place.region.nbytes
         _free([self._places.pop(chunk) for chunk in chunks])
-        _free([self._twins.pop(chunk) for chunk in chunks if chunk in self._twins])
+        _free([self._shadow_copies.pop(chunk) for chunk in chunks if chunk in self._shadow_copies])
 
     def replace(self, chunk: Chunk, nbytes: int) -> None:
         """Other room for a chunk, all zeros; the former goes with the last view of it.
@@ -207,12 +207,12 @@ class Arena:
         place = self._place(chunk)
         return place.home.address(place.region)
 
-    def host_view(self, chunk: Chunk, dtype: torch.dtype, numel: int, *, twin: bool = False) -> torch.Tensor:
+    def host_view(self, chunk: Chunk, dtype: torch.dtype, numel: int, *, shadow: bool = False) -> torch.Tensor:
         """A chunk's elements at home, or in its second room, as a flat CPU tensor, for the host to read and write.
 
         Who uses it orders himself: see `ChunkStore.await_home`.
         """
-        place = self._twins[chunk] if twin else self._touched(chunk)
+        place = self._shadow_copies[chunk] if shadow else self._touched(chunk)
         return place.home.bytes(place.region)[: numel * dtype.itemsize].view(dtype)
 
     def reader(self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
@@ -232,10 +232,10 @@ class Arena:
         return partial(place.home.read_cast, place.region, dtype, buffer)
 
     def writer(
-        self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor, *, twin: bool = False
+        self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor, *, shadow: bool = False
     ) -> Callable[[], None]:
         """A job that writes `buffer` into a chunk, or its second room, from `offset_nbytes`."""
-        place = self._twins[chunk] if twin else self._touched(chunk)
+        place = self._shadow_copies[chunk] if shadow else self._touched(chunk)
         job = Launch if place.home.only_launches(place.region) else partial
         return job(place.home.write, place.region, offset_nbytes, buffer)
 

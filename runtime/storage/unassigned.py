@@ -24,7 +24,7 @@ SMALLEST_NBYTES = mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
-class Nursery:
+class UnassignedMemory:
     """Where tensors are born: homes, and the options that name them.
 
     Attributes:
@@ -61,14 +61,14 @@ class Nursery:
         return _room(self.of_states, dtype, shape, stride)[0]
 
 
-def nursery_at(home: str, disk_holds: str, *, disk_holds_parameters: bool) -> Nursery:
+def unassigned_memory_at(home: str, disk_holds: str, *, disk_holds_parameters: bool) -> UnassignedMemory:
     """Open the homes that options name.
 
     Raises:
         HomeError: the directory cannot be used.
     """
     of_states = open_home(home)
-    return Nursery(home, disk_holds, of_states if disk_holds_parameters else open_home("cpu"), of_states)
+    return UnassignedMemory(home, disk_holds, of_states if disk_holds_parameters else open_home("cpu"), of_states)
 
 
 def _room(home: Home, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> tuple[torch.Tensor, Any]:
@@ -80,11 +80,11 @@ def _room(home: Home, dtype: torch.dtype, shape: Sequence[int], stride: Sequence
         home.free(region)  # from now on the tensor alone keeps it
 
 
-_born: dict[int, Nursery] = {}
+_born: dict[int, UnassignedMemory] = {}
 """By the address of their storage, which is their own: tensors that are still where they were born."""
 
 
-def nursery_of(tensor: torch.Tensor) -> Nursery | None:
+def unassigned_memory_of(tensor: torch.Tensor) -> UnassignedMemory | None:
     """Where a tensor was born, if it still lies there, or is a view of one that does."""
     if not _born or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
@@ -95,11 +95,11 @@ _births: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The nursery of each parameter that was born in one, wherever its data lies."""
 
 
-def note_birth(parameter: torch.Tensor, nursery: Nursery) -> None:
+def note_birth(parameter: torch.Tensor, unassigned_memory: UnassignedMemory) -> None:
     """Remember where a parameter was born."""
-    _births[parameter] = nursery
+    _births[parameter] = unassigned_memory
 
 
-def birthplace_of(parameter: torch.Tensor) -> Nursery | None:
+def birthplace_of(parameter: torch.Tensor) -> UnassignedMemory | None:
     """Where a parameter was born, though its data has been replaced since (`model.half()`)."""
-    return nursery_of(parameter) or _births.get(parameter)
+    return unassigned_memory_of(parameter) or _births.get(parameter)

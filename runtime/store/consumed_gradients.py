@@ -46,11 +46,11 @@ class GradientElsewhere(torch.Tensor):
         raise next(_found((args, kwargs))).refusal()
 
 
-class UsedGradient(GradientElsewhere):
+class ConsumedGradient(GradientElsewhere):
     """Of a gradient that an update in the backward has used up: it never got home."""
 
     def refusal(self) -> UnsupportedError:
-        return used_up(self._name)
+        return consumed(self._name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<the gradient of {self._name}, used up by an update in the backward>"
@@ -87,7 +87,7 @@ def _found(values: Any) -> Iterator[GradientElsewhere]:
             yield from _found(value)
 
 
-def used_up(name: str) -> UnsupportedError:
+def consumed(name: str) -> UnsupportedError:
     """The error for whoever wants a gradient that was used up."""
     return UnsupportedError(
         f'the gradient of {name} was used up: with overlap="backward" the backward has updated {name} itself, and its '

@@ -24,7 +24,7 @@ from chunkc.runtime.store.slots import ChunkSlots
 
 
 @dataclass
-class ChunkPlaces(ChunkSlots):
+class ParameterViews(ChunkSlots):
     """Slots, and the places at home of what lies in chunks. Holds parameters weakly.
 
     Attributes:
@@ -91,7 +91,7 @@ class ChunkPlaces(ChunkSlots):
     def _take_over(self, layout: ChunkLayout) -> None:
         self.layout = layout
         self._slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
-        self.standing.keep(layout.standing)
+        self.replicated.keep(layout.replicated)
 
     @torch.no_grad()
     def write(self, kind: str, name: str, values: torch.Tensor) -> None:
@@ -190,14 +190,15 @@ class ChunkPlaces(ChunkSlots):
 
     @torch.no_grad()
     def adopt(self, group: int, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """The update of a group that waits in twins (see `Twins`) stands; nothing else may use the group meanwhile.
+        """The update of a group that waits in twins (see `ShadowCopies`) stands; nothing else may use the group
+        meanwhile.
 
         Parameters and states become views of what it has written, unless somebody has views of their memory.
 
         Args:
             states: by parameter, its states at home by kind.
         """
-        parameters, written = self._parameters_of(group), self.twins.written(group)
+        parameters, written = self._parameters_of(group), self.shadow_copies.written(group)
         views = {
             (kind, name): parameters[name] if kind == PARAM else states[name][kind]
             for name in parameters
@@ -209,7 +210,7 @@ class ChunkPlaces(ChunkSlots):
             self.updates.wait(group)
             for mark in self.home_marks(group):
                 mark.wait()
-        self.twins.adopt(self.layout, group, copied=viewed)
+        self.shadow_copies.adopt(self.layout, group, copied=viewed)
         for (kind, name), view in views.items():
             if kind in viewed:
                 continue

@@ -25,7 +25,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
-class Standing:
+class Replicated:
     """Whole chunks that stay on the compute tier.
 
     Attributes:
@@ -40,7 +40,7 @@ class Standing:
     def room(self, chunk: Chunk, group: ChunkGroup, tier: Tier) -> torch.Tensor:
         """The room of a chunk, with what it has held before."""
         if chunk not in self._buffers:
-            self._buffers[chunk] = tier.allocate_slot(group.standing_numel(chunk), group.dtype)
+            self._buffers[chunk] = tier.allocate_slot(group.replicated_numel(chunk), group.dtype)
         return self._buffers[chunk]
 
     def is_outdated(self, group: ChunkGroup, home: torch.Tensor) -> bool:

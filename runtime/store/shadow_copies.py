@@ -16,7 +16,7 @@ from chunkc.ir.states import num_entries
 from chunkc.runtime.storage.arena import Arena
 
 
-class Twins:
+class ShadowCopies:
     """The twins of one model's chunks: of parameters and states, group by group."""
 
     def __init__(self, arena: Arena) -> None:
@@ -33,14 +33,14 @@ class Twins:
             chunk: layout.groups[index].nbytes(kind)
             for index in groups
             for kind in layout.groups[index].update_kinds
-            if kind != GRAD and not self._arena.has_twin(chunk := Chunk(kind, index))
+            if kind != GRAD and not self._arena.has_shadow_copy(chunk := Chunk(kind, index))
         }
-        self._arena.reserve_twins(wanted)
+        self._arena.reserve_shadow_copies(wanted)
 
     def has(self, layout: ChunkLayout, group: int) -> bool:
         """Whether a group has twins of all that an update may write."""
         kinds = layout.groups[group].update_kinds
-        return all(kind == GRAD or self._arena.has_twin(Chunk(kind, group)) for kind in kinds)
+        return all(kind == GRAD or self._arena.has_shadow_copy(Chunk(kind, group)) for kind in kinds)
 
     def begin(self, group: int) -> None:
         """From now on, what leaves slots of a group's parameters and states goes to their twins."""
@@ -53,7 +53,7 @@ class Twins:
     def writer(self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that writes `buffer` into a chunk's twin from `offset_nbytes`."""
         self._written[chunk.group].add(chunk.kind)
-        return self._arena.writer(chunk, offset_nbytes, buffer, twin=True)
+        return self._arena.writer(chunk, offset_nbytes, buffer, shadow=True)
 
     def flat(self, layout: ChunkLayout, group: int, kinds: Iterable[str]) -> dict[str, torch.Tensor]:
         """A group's twins of some kinds as flat CPU tensors, for an update by the CPU to write all of them."""
@@ -62,7 +62,7 @@ class Twins:
         for kind in kinds:
             self._written[group].add(kind)
             chunk, numel = Chunk(kind, group), num_entries(kind, of_group.numel)
-            found[kind] = self._arena.host_view(chunk, of_group.kind_dtype(kind), numel, twin=True)
+            found[kind] = self._arena.host_view(chunk, of_group.kind_dtype(kind), numel, shadow=True)
         return found
 
     def drop(self, group: int) -> None:
@@ -85,6 +85,6 @@ class Twins:
             chunk = Chunk(kind, group)
             if kind in copied:
                 extent = of_group.kind_dtype(kind), num_entries(kind, of_group.numel)
-                self._arena.host_view(chunk, *extent).copy_(self._arena.host_view(chunk, *extent, twin=True))
+                self._arena.host_view(chunk, *extent).copy_(self._arena.host_view(chunk, *extent, shadow=True))
             else:
                 self._arena.swap(chunk)

@@ -25,8 +25,8 @@ from chunkc.runtime.distributed.exchange import gather, scatter_sums
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.storage.arena import Arena
 from chunkc.runtime.store.chunk_states import ChunkState, advance
-from chunkc.runtime.store.replicated import Standing
-from chunkc.runtime.store.shadow_copies import Twins
+from chunkc.runtime.store.replicated import Replicated
+from chunkc.runtime.store.shadow_copies import ShadowCopies
 
 
 @dataclass
@@ -97,14 +97,14 @@ class ChunkSlots(ABC):
     debug: bool = False
     transport: Transport | None = None
     traffic: Traffic = field(default_factory=Traffic)
-    standing: Standing = field(default_factory=Standing)
+    replicated: Replicated = field(default_factory=Replicated)
     updates: HomeUpdates = field(default_factory=HomeUpdates)
-    twins: Twins = field(init=False)
+    shadow_copies: ShadowCopies = field(init=False)
     _slots: dict[Chunk, Slot] = field(default_factory=dict)
     _spare: SpareSlots = field(default_factory=SpareSlots)
 
     def __post_init__(self) -> None:
-        self.twins = Twins(self.arena)
+        self.shadow_copies = ShadowCopies(self.arena)
 
     def slot(self, chunk: Chunk) -> Slot:
         found = self._slots.get(chunk)
@@ -136,11 +136,11 @@ class ChunkSlots(ABC):
         with torch.inference_mode(False):  # links, and later phases, write to it outside of any such mode
             slot.buffer, slot.exchange = self._room(chunk, group)
         buffer = slot.buffer
-        if kind == PARAM and group.standing_numel(chunk):
-            needs_data = group_index not in self.standing.current
-            self.standing.current.add(group_index)
+        if kind == PARAM and group.replicated_numel(chunk):
+            needs_data = group_index not in self.replicated.current
+            self.replicated.current.add(group_index)
         slot.state, slot.copy, slot.dirty = state, None, False
-        slot.adds = self.standing.waiting.pop(chunk, {})
+        slot.adds = self.replicated.waiting.pop(chunk, {})
         if self.debug and (needs_data or kind != PARAM) and not slot.adds:
             self.tier.enqueue(fill_with_nan, buffer)
         is_gathered = group.is_gathered(chunk)
@@ -156,7 +156,7 @@ class ChunkSlots(ABC):
 
     def _writer(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that writes a slot into the chunk's home, or to where its update waits to be adopted."""
-        writer = self.twins.writer if self.twins.takes(chunk) else self.arena.writer
+        writer = self.shadow_copies.writer if self.shadow_copies.takes(chunk) else self.arena.writer
         return writer(*self._whole(chunk), buffer)
 
     def _read_nbytes(self, chunk: Chunk, buffer: torch.Tensor) -> int:
@@ -165,18 +165,18 @@ class ChunkSlots(ABC):
 
     def _room(self, chunk: Chunk, group: ChunkGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What computation is to see of a chunk, and room for what ranks send."""
-        stands = group.standing_numel(chunk) > 0
+        stands = group.replicated_numel(chunk) > 0
         numel = num_entries(chunk.kind, group.slot_numel(chunk))
         moving = self._spare.take(self.tier, numel, group.kind_dtype(chunk.kind)) if numel or not stands else None
         if stands:
-            standing = self.standing.room(chunk, group, self.tier)
-            return standing, standing[group.gathered_numel :] if moving is None else moving
+            replicated = self.replicated.room(chunk, group, self.tier)
+            return replicated, replicated[group.gathered_numel :] if moving is None else moving
         assert moving is not None
         return moving, moving[group.gathered_numel :] if group.is_gathered(chunk) else None
 
     def is_kept(self, chunk: Chunk) -> bool:
         """Whether a gradient stays where it stands, and is exchanged in a later backward."""
-        stands = chunk.kind == GRAD and self.layout.groups[chunk.group].standing_numel(chunk) > 0
+        stands = chunk.kind == GRAD and self.layout.groups[chunk.group].replicated_numel(chunk) > 0
         return stands and self.transport is not None and self.transport.accumulating
 
     def outdated(self, groups: Iterable[int]) -> list[int]:
@@ -188,14 +188,14 @@ class ChunkSlots(ABC):
         found, present = [], self.present
         for index in sorted(groups):
             group, chunk = self.layout.groups[index], Chunk(PARAM, index)
-            if not group.standing_numel(chunk) or chunk in present:
+            if not group.replicated_numel(chunk) or chunk in present:
                 continue
             assert self.transport is not None
             if self.updates.before(index):  # under way: a gather waits for it, and nobody else need
                 found.append(index)
                 continue
             self.await_home(chunk)
-            if self.standing.is_outdated(group, self._seen_home(chunk)):
+            if self.replicated.is_outdated(group, self._seen_home(chunk)):
                 found.append(index)
         return found
 
@@ -299,13 +299,13 @@ class ChunkSlots(ABC):
             raise ChunkStateError(f"chunk {chunk} would be evicted before it was written back")
         slot.state = advance(chunk, slot.state, ChunkState.FREE)
         group = self.layout.groups[chunk.group]
-        leaving = slot.exchange if group.standing_numel(chunk) else slot.buffer
+        leaving = slot.exchange if group.replicated_numel(chunk) else slot.buffer
         if leaving is not None and group.slot_numel(chunk):
             if self.debug:
                 self.tier.enqueue(fill_with_nan, leaving)
             self._spare.give(leaving)
         if slot.adds:
-            self.standing.waiting[chunk] = slot.adds
+            self.replicated.waiting[chunk] = slot.adds
         slot.buffer = slot.copy = slot.exchange = None
         if chunk.part is not None:
             del self._slots[chunk]

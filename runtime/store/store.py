@@ -18,11 +18,11 @@ from torch import nn
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.states import MASTER_LOW
 from chunkc.runtime.store.consumed_gradients import (
+    ConsumedGradient,
     LocalGradient,
-    UsedGradient,
+    consumed,
     gradient_of,
     refuse_without_memory,
-    used_up,
 )
 from chunkc.runtime.store.gradients import (
     NOTHING,
@@ -36,13 +36,13 @@ from chunkc.runtime.store.gradients import (
     of_several,
     store_first,
 )
-from chunkc.runtime.store.parameter_views import ChunkPlaces
+from chunkc.runtime.store.parameter_views import ParameterViews
 from chunkc.runtime.store.slots import Slot
 from chunkc.runtime.store.trainers import Trainers
 
 
 @dataclass
-class ChunkStore(ChunkPlaces):
+class ChunkStore(ParameterViews):
     """Owns homes and slots of one model's chunks. Holds parameters weakly: the model's life is its user's.
 
     Attributes:
@@ -192,7 +192,7 @@ class ChunkStore(ChunkPlaces):
         """Give back all slots and homes as they are, and end the threads once nothing is under way."""
         self._slots.clear()
         self.drop_spare_slots()
-        self.standing.clear()
+        self.replicated.clear()
         self.updates.end_soon()
         self.tier.end_soon()
         self.arena.free(self.arena.chunks)
@@ -206,7 +206,7 @@ class ChunkStore(ChunkPlaces):
     def _gradients_leave(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         parameters = self._parameters_of(chunk.group)
         for name, parameter in parameters.items():
-            if isinstance(parameter.grad, UsedGradient):  # it was to be used up, and is not
+            if isinstance(parameter.grad, ConsumedGradient):  # it was to be used up, and is not
                 self._hand_out(name, parameter)
         parameters = parameters if self.sums.askers else {}
         gradients = {name: p.grad for name, p in parameters.items()}
@@ -394,17 +394,17 @@ class ChunkStore(ChunkPlaces):
                 self._hand_out(name, parameter)
         return super()._scatter(chunk, slot)
 
-    def check_not_used_up(self, group: int) -> None:
+    def check_not_consumed(self, group: int) -> None:
         """Refuse to add to gradients of a group that an update in a backward has used up.
 
         Raises:
             UnsupportedError: it has; says what to do.
         """
         for name, parameter in self._parameters_of(group).items():
-            if isinstance(parameter.grad, UsedGradient):
-                raise used_up(name)
+            if isinstance(parameter.grad, ConsumedGradient):
+                raise consumed(name)
 
-    def use_up_gradients(self, group: int, gradients: Mapping[str, UsedGradient]) -> None:
+    def consume_gradients(self, group: int, gradients: Mapping[str, ConsumedGradient]) -> None:
         """An update in the backward reads a group's gradients in their slot, and nobody will again.
 
         Args:
@@ -440,7 +440,7 @@ class ChunkStore(ChunkPlaces):
         elif parameter.grad is None:
             self.tier.enqueue(store_first, target, take)
             if self.arena.is_promised(Chunk(GRAD, chunk.group)):  # an update will use it up
-                parameter.grad = UsedGradient(parameter, name)
+                parameter.grad = ConsumedGradient(parameter, name)
             else:
                 self._hand_out(name, parameter)
         else:

@@ -19,4 +19,4 @@ def test_a_case_is_planned_alike_in_each_round(tmp_path: Path) -> None:
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     (found,) = json.loads(out.read_text())["cases"]
     assert found["digest"] in shown
-    assert all(found[name] > 0 for name in ("first_s", "rehearsal_s", "plans_s", "step_s"))
+    assert all(found[name] > 0 for name in ("first_s", "dry_run_s", "plans_s", "step_s"))

@@ -10,7 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import least_budget
 import prediction
-from rehearse import medians, rehearse
+from small_run import medians, run_small
 from subject import phase_peaks
 
 pytestmark = pytest.mark.timeout(600)
@@ -30,7 +30,7 @@ def test_ratios_only_where_both_sides_are_there():
 
 @pytest.mark.slow
 def test_a_rehearsal_compares_all_three(tmp_path: Path):
-    sections = rehearse("prediction", tmp_path)
+    sections = run_small("prediction", tmp_path)
     assert [section["setting"]["name"] for section in sections] == ["tiny-3", "hf-tiny"]
     for section in sections:
         rows = medians(section)

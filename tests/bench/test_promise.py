@@ -14,7 +14,7 @@ import promise
 import run
 from context import Context, Progress
 from promise import Attempt, next_attempt
-from rehearse import rehearse
+from small_run import run_small
 from specs import CHUNKC, SubjectSpec
 from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn
 
@@ -203,7 +203,7 @@ def test_a_larger_model_leaves_time_for_the_smallest(fake: type[_Fake], tmp_path
 
 @pytest.mark.slow
 def test_for_real(tmp_path: Path):
-    (section,) = rehearse("promise", tmp_path)
+    (section,) = run_small("promise", tmp_path)
     held, lifted = section["rows"]
     assert held["metrics"]["measured peak"]["median"] <= section["setting"]["budget_nbytes"]
     assert held["metrics"]["moved in"]["median"] > 0

@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from ranks import AS_FSDP2, LEAST, ROOMY
-from rehearse import medians, rehearse
+from small_run import medians, run_small
 from specs import CHUNKC, DDP, FSDP2_RANKS, PLAIN
 
 pytestmark = pytest.mark.timeout(600)
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.slow
 def test_fits(tmp_path: Path):
-    steps, compilation, deep, second = map(medians, rehearse("fits", tmp_path))
+    steps, compilation, deep, second = map(medians, run_small("fits", tmp_path))
     names = [PLAIN, "chunkc fast path", "chunkc segmented"]
     assert list(compilation) == list(deep) == list(second) == list(steps) == names
     assert compilation[PLAIN]["to plain"] == steps[PLAIN]["to plain"] == 1
@@ -26,7 +26,7 @@ def test_fits(tmp_path: Path):
 
 @pytest.mark.slow
 def test_ranks(tmp_path: Path):
-    (section,) = rehearse("ranks", tmp_path)
+    (section,) = run_small("ranks", tmp_path)
     rows = medians(section)
     assert list(rows) == [DDP, FSDP2_RANKS, ROOMY, AS_FSDP2, LEAST]
     ddp, fsdp2, roomy, as_fsdp2, least = rows.values()
@@ -38,7 +38,7 @@ def test_ranks(tmp_path: Path):
 
 @pytest.mark.slow
 def test_disk(tmp_path: Path):
-    reads, *sections = rehearse("disk", tmp_path)
+    reads, *sections = run_small("disk", tmp_path)
     assert reads["title"] == "Reads of a disk home"
     assert [section["setting"]["home"] for section in sections] == ["cpu", "disk"]
     for section in sections:
@@ -50,7 +50,7 @@ def test_disk(tmp_path: Path):
 
 @pytest.mark.slow
 def test_adam(tmp_path: Path):
-    sections = rehearse("adam", tmp_path)
+    sections = run_small("adam", tmp_path)
     assert [section["title"] for section in sections] == ["Adam on CPU, fp32", "Adam on CPU, bf16 with fp32 master"]
     for section in sections:
         rows = medians(section)
@@ -61,5 +61,5 @@ def test_adam(tmp_path: Path):
 
 @pytest.mark.slow
 def test_checkpoint(tmp_path: Path):
-    (section,) = rehearse("checkpoint", tmp_path)
+    (section,) = run_small("checkpoint", tmp_path)
     assert all(row["to no saving"] > 0 for row in medians(section).values())

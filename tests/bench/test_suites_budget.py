@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from rehearse import medians, rehearse
+from small_run import medians, run_small
 from specs import CHECKPOINTING, CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO
 
 pytestmark = pytest.mark.timeout(600)
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(600)
 
 @pytest.mark.slow
 def test_budget(tmp_path: Path):
-    tight, roomy = rehearse("budget", tmp_path)
+    tight, roomy = run_small("budget", tmp_path)
     rows = medians(tight)
     assert list(rows) == [CHUNKC, FSDP2, DEEPSPEED, TORCHAO, CHECKPOINTING, PLAIN]
     assert rows[CHUNKC]["measured peak"] <= tight["setting"]["budget_nbytes"]
@@ -27,7 +27,7 @@ def test_budget(tmp_path: Path):
 
 @pytest.mark.slow
 def test_bound(tmp_path: Path):
-    machine, case = rehearse("bound", tmp_path)
+    machine, case = run_small("bound", tmp_path)
     assert medians(machine)["rate"]["matrix products"] > 0
     (row,) = medians(case).values()
     assert row["of bound"] > 0
@@ -36,7 +36,7 @@ def test_bound(tmp_path: Path):
 
 @pytest.mark.slow
 def test_scale(tmp_path: Path):
-    (section,) = rehearse("scale", tmp_path)
+    (section,) = run_small("scale", tmp_path)
     rows = medians(section)
     assert rows[CHUNKC]["parameters"] > rows[PLAIN]["parameters"]
     assert rows[CHUNKC]["measured peak"] <= section["setting"]["budget_nbytes"]

@@ -101,13 +101,13 @@ def _run(name: str, stage: ZeroStage | None, where: str, budget: int) -> Result:
         "gathered": sum(
             s.spec.home_nbytes * report.plan_text.count(f"prefetch(param:{g.index}, gather)")
             for g in groups
-            if not g.standing_kinds
+            if not g.replicated_kinds
             for s in g.slices
         ),
-        "standing": sum(spec.home_nbytes for g, spec in parts if g.standing_kinds and g.trainable),
+        "standing": sum(spec.home_nbytes for g, spec in parts if g.replicated_kinds and g.trainable),
         "trained": sum(spec.whole_nbytes for g, spec in parts if g.trainable),
         "own": sum(spec.home_nbytes for g, spec in parts if g.trainable),
-        "whole": len([g for g in groups if g.standing_kinds]) / len(groups),
+        "whole": len([g for g in groups if g.replicated_kinds]) / len(groups),
         "at_home": report.home_nbytes,
     }
 

@@ -120,7 +120,7 @@ def _without_each_wait(run: Any, model: Any) -> Result:
             if parameter.grad is not None:
                 parameter.grad.to_local().fill_(torch.nan)  # its home has nothing that could be taken for the next one
         model.zero_grad()
-        store.standing.current.clear()  # as after a change: all is gathered
+        store.replicated.current.clear()  # as after a change: all is gathered
         loss = run(own(batches(1)[0]))
         loss.backward()
         values = [loss.detach(), *(p.grad.to_local() for p in model.parameters() if p.grad is not None)]

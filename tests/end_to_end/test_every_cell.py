@@ -178,10 +178,10 @@ def interrupted(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimiz
 
 
 def copied(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
-    twin = copy.deepcopy(model)
+    shadow = copy.deepcopy(model)
     seen = step(model, call, optimizer)
-    assert differences(weights(twin), weights(model))
-    model.load_state_dict(twin.state_dict())
+    assert differences(weights(shadow), weights(model))
+    model.load_state_dict(shadow.state_dict())
     return [*seen, *step(model, call, optimizer)]
 
 

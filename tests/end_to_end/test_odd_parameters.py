@@ -49,9 +49,12 @@ class Expanded(Odd):
 def compiled(kind: type[Odd], budget: str) -> tuple[Odd, Callable, Odd, Callable]:
     """The model and its twin, with what to call of each."""
     options = {"codegen": "eager", "memory_budget": budget, "whole_graph": "never", "chunk_size": 16384}
-    model, twin = kind(), kind()
-    call, twin_call = torch.compile(model, backend="chunkc", options=options), torch.compile(twin, backend="aot_eager")
-    return model, call, twin, twin_call
+    model, shadow = kind(), kind()
+    call, twin_call = (
+        torch.compile(model, backend="chunkc", options=options),
+        torch.compile(shadow, backend="aot_eager"),
+    )
+    return model, call, shadow, twin_call
 
 
 def backward(call: Callable, step: int) -> Tensor:
@@ -60,8 +63,8 @@ def backward(call: Callable, step: int) -> Tensor:
     return loss
 
 
-def assert_same_gradients(model: nn.Module, twin: nn.Module) -> None:
-    for (name, p), q in zip(model.named_parameters(), twin.parameters()):
+def assert_same_gradients(model: nn.Module, shadow: nn.Module) -> None:
+    for (name, p), q in zip(model.named_parameters(), shadow.parameters()):
         mine, its = p.grad, q.grad
         assert mine is not None
         assert its is not None
@@ -72,26 +75,26 @@ def assert_same_gradients(model: nn.Module, twin: nn.Module) -> None:
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("kind", [Odd, Expanded])
 def test_gradients_are_those_of_autograd(kind: type[Odd], budget: str) -> None:
-    model, call, twin, twin_call = compiled(kind, budget)
+    model, call, shadow, twin_call = compiled(kind, budget)
     for step in range(3):  # later ones are added
         assert torch.equal(backward(call, step), backward(twin_call, step))
-        assert_same_gradients(model, twin)
+        assert_same_gradients(model, shadow)
     assert bool(names_at_home(model.parameters())) == (budget == BUDGETS[0])
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_steps_are_those_of_torch(budget: str) -> None:
-    model, call, twin, twin_call = compiled(Odd, budget)
+    model, call, shadow, twin_call = compiled(Odd, budget)
     optimizer = chunkc.optim.AdamW(model.parameters(), **SETTINGS)
-    twin_optimizer = torch.optim.AdamW(twin.parameters(), **SETTINGS)
+    twin_optimizer = torch.optim.AdamW(shadow.parameters(), **SETTINGS)
     for step in range(3):
         torch.testing.assert_close(backward(call, step), backward(twin_call, step), rtol=0, atol=1e-5)
         for of in (optimizer, twin_optimizer):
             of.step()
             of.zero_grad()
-        for p, q in zip(model.parameters(), twin.parameters()):
+        for p, q in zip(model.parameters(), shadow.parameters()):
             torch.testing.assert_close(p, q, rtol=0, atol=1e-5)
-    torch.testing.assert_close(model.base, twin.base, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model.base, shadow.base, rtol=0, atol=1e-5)
     assert torch.equal(model.base[:, WIDTH:], Odd().base[:, WIDTH:])
 
 
@@ -134,17 +137,17 @@ def own(model: Odd) -> None:
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("give", [one_for_all, expanded, transposed, own])
 def test_gradients_that_the_user_gives(give: Callable[[Odd], None], budget: str) -> None:
-    model, call, twin, twin_call = compiled(Odd, budget)
+    model, call, shadow, twin_call = compiled(Odd, budget)
     optimizer = chunkc.optim.AdamW(model.parameters(), **SETTINGS)
-    twin_optimizer = torch.optim.AdamW(twin.parameters(), **SETTINGS)
+    twin_optimizer = torch.optim.AdamW(shadow.parameters(), **SETTINGS)
     for step in range(2):
         backward(call, step)
         backward(twin_call, step)
         give(model)
-        give(twin)
+        give(shadow)
         for of in (optimizer, twin_optimizer):
             of.step()
-        for (name, p), q in zip(model.named_parameters(), twin.parameters()):
+        for (name, p), q in zip(model.named_parameters(), shadow.parameters()):
             torch.testing.assert_close(p, q, rtol=0, atol=1e-5, msg=name)
         for of in (optimizer, twin_optimizer):
             of.zero_grad()

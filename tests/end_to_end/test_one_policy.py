@@ -14,7 +14,7 @@ from harness import adamw
 from zoo import CASES, MORE_CASES
 
 from chunkc import compile as compilation
-from chunkc.explaining import dry_run as rehearsal
+from chunkc.explaining import dry_run as dry_run_state
 from chunkc.explaining import paper_step as replay
 from chunkc.explaining.explain import explain_step, step_on, training_in
 from chunkc.explaining.offline import OfflineStep
@@ -25,7 +25,15 @@ from chunkc.optim import update
 from chunkc.optim.update import PreparedUpdate
 from chunkc.options import Options, parse_options
 from chunkc.policy import decide as policy
-from chunkc.policy.state import Event, PhaseCalled, Situation, StepDecision, StepRequest, UpdateDecision, UpdateRequest
+from chunkc.policy.state import (
+    Event,
+    PhaseCalled,
+    PlannerState,
+    StepDecision,
+    StepRequest,
+    UpdateDecision,
+    UpdateRequest,
+)
 from chunkc.session import compiled_step as graph
 from chunkc.session.compiled_step import CompiledGraph, PlannedStep
 from chunkc.session.session import Session, sessions_of
@@ -41,7 +49,7 @@ Request = StepRequest | UpdateRequest
 class Recording:
     """What was asked of the policy, and the requests by whose plans phases ran."""
 
-    asked: list[tuple[Situation, Event, StepDecision | UpdateDecision]] = field(default_factory=list)
+    asked: list[tuple[PlannerState, Event, StepDecision | UpdateDecision]] = field(default_factory=list)
     ran: list[Request] = field(default_factory=list)
 
 
@@ -52,9 +60,9 @@ def recorded(*modules: Any) -> Iterator[Recording]:
     run, run_update = CompiledGraph._run, PreparedUpdate.run
     plan, update_plan = Replay._plan, replay.update_plan
 
-    def deciding(situation: Situation, event: Any) -> Any:
-        decision = policy.decide(situation, event)
-        found.asked.append((situation, event, decision))
+    def deciding(planner_state: PlannerState, event: Any) -> Any:
+        decision = policy.decide(planner_state, event)
+        found.asked.append((planner_state, event, decision))
         return decision
 
     def running(self: CompiledGraph, phase: str, step: SizedStep, by: PlannedStep, *args: Any, **kwargs: Any) -> Any:
@@ -66,7 +74,7 @@ def recorded(*modules: Any) -> Iterator[Recording]:
         run_update(self, updates)
 
     def showing(self: Replay, captured: Any, number: int, request: StepRequest, plans: Any) -> Any:
-        if request.around.cold_backward:  # instead of the one before
+        if request.context.cold_backward:  # instead of the one before
             found.ran.pop()
         found.ran.append(request)
         return plan(self, captured, number, request, plans)
@@ -118,23 +126,23 @@ def captured(name: str, options: Options) -> OfflineStep:
 
 def explained(step: OfflineStep, options: Options, name: str) -> Recording:
     """The same on paper."""
-    with recorded(rehearsal, replay) as found:
+    with recorded(dry_run_state, replay) as found:
         assert explain_step(step, options, training_in(CPU, step.graphs), name, Updates()).fits
     return found
 
 
-def followed(asked: list[tuple[Situation, Event, StepDecision | UpdateDecision]]) -> Situation:
+def followed(asked: list[tuple[PlannerState, Event, StepDecision | UpdateDecision]]) -> PlannerState:
     """Drive recorded events through the machine: what comes out is what was recorded, and what was asked next with.
 
     Where somebody would have to leave, training first collects garbage, and asks again: only that answer counts.
     """
-    now = Situation(asked[0][0].budget_nbytes, asked[0][0].layout)
-    for (situation, event, decision), following in zip(asked, [*asked[1:], None], strict=True):
-        assert situation == now
+    now = PlannerState(asked[0][0].budget_nbytes, asked[0][0].layout)
+    for (planner_state, event, decision), following in zip(asked, [*asked[1:], None], strict=True):
+        assert planner_state == now
         again = policy.decide(now, event)
         assert again == decision
-        if again.situation == now or following is None or not _asks_again(event, following[1]):
-            now = again.situation
+        if again.planner_state == now or following is None or not _asks_again(event, following[1]):
+            now = again.planner_state
     return now
 
 
@@ -142,15 +150,15 @@ def _asks_again(event: Event, following: Event) -> bool:
     """Whether an event is the one before it, beside no more of others' values."""
     if not isinstance(event, PhaseCalled) or not isinstance(following, PhaseCalled):
         return False
-    same = event.forms.captured is following.forms.captured and event.around == following.around
-    return same and following.held_nbytes <= event.held_nbytes
+    same = event.forms.captured is following.forms.captured and event.context == following.context
+    return same and following.external_nbytes <= event.external_nbytes
 
 
 def told(request: Request) -> tuple[Any, ...]:
     """What is compared of a request. Which gradients the caller keeps or has hooks for only a run knows."""
-    now = request.situation
-    rest = request.around.cold_backward if isinstance(request, StepRequest) else (request.groups, request.num_stages)
-    return request.held_nbytes, rest, now.budget_nbytes, sorted(now.resident), now.num_graphs, now.layout
+    now = request.planner_state
+    rest = request.context.cold_backward if isinstance(request, StepRequest) else (request.groups, request.num_stages)
+    return request.external_nbytes, rest, now.budget_nbytes, sorted(now.resident), now.num_graphs, now.layout
 
 
 QUICK = ("graph_breaks",)

@@ -12,7 +12,7 @@ from optim_models import batch, is_managed
 from torch import nn
 
 import chunkc
-from chunkc.runtime.storage.unassigned import nursery_of
+from chunkc.runtime.storage.unassigned import unassigned_memory_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 second_tier = pytest.mark.second_tier
@@ -104,9 +104,9 @@ def test_release_after_init_builds_the_model_at_home(tmp_path: Path) -> None:
     large = [p for p in model.parameters() if p.nbytes >= 4096]
     assert large
     for p in large:
-        nursery = nursery_of(p)
-        assert nursery is not None
-        assert nursery.home == f"disk:{tmp_path}"
+        unassigned_memory = unassigned_memory_of(p)
+        assert unassigned_memory is not None
+        assert unassigned_memory.home == f"disk:{tmp_path}"
     plain_model = small_model().bfloat16()
     assert_same(weights(model), weights(plain_model))
     model.backward(model(batch(0, torch.bfloat16)))

@@ -14,7 +14,7 @@ from torch import nn
 
 import chunkc
 from chunkc.engine import DynamicLossScaler
-from chunkc.runtime.storage.unassigned import nursery_of
+from chunkc.runtime.storage.unassigned import unassigned_memory_of
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 second_tier = pytest.mark.second_tier
@@ -119,4 +119,4 @@ def test_what_init_built_stays_at_home_when_it_is_cast(tmp_path: Path) -> None:
     model, _ = chunkc.initialize_engine(build, 0, config(bf16={"enabled": True}))
     large = [p for p in model.parameters() if p.nbytes >= 4096]
     assert large
-    assert all(p.dtype == torch.bfloat16 and nursery_of(p) is not None for p in large)
+    assert all(p.dtype == torch.bfloat16 and unassigned_memory_of(p) is not None for p in large)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo import CASES
 
 import chunkc
-from chunkc.explaining.dry_run import rehearse
+from chunkc.explaining.dry_run import run_dry
 from chunkc.explaining.explain import explain_step, step_on, training_in
 from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.paper_step import Replay
@@ -39,7 +39,7 @@ class Shrinking(nn.Module):
         return self.wide(hidden).tanh().exp().square().mean()
 
 
-class Held(nn.Module):
+class ExternalBytes(nn.Module):
     """Its second graph fits whole by itself, and not beside all that the first has saved."""
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ MODELS = {
     "graph_breaks": lambda: (CASES["graph_breaks"].build(), CASES["graph_breaks"].batch(0)),
     "breaks_in_loop": lambda: (CASES["breaks_in_loop"].build(), CASES["breaks_in_loop"].batch(0)),
     "shrinking": lambda: (Shrinking(), {"x": torch.ones(256, 64)}),
-    "held": lambda: (Held(), {"x": torch.ones(192, 64)}),
+    "held": lambda: (ExternalBytes(), {"x": torch.ones(192, 64)}),
 }
 
 
@@ -74,7 +74,7 @@ def captured(name: str, whole_graph: str) -> tuple[OfflineStep, Replay]:
 
 def fits(name: str, whole_graph: str, budget_nbytes: int) -> bool:
     try:
-        rehearse(captured(name, whole_graph)[1].training, budget_nbytes)
+        run_dry(captured(name, whole_graph)[1].training, budget_nbytes)
     except BudgetError:
         return False
     return True
@@ -104,17 +104,17 @@ def test_what_fits_fits_in_every_larger_budget(name: str, whole_graph: str) -> N
 def test_it_comes_to_something_else_only_where_residents_have_to_leave() -> None:
     """That the tests above are about something: some budgets are too small for all that each graph would keep."""
     replay = captured("shrinking", "never")[1]
-    first = rehearse(replay.training, 3 * replay.fitting(1).budget_nbytes)
-    assert first.situation.resident
+    first = run_dry(replay.training, 3 * replay.fitting(1).budget_nbytes)
+    assert first.planner_state.resident
     second = replay.fitting(1)
-    assert not second.situation.resident
+    assert not second.planner_state.resident
 
 
 def test_a_graph_that_was_whole_is_cut_where_it_does_not_fit_beside_what_is_held() -> None:
     replay = captured("held", "auto")[1]
     budget = replay.fitting(1).budget_nbytes * 165 // 100
-    assert replay.graphs[1].captured(budget, may_be_whole=True).whole
-    assert not rehearse(replay.training, budget).captured[1].whole
+    assert replay.graphs[1].captured(budget, can_skip_segmentation=True).whole
+    assert not run_dry(replay.training, budget).captured[1].whole
 
 
 @pytest.mark.second_tier

@@ -14,7 +14,7 @@ from harness import array, differences, segmented
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.runtime.storage.unassigned import nursery_of
+from chunkc.runtime.storage.unassigned import unassigned_memory_of
 
 Write = Callable[[dict[str, Tensor], Path], Path]
 
@@ -65,7 +65,7 @@ def test_weights_come_as_they_were_saved(tmp_path: Path, write: Write, home: str
     assert (missing, unexpected) == ([], [])
     assert not differences(values(model), values(saved))
     assert [p.data_ptr() for p in model.parameters()] == where
-    assert (nursery_of(model.layers[0].linear1.weight) is not None) == (home != "none")
+    assert (unassigned_memory_of(model.layers[0].linear1.weight) is not None) == (home != "none")
 
 
 def test_a_model_that_is_placed_or_compiled_is_loaded_where_it_is(tmp_path: Path) -> None:

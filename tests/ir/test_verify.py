@@ -68,7 +68,7 @@ def test_what_stays_is_added_up_anew(states: StateFormat, granule_nbytes: int, r
 
     def violations(budget_nbytes: int) -> set[str]:
         found = verify_phase(
-            graph, layout=layout, memories={}, resident=resident, held_nbytes=55, budget_nbytes=budget_nbytes
+            graph, layout=layout, memories={}, resident=resident, external_nbytes=55, budget_nbytes=budget_nbytes
         )
         return {violation.partition(" ")[0] for violation in found} - {"home"}
 

@@ -14,11 +14,11 @@ from verify_cases import HARDWARE, HUGE, LAYOUT, MEMORIES, backward_program, for
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.program import PhaseProgram
-from chunkc.ir.verify.recompute import Dropped, verify_reruns
+from chunkc.ir.verify.recompute import Dropped, verify_recompute
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.memory.profile import positions
 from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, leaving
-from chunkc.passes.planning.recompute import Repeatable, rerunning
+from chunkc.passes.planning.recompute import Repeatable, recomputing
 from chunkc.passes.planning.residency import check_minimum
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.rewrite.insert import insert_events
@@ -73,7 +73,7 @@ class Step:
     plan: Any
 
     def violations(self) -> list[str]:
-        return verify_reruns(self.graphs, self.programs, MODULES, self.dropped)
+        return verify_recompute(self.graphs, self.programs, MODULES, self.dropped)
 
     def node(self, phase: str, target: Any, number: int = 0) -> fx.Node:
         return [n for n in self.graphs[phase].graph.nodes if n.target is target][number]
@@ -96,7 +96,7 @@ class Step:
 
 def step(gone: Collection[str] = GONE, home: frozenset[str] = frozenset()) -> Step:
     source = programs()
-    pair = rerunning(Repeatable(source["forward"], source["backward"], frozenset()), gone)
+    pair = recomputing(Repeatable(source["forward"], source["backward"], frozenset()), gone)
     saved = [one for one in candidates(*pair) if one.storage in home]
     lean = {name: leaving(program, home) for name, program in zip(source, pair)}
     group_of = LAYOUT.group_of()
@@ -128,7 +128,7 @@ def test_a_plan_is_accepted_and_its_peak_is_the_walks() -> None:
         *(f"backward.{i}" for i in range(4)),
     ]
     for phase in s.plan.phases:
-        options: dict[str, Any] = {"resident": frozenset(), "held_nbytes": 0, "layout": LAYOUT, "memories": LARGE}
+        options: dict[str, Any] = {"resident": frozenset(), "external_nbytes": 0, "layout": LAYOUT, "memories": LARGE}
         options |= {"kept": s.plan.kept} if phase.phase == "forward" else {"present": s.plan.kept}
         peak_nbytes = max(moment.nbytes for moment in phase.moments)
         graph = s.graphs[phase.phase].graph
@@ -310,7 +310,7 @@ def test_what_a_repeated_call_reads_may_be_at_home() -> None:
     assert s.violations() == []
     order = [n.meta.get("call") or n.target for n in s.graphs["backward"].graph.nodes]
     assert order.index(chunk_ops.reload) < order.index(chunk_ops.arrive) < order.index("rerun.1")
-    present, options = frozenset(), {"resident": frozenset(), "held_nbytes": 0, "layout": LAYOUT, "memories": LARGE}
+    present, options = frozenset(), {"resident": frozenset(), "external_nbytes": 0, "layout": LAYOUT, "memories": LARGE}
     for phase in s.plan.phases:
         kept = s.plan.kept if phase.phase == "forward" else frozenset()
         told = options | {"present": present, "kept": kept, "at_home": s.dropped.home}

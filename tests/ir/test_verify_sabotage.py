@@ -409,7 +409,7 @@ def one_byte_less(c: Case) -> None:
 
 @sabotage("budget", "update")
 def one_byte_more_of_others(c: Case) -> None:
-    c.options["held_nbytes"] += 1
+    c.options["external_nbytes"] += 1
 
 
 @sabotage("budget", "backward")

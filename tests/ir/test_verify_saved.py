@@ -43,7 +43,7 @@ def step_case(phase: str, spare: int = 0) -> Case:
     graph = insert_events(
         programs[index], plan.phases[index], MODULES, group_of=LAYOUT.group_of(), resident=frozenset()
     )
-    options: dict[str, Any] = {"resident": frozenset(), "held_nbytes": 0, "budget_nbytes": budget, "at_home": AWAY}
+    options: dict[str, Any] = {"resident": frozenset(), "external_nbytes": 0, "budget_nbytes": budget, "at_home": AWAY}
     options |= {"kept": plan.kept} if phase == "forward" else {"present": plan.kept}
     return Case(plan, graph.graph, options)
 

@@ -54,7 +54,7 @@ def violations(link: str, budget_nbytes: int, chunk: Chunk = WHOLE, zero_stage: 
             layout=layout(zero_stage=zero_stage),
             memories={},
             resident=(),
-            held_nbytes=0,
+            external_nbytes=0,
             budget_nbytes=budget_nbytes,
         )
     )
@@ -120,9 +120,9 @@ def test_what_every_rank_has_whole_counts_at_all_times(zero_stage: ZeroStage | N
     """The planner and the verifier, which share no code, find the same bytes; a slot takes the rest."""
     laid_out, in_parts = layout(zero_stage=zero_stage), layout()
     (group,) = laid_out.groups
-    standing = 4 * group.gathered_numel * len(kinds)
-    assert fixed_nbytes(laid_out, frozenset()) == fixed_nbytes(in_parts, frozenset()) + standing
-    assert nbytes_that_stay(laid_out, ()) == nbytes_that_stay(in_parts, ()) + standing
+    replicated = 4 * group.gathered_numel * len(kinds)
+    assert fixed_nbytes(laid_out, frozenset()) == fixed_nbytes(in_parts, frozenset()) + replicated
+    assert nbytes_that_stay(laid_out, ()) == nbytes_that_stay(in_parts, ()) + replicated
     for kind in (PARAM, GRAD):
         chunk = Chunk(kind, 0)
         whole = in_parts.chunk_nbytes_of(chunk)

@@ -173,7 +173,7 @@ def plan_step(
         updates,
         undoable=undoable,
         budget_nbytes=budget,
-        held_nbytes=0,
+        external_nbytes=0,
         resident=frozenset(),
         hardware=HARDWARE,
     )
@@ -199,14 +199,14 @@ def case(phase: str, spare: int = 0) -> Case:
         budget = check_minimum(calls, LAYOUT, HUGE, 0) + spare
         plan = plan_phases([("forward", calls)], LAYOUT, budget_nbytes=budget, resident=frozenset(), hardware=HARDWARE)
         graph = insert_events(program, plan.phases[0], MODULES, group_of=LAYOUT.group_of(), resident=frozenset()).graph
-        return Case(plan, graph, {"resident": frozenset(), "held_nbytes": 0, "budget_nbytes": budget})
+        return Case(plan, graph, {"resident": frozenset(), "external_nbytes": 0, "budget_nbytes": budget})
     if phase == "update":
         tiles = update_tiles(LAYOUT, range(NUM_LAYERS), 0)
         calls = update_positions(LAYOUT, tiles, 100)
         budget = check_minimum(calls, LAYOUT, HUGE, 0) + spare
         plan = plan_phases([("update", calls)], LAYOUT, budget_nbytes=budget, resident=frozenset(), hardware=HARDWARE)
         graph = insert_update_events(plan.phases[0], tiles)
-        return Case(plan, graph, {"resident": frozenset(), "held_nbytes": 100, "budget_nbytes": budget})
+        return Case(plan, graph, {"resident": frozenset(), "external_nbytes": 100, "budget_nbytes": budget})
     plan = plan_step(None, spare, dict.fromkeys(range(NUM_LAYERS), 1) if phase == "updating" else {})
     program, index = (forward_program(), 0) if phase == "forward" else (backward_program(), 1)
     graph = insert_events(
@@ -217,7 +217,7 @@ def case(phase: str, spare: int = 0) -> Case:
         resident=frozenset(),
         layout=LAYOUT if phase == "settling" else None,
     )
-    options: dict[str, Any] = {"resident": frozenset(), "held_nbytes": 0, "budget_nbytes": plan.budget_nbytes}
+    options: dict[str, Any] = {"resident": frozenset(), "external_nbytes": 0, "budget_nbytes": plan.budget_nbytes}
     options |= {"kept": plan.kept} if phase == "forward" else {"present": plan.kept}
     if phase == "updating":
         options |= {"updates": range(NUM_LAYERS)}

@@ -17,7 +17,7 @@ from chunkc.kernels.elementwise_triton import BLOCK, NUM_THREADS, launch_options
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, lamb_work_of_tensors, new_partials
-from chunkc.kernels.pointer_offsets import alignment_of, distances_of
+from chunkc.kernels.pointer_offsets import alignment_of, pointer_offsets_of
 
 triton = pytest.importorskip("triton")
 
@@ -48,7 +48,7 @@ def compiled(kernel_name: str, fmt: AdamFormat, target: str, offset: int = 0, nu
     if num_tensors:
         addresses = np.arange(num_tensors)[:, None] * alignment_of(fmt)
         work = lamb_work_of_tensors([Span(number * ROW, (number + 1) * ROW, 0) for number in range(num_tensors)])
-        work = replace(work, distances=distances_of(addresses, fmt))
+        work = replace(work, distances=pointer_offsets_of(addresses, fmt))
     moments = kernel_name == "lamb_moments_kernel"
     arguments = (lamb_triton.moments_arguments if moments else lamb_triton.apply_arguments)(
         fmt, slots, work, SCALARS, new_partials(work), GradScale(*torch.ones(3).unbind())

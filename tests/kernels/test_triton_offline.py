@@ -17,7 +17,7 @@ from offline import TARGETS, compile_offline, spilled, targets_with_marks, vecto
 from chunkc.kernels import elementwise_triton
 from chunkc.kernels.formats import AdamFormat, GradScale, Span, rounding_key
 from chunkc.kernels.hyperparameters import scalar_table
-from chunkc.kernels.pointer_offsets import Draws, alignment_of, distances_of
+from chunkc.kernels.pointer_offsets import Draws, alignment_of, pointer_offsets_of
 
 triton = pytest.importorskip("triton")
 
@@ -61,7 +61,7 @@ def compiled(name: str, target: str, offset: int = 0, fused: bool = False, num_t
         scale=GradScale(*torch.ones(3).unbind()),
         key=rounding_key(0, 1, 0) if fmt.stochastic else None,
         first_element=offset,
-        distances=distances_of(addresses, fmt, draws) if num_tensors else None,
+        distances=pointer_offsets_of(addresses, fmt, draws) if num_tensors else None,
     )
     backend, _, warp_size = TARGETS[target]
     options = elementwise_triton.launch_options(backend, warp_size) | ({"enable_fp_fusion": True} if fused else {})

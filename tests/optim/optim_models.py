@@ -122,18 +122,18 @@ def through_a_file(value: Any) -> Any:
 
 def twin_of(model: MLP) -> MLP:
     """The same weights in plain PyTorch."""
-    twin = MLP().to(next(model.parameters()).dtype)
-    twin.load_state_dict(model.state_dict())
-    return twin
+    shadow = MLP().to(next(model.parameters()).dtype)
+    shadow.load_state_dict(model.state_dict())
+    return shadow
 
 
-def copy_gradients(model: nn.Module, twin: nn.Module) -> None:
-    for p, q in zip(model.parameters(), twin.parameters()):
+def copy_gradients(model: nn.Module, shadow: nn.Module) -> None:
+    for p, q in zip(model.parameters(), shadow.parameters()):
         q.grad = None if p.grad is None else p.grad.detach().clone()
 
 
-def assert_close(model: nn.Module, twin: nn.Module, atol: float = 1e-6) -> None:
-    for (name, p), q in zip(model.named_parameters(), twin.parameters()):
+def assert_close(model: nn.Module, shadow: nn.Module, atol: float = 1e-6) -> None:
+    for (name, p), q in zip(model.named_parameters(), shadow.parameters()):
         torch.testing.assert_close(p, q, rtol=0, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 

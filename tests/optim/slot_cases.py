@@ -12,7 +12,7 @@ from overlap_cases import case, minimum_nbytes
 from torch import Tensor
 
 import chunkc
-from chunkc.runtime.store.consumed_gradients import UsedGradient
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -52,7 +52,7 @@ class Subject:
     @property
     def used_names(self) -> set[str]:
         """Parameters whose gradients were used up."""
-        return {name for name, p in self.store.parameters().items() if isinstance(p.grad, UsedGradient)}
+        return {name for name, p in self.store.parameters().items() if isinstance(p.grad, ConsumedGradient)}
 
     @property
     def used(self) -> set[int]:

@@ -107,22 +107,22 @@ def test_in_16_bits_the_norm_is_no_coarser() -> None:
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_it_trains_as_torch_does(name: str) -> None:
     model, compiled = build(True)
-    twin = copy.deepcopy(case().build())
+    shadow = copy.deepcopy(case().build())
     ours: Any = OPTIMIZERS[name](model.parameters())
     theirs: Any = {
         "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1),
         "SGD": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
-    }[name](twin.parameters())
+    }[name](shadow.parameters())
     for step in range(STEPS):
         compiled(**case().batch(step)).backward()
-        twin(**case().batch(step)).backward()
+        shadow(**case().batch(step)).backward()
         limit = (MAX_NORM, 1e3)[step % 2]
-        norms = ours.clip_grad_norm_(limit), torch.nn.utils.clip_grad_norm_(twin.parameters(), limit)
+        norms = ours.clip_grad_norm_(limit), torch.nn.utils.clip_grad_norm_(shadow.parameters(), limit)
         torch.testing.assert_close(*norms, rtol=1e-5, atol=0)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+    for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=2e-5)
 
 
@@ -252,11 +252,11 @@ def test_twice_is_as_in_torch() -> None:
     model, compiled = build(True)
     optimizer: Any = OPTIMIZERS["SGD"](model.parameters())
     compiled(**case().batch(0)).backward()
-    twin = [nn.Parameter(torch.zeros_like(p)) for p in model.parameters() if p.grad is not None]
-    for p, q in zip((p for p in model.parameters() if p.grad is not None), twin, strict=True):
+    shadow = [nn.Parameter(torch.zeros_like(p)) for p in model.parameters() if p.grad is not None]
+    for p, q in zip((p for p in model.parameters() if p.grad is not None), shadow, strict=True):
         q.grad = p.grad.detach().clone()  # type: ignore[union-attr]
     for limit in (1e-2, 1e-3, 1.0):
-        found, expected = optimizer.clip_grad_norm_(limit), torch.nn.utils.clip_grad_norm_(twin, limit)
+        found, expected = optimizer.clip_grad_norm_(limit), torch.nn.utils.clip_grad_norm_(shadow, limit)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
 
 

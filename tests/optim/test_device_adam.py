@@ -77,11 +77,11 @@ def test_a_part_of_a_tensor_is_updated_as_its_clone_is(monkeypatch: pytest.Monke
     monkeypatch.setattr(elementwise, "goes_along", lambda tensor: False)
     base = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     before, part = base.clone(), torch.nn.Parameter(base[:, :3])
-    twin = torch.nn.Parameter(part.detach().clone())
-    part.grad, twin.grad = torch.ones(8, 3), torch.ones(8, 3)
+    shadow = torch.nn.Parameter(part.detach().clone())
+    part.grad, shadow.grad = torch.ones(8, 3), torch.ones(8, 3)
     AdamW([part]).step()
-    AdamW([twin]).step()
-    assert torch.equal(part, twin)
+    AdamW([shadow]).step()
+    assert torch.equal(part, shadow)
     assert torch.equal(base[:, 3:], before[:, 3:])
 
 

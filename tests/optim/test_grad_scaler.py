@@ -147,10 +147,10 @@ def test_half_precision_parameters_are_unscaled_inside() -> None:
 def test_it_follows_torch_under_autocast_with_clipping(tight: bool) -> None:
     """The whole loop, with fp32 parameters, fp16 arithmetic, an overflow and clipping, against torch's optimizer."""
     model, compiled = build(tight, autocast=True)
-    twin = copy.deepcopy(case().build())
+    shadow = copy.deepcopy(case().build())
     pairs = [
         (model, OPTIMIZERS["AdamW"](model.parameters())),
-        (twin, torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.1)),
+        (shadow, torch.optim.AdamW(shadow.parameters(), lr=1e-2, weight_decay=0.1)),
     ]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3) for _ in pairs]
     for step in range(8):
@@ -158,7 +158,7 @@ def test_it_follows_torch_under_autocast_with_clipping(tight: bool) -> None:
             loss = compiled(**case().batch(step)) * (float("inf") if step in (2, 3) else 1.0)
         scalers[0].scale(loss).backward()
         scalers[1].scale(torch.zeros(()))  # both have a scale
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
             q.grad = p.grad.detach().clone()  # type: ignore[union-attr]
         norms = []
         for (subject, optimizer), scaler in zip(pairs, scalers, strict=True):
@@ -169,7 +169,7 @@ def test_it_follows_torch_under_autocast_with_clipping(tight: bool) -> None:
             optimizer.zero_grad()
         torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0, equal_nan=True)
         assert scalers[0].get_scale() == scalers[1].get_scale()
-    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+    for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
         assert pairs[0][1].state[p]["step"] == pairs[1][1].state[q]["step"] == 6
 

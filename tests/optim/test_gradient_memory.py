@@ -69,16 +69,16 @@ def parameters() -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("kind", MADE_PLAIN)
 def test_a_gradient_that_is_no_plain_memory_is_what_pytorch_reads_there(kind: str) -> None:
-    mine, twins = parameters(), parameters()
-    for of, module in ((mine, chunkc.optim), (twins, torch.optim)):
+    mine, shadow_copies = parameters(), parameters()
+    for of, module in ((mine, chunkc.optim), (shadow_copies, torch.optim)):
         optimizer = module.AdamW(of, lr=0.1)
         for _ in range(2):
             of[0].grad, of[1].grad = torch.ones(4), MADE_PLAIN[kind]()
             gradient = of[1].grad
             optimizer.step()
             assert of[1].grad is gradient
-    for parameter, twin in zip(mine, twins):
-        torch.testing.assert_close(parameter, twin)
+    for parameter, shadow in zip(mine, shadow_copies):
+        torch.testing.assert_close(parameter, shadow)
 
 
 @pytest.mark.parametrize("kind", MADE_PLAIN)

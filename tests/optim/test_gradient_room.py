@@ -15,7 +15,7 @@ from chunkc.ir.errors import HomeError
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.layout import GRAD, Chunk
 from chunkc.runtime.storage.homes import MemoryHome
-from chunkc.runtime.store.consumed_gradients import UsedGradient
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 
 
 def without_room(made: Subject) -> set[int]:
@@ -78,7 +78,7 @@ def test_graphs_that_are_compiled_in_the_first_step_update_in_it() -> None:
     moving = {group.index for group in store.layout.groups} - store.resident
     assert len(moving) > 4
     layers = [*model.first, *model.second]
-    assert all(isinstance(layer.weight.grad, UsedGradient) for layer in layers)
+    assert all(isinstance(layer.weight.grad, ConsumedGradient) for layer in layers)
     assert all(store.arena.is_promised(Chunk(GRAD, index)) for index in moving)
     optimizer.step()
     assert all(int(optimizer.state[layer.weight]["step"]) == 1 for layer in layers)

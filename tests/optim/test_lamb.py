@@ -120,19 +120,19 @@ def textbook(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) ->
 def test_a_hundred_steps_follow_the_paper() -> None:
     of = case()
     model, compiled = compile_case(of, memory_budget=minimum(of), **options())
-    twin = copy.deepcopy(of.build())
+    shadow = copy.deepcopy(of.build())
     optimizer, states = lamb(model), {}
     for step in range(100):
         compiled(**of.batch(step)).backward()
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
             q.grad = p.grad.detach().clone()
-        before = [q.detach().clone() for q in twin.parameters()]
+        before = [q.detach().clone() for q in shadow.parameters()]
         by_parameter = {p: group for group in optimizer.param_groups for p in group["params"]}
-        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
             textbook(q, states.setdefault(q, {}), by_parameter[p])
         optimizer.step()
         optimizer.zero_grad()
-        for p, q, b in zip(model.parameters(), twin.parameters(), before, strict=True):
+        for p, q, b in zip(model.parameters(), shadow.parameters(), before, strict=True):
             torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
             if step == 0:
                 assert not torch.equal(q, b)

@@ -158,18 +158,18 @@ def test_updates_are_torch_s(name: str, settings: dict[str, Any], dtype: torch.d
     shapes = [(7, 5), (6, 4), ()]
     values = [torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(3)) for shape in shapes]
     values[1] = values[1].t()
-    mine, twins = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
-    optimizer, other = ours(mine, **settings), theirs(twins, foreach=False, **settings)
+    mine, shadow_copies = ([nn.Parameter(value.clone()) for value in values] for _ in range(2))
+    optimizer, other = ours(mine, **settings), theirs(shadow_copies, foreach=False, **settings)
     for step in range(12):
         generator = torch.Generator().manual_seed(step)
-        for p, q in zip(mine, twins):
+        for p, q in zip(mine, shadow_copies):
             gradient = torch.randn(p.shape, dtype=dtype, generator=generator)
             if step % 3 == 2 and dtype.is_complex:
                 gradient = gradient.conj()
             p.grad, q.grad = gradient, gradient.clone()
         optimizer.step()
         other.step()
-    for p, q in zip(mine, twins):
+    for p, q in zip(mine, shadow_copies):
         torch.testing.assert_close(p, q, rtol=ULP[dtype], atol=ULP[dtype])
         for kind in other.state[q]:
             if kind != "step":
@@ -240,15 +240,15 @@ def test_norms(dtype: torch.dtype) -> None:
     """A gradient in another order, and a conjugate view; the next step multiplies by the factor."""
     values = [torch.randn(40, 30, dtype=dtype, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     gradients = [values[0], values[1].t().contiguous().t(), values[2].conj()]
-    mine, twins = ([nn.Parameter(torch.zeros_like(value)) for value in values] for _ in range(2))
-    for p, q, gradient in zip(mine, twins, gradients):
+    mine, shadow_copies = ([nn.Parameter(torch.zeros_like(value)) for value in values] for _ in range(2))
+    for p, q, gradient in zip(mine, shadow_copies, gradients):
         p.grad, q.grad = gradient, gradient.clone()
-    optimizer, other = chunkc.optim.SGD(mine, lr=1.0), torch.optim.SGD(twins, lr=1.0, foreach=False)
-    norm, wanted = optimizer.clip_grad_norm_(1e-2), torch.nn.utils.clip_grad_norm_(twins, 1e-2)
+    optimizer, other = chunkc.optim.SGD(mine, lr=1.0), torch.optim.SGD(shadow_copies, lr=1.0, foreach=False)
+    norm, wanted = optimizer.clip_grad_norm_(1e-2), torch.nn.utils.clip_grad_norm_(shadow_copies, 1e-2)
     torch.testing.assert_close(norm, wanted.float())
     optimizer.step()
     other.step()
-    for p, q in zip(mine, twins):
+    for p, q in zip(mine, shadow_copies):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=0)
 
 
@@ -279,16 +279,16 @@ class Quantised(nn.Module):
 def test_frozen_parameters_may_have_any_dtype(placed: bool) -> None:
     torch.manual_seed(0)
     model = Quantised()
-    twin = copy.deepcopy(model)
+    shadow = copy.deepcopy(model)
     if placed:
         chunkc.place(model)
     call = torch.compile(model, backend="chunkc", options={"memory_budget": "1MiB", "codegen": "eager"})
-    optimizer, other = chunkc.optim.AdamW(model.parameters()), torch.optim.AdamW(twin.parameters(), foreach=False)
+    optimizer, other = chunkc.optim.AdamW(model.parameters()), torch.optim.AdamW(shadow.parameters(), foreach=False)
     optimizer.add_param_group({"params": nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)})
     train(call, optimizer, range(3))
-    train(twin, other, range(3))
-    torch.testing.assert_close(model.head.weight, twin.head.weight, rtol=1e-5, atol=1e-6)
-    assert torch.equal(model.codes, twin.codes)
+    train(shadow, other, range(3))
+    torch.testing.assert_close(model.head.weight, shadow.head.weight, rtol=1e-5, atol=1e-6)
+    assert torch.equal(model.codes, shadow.codes)
     assert set(optimizer.state) == {model.head.weight, model.head.bias}
 
 

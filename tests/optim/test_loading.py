@@ -225,16 +225,16 @@ def test_hooks_see_what_is_loaded() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_adam_that_loads_an_adamw_decays_as_in_torch(mode: str) -> None:
     model, call = build(mode)
-    twin = nn.ParameterList([p.detach().clone() for p in model.parameters()])
-    saved = torch.optim.AdamW(twin, lr=1e-2, weight_decay=0.5).state_dict()
-    optimizer, twin_optimizer = chunkc.optim.Adam(model.parameters()), torch.optim.Adam(twin)
+    shadow = nn.ParameterList([p.detach().clone() for p in model.parameters()])
+    saved = torch.optim.AdamW(shadow, lr=1e-2, weight_decay=0.5).state_dict()
+    optimizer, twin_optimizer = chunkc.optim.Adam(model.parameters()), torch.optim.Adam(shadow)
     for of in (optimizer, twin_optimizer):
         of.load_state_dict(saved)
     for step in range(2):
         backward(call, step)
-        copy_gradients(model, twin)
+        copy_gradients(model, shadow)
         for of in (optimizer, twin_optimizer):
             of.step()
             of.zero_grad()
-    for p, q in zip(model.parameters(), twin):
+    for p, q in zip(model.parameters(), shadow):
         torch.testing.assert_close(p, q, rtol=0, atol=1e-6)

@@ -44,19 +44,19 @@ def follow_torch(
 ) -> None:
     """Train with chunkc's and torch's optimizer on the same gradients and compare. `make(model, is_torch)`."""
     model, call = build(mode)
-    twin = twin_of(model)
-    pairs = [(model, make(model, False)), (twin, make(twin, True))]
+    shadow = twin_of(model)
+    pairs = [(model, make(model, False)), (shadow, make(shadow, True))]
     ticks = [after(optimizer) if after else None for _, optimizer in pairs]
     before = snapshot(model)
     for step in range(num_steps):
         backward(call, step)
-        copy_gradients(model, twin)
+        copy_gradients(model, shadow)
         for (_, optimizer), tick in zip(pairs, ticks):
             optimizer.step()
             optimizer.zero_grad()
             if tick is not None:
                 tick.step()
-        assert_close(model, twin)
+        assert_close(model, shadow)
     assert_managed(model, mode)
     assert any(not torch.equal(before[name], p) for name, p in model.named_parameters())
 

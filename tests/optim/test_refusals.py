@@ -100,17 +100,17 @@ def test_what_torch_refuses_too(made: Any) -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_numbers_that_torch_takes_too(name: str) -> None:
     ours, theirs = OPTIMIZERS[name]
-    mine, twin = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    mine, shadow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
     lr = torch.tensor(0.1)
     optimizers = [
-        of([p], lr=lr, betas=(np.float64(0.5), 0.75), weight_decay=1) for of, p in ((ours, mine), (theirs, twin))
+        of([p], lr=lr, betas=(np.float64(0.5), 0.75), weight_decay=1) for of, p in ((ours, mine), (theirs, shadow))
     ]
     for step in range(3):
-        for parameter, optimizer in zip((mine, twin), optimizers):
+        for parameter, optimizer in zip((mine, shadow), optimizers):
             parameter.grad = torch.full((3,), float(step + 1))
             optimizer.step()
         lr.mul_(0.5)
-        torch.testing.assert_close(mine, twin, rtol=0, atol=1e-6)
+        torch.testing.assert_close(mine, shadow, rtol=0, atol=1e-6)
 
 
 def test_differentiable_updates_are_refused() -> None:
@@ -124,9 +124,9 @@ def test_differentiable_updates_are_refused() -> None:
 
 
 def test_states_of_another_optimizer_are_named() -> None:
-    twin = MLP()
-    other = torch.optim.SGD(twin.parameters(), momentum=0.9)
-    train(twin, other, range(1))
+    shadow = MLP()
+    other = torch.optim.SGD(shadow.parameters(), momentum=0.9)
+    train(shadow, other, range(1))
     optimizer = chunkc.optim.AdamW(MLP().parameters())
     found = {**optimizer.state_dict(), "state": other.state_dict()["state"]}
     with pytest.raises(chunkc.OptionsError, match=r"momentum_buffer.*load it into the optimizer that saved it"):

@@ -54,25 +54,25 @@ def mixed(model: MLP) -> list[dict[str, Any]]:
     ]
 
 
-def follow_torch(model: MLP, call: Any, twin: MLP, ours: Any, theirs: Any, steps: range) -> None:
+def follow_torch(model: MLP, call: Any, shadow: MLP, ours: Any, theirs: Any, steps: range) -> None:
     for step in steps:
         backward(call, step)
-        copy_gradients(model, twin)
+        copy_gradients(model, shadow)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-        assert_close(model, twin)
+        assert_close(model, shadow)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_one_group_follows_torch(mode: str, name: str) -> None:
     model, call = build(mode)
-    twin = twin_of(model)
+    shadow = twin_of(model)
     ours, theirs = (
-        kind(m.parameters(), lr=0.05, **SETTINGS[name]) for kind, m in ((SGD, model), (torch.optim.SGD, twin))
+        kind(m.parameters(), lr=0.05, **SETTINGS[name]) for kind, m in ((SGD, model), (torch.optim.SGD, shadow))
     )
-    follow_torch(model, call, twin, ours, theirs, range(4))
+    follow_torch(model, call, shadow, ours, theirs, range(4))
     assert_managed(model, mode)
     kinds = {kind for state in ours.state.values() for kind in state}
     assert kinds == ({"step", "momentum_buffer"} if "momentum" in SETTINGS[name] else {"step"})
@@ -82,28 +82,28 @@ def test_one_group_follows_torch(mode: str, name: str) -> None:
 def test_groups_may_differ_and_change(mode: str) -> None:
     """In chunks of two, one with momentum and one without; in the middle they change places."""
     model, call = build(mode, **(TWO_PER_CHUNK if mode != "plain" else {}))
-    twin = twin_of(model)
-    ours, theirs = SGD(mixed(model), lr=0.05), torch.optim.SGD(mixed(twin), lr=0.05)
-    follow_torch(model, call, twin, ours, theirs, range(3))
+    shadow = twin_of(model)
+    ours, theirs = SGD(mixed(model), lr=0.05), torch.optim.SGD(mixed(shadow), lr=0.05)
+    follow_torch(model, call, shadow, ours, theirs, range(3))
     for optimizer in (ours, theirs):
         first, second, third = optimizer.param_groups
         first["momentum"], second["momentum"], second["dampening"], third["lr"] = 0.0, 0.8, 0.5, 0.01
-    follow_torch(model, call, twin, ours, theirs, range(3, 6))
+    follow_torch(model, call, shadow, ours, theirs, range(3, 6))
     for optimizer in (ours, theirs):
         optimizer.param_groups[0]["momentum"] = 0.9  # its buffer is what it was
-    follow_torch(model, call, twin, ours, theirs, range(6, 8))
+    follow_torch(model, call, shadow, ours, theirs, range(6, 8))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_momentum_that_comes_later(mode: str) -> None:
     """Chunks were laid out without states; the first update with momentum makes the buffer the gradient."""
     model, call = build(mode)
-    twin = twin_of(model)
-    ours, theirs = SGD(model.parameters(), lr=0.05), torch.optim.SGD(twin.parameters(), lr=0.05)
-    follow_torch(model, call, twin, ours, theirs, range(2))
+    shadow = twin_of(model)
+    ours, theirs = SGD(model.parameters(), lr=0.05), torch.optim.SGD(shadow.parameters(), lr=0.05)
+    follow_torch(model, call, shadow, ours, theirs, range(2))
     for optimizer in (ours, theirs):
         optimizer.param_groups[0] |= {"momentum": 0.9, "dampening": 0.4}
-    follow_torch(model, call, twin, ours, theirs, range(2, 5))
+    follow_torch(model, call, shadow, ours, theirs, range(2, 5))
     assert_managed(model, mode)
 
 
@@ -112,16 +112,16 @@ def test_momentum_that_comes_later(mode: str) -> None:
 @pytest.mark.parametrize("num_steps", [0, 2])
 def test_states_go_to_torch_and_back(mode: str, name: str, num_steps: int) -> None:
     model, call = build(mode)
-    twin = twin_of(model)
+    shadow = twin_of(model)
     ours, theirs = (
-        kind(m.parameters(), lr=0.05, **SETTINGS[name]) for kind, m in ((SGD, model), (torch.optim.SGD, twin))
+        kind(m.parameters(), lr=0.05, **SETTINGS[name]) for kind, m in ((SGD, model), (torch.optim.SGD, shadow))
     )
-    follow_torch(model, call, twin, ours, theirs, range(num_steps))
-    other, back = SGD(model.parameters(), lr=1.0), torch.optim.SGD(twin.parameters(), lr=1.0)
+    follow_torch(model, call, shadow, ours, theirs, range(num_steps))
+    other, back = SGD(model.parameters(), lr=1.0), torch.optim.SGD(shadow.parameters(), lr=1.0)
     other.load_state_dict(theirs.state_dict())
     back.load_state_dict(copy.deepcopy(ours.state_dict()))
     assert other.param_groups[0]["lr"] == back.param_groups[0]["lr"] == 0.05
-    follow_torch(model, call, twin, other, back, range(num_steps, num_steps + 3))
+    follow_torch(model, call, shadow, other, back, range(num_steps, num_steps + 3))
 
 
 def test_a_buffer_of_none_is_no_buffer() -> None:
@@ -250,14 +250,14 @@ def test_pickled_and_copied() -> None:
 
 def test_a_group_with_momentum_may_be_added() -> None:
     model, call = build("adopted")
-    twin = twin_of(model)
+    shadow = twin_of(model)
     pairs = []
-    for kind, m in ((SGD, model), (torch.optim.SGD, twin)):
+    for kind, m in ((SGD, model), (torch.optim.SGD, shadow)):
         weights = [layer.weight for layer in m.layers]
         optimizer = kind(weights[:2], lr=0.05)
         optimizer.add_param_group({"params": weights[2:], "momentum": 0.9})
         pairs.append(optimizer)
-    follow_torch(model, call, twin, *pairs, range(3))
+    follow_torch(model, call, shadow, *pairs, range(3))
 
 
 def test_help_names_every_argument_and_torch_s_in_their_order() -> None:

@@ -11,7 +11,7 @@ from harness import differences
 from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, interrupt_a_backward, trained
 
 import chunkc
-from chunkc.runtime.store.consumed_gradients import UsedGradient
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -116,7 +116,7 @@ def test_a_used_gradient_refuses_whoever_needs_it(spare_nbytes: int) -> None:
     made.step(0)
     made.backward(1)
     weight = made.model.get_parameter("layers.2.weight")
-    assert isinstance(weight.grad, UsedGradient)
+    assert isinstance(weight.grad, ConsumedGradient)
     assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
     assert "used up" in repr(weight.grad)
     refused = [

@@ -78,7 +78,7 @@ class Subject:
         """What the last step's backward ran."""
         plan = self.session.records.latest["backward"].plan
         assert plan.phases[-1].updated
-        plans = self.graph.steps.at("backward", (), may_be_whole=True).plans.values()
+        plans = self.graph.steps.at("backward", (), can_skip_segmentation=True).plans.values()
         return next(step for step in plans if step.plan is plan).phases["backward"].executable
 
     def waits(self) -> dict[str, list[int]]:

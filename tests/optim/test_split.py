@@ -87,20 +87,20 @@ def test_masters_are_made_anew_of_what_somebody_wrote(mode: str, way: str) -> No
             for name, p in model.named_parameters():
                 torch.manual_seed(0)
                 nn.init.normal_(p) if way == "init" else p.copy_(written[name])
-    twin = twin_of(model)
+    shadow = twin_of(model)
     saved = copy.deepcopy(optimizer.state_dict())
     for (name, p), master in zip(model.named_parameters(), masters(optimizer), strict=True):
         assert torch.equal(master, p.float()), name
     for state in saved["state"].values():
         del state[MASTER]
-    expected = chunkc.optim.AdamW(twin.parameters())
+    expected = chunkc.optim.AdamW(shadow.parameters())
     expected.load_state_dict(saved)
     backward(call, 2, BF16)
-    copy_gradients(model, twin)
+    copy_gradients(model, shadow)
     optimizer.step()
     expected.step()
-    assert_equal(snapshot(model), snapshot(twin))
-    assert_equal(states(model, optimizer), states(twin, expected))
+    assert_equal(snapshot(model), snapshot(shadow))
+    assert_equal(states(model, optimizer), states(shadow, expected))
 
 
 def test_what_was_written_counts_however_late_the_update_comes() -> None:

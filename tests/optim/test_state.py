@@ -77,20 +77,20 @@ def test_a_state_goes_between_plain_and_placed_models() -> None:
 def test_loads_from_and_into_torch(mode: str, name: str) -> None:
     ours, theirs = OPTIMIZERS[name]
     settings = {"lr": 1e-2, "weight_decay": 0.1}
-    twin = MLP()
-    optimizer = theirs(twin.parameters(), **settings)
-    train(twin, optimizer, range(2))
+    shadow = MLP()
+    optimizer = theirs(shadow.parameters(), **settings)
+    train(shadow, optimizer, range(2))
     model, call = build(mode, seed=1)
-    model.load_state_dict(twin.state_dict())
+    model.load_state_dict(shadow.state_dict())
     mine = ours(model.parameters())
     mine.load_state_dict(optimizer.state_dict())
     for step in range(2, 4):
         backward(call, step)
-        copy_gradients(model, twin)
+        copy_gradients(model, shadow)
         mine.step()
         optimizer.step()
         mine.zero_grad()
-        assert_close(model, twin)
+        assert_close(model, shadow)
     back = twin_of(model)
     returned = theirs(back.parameters(), lr=3.0)
     returned.load_state_dict(copy.deepcopy(mine.state_dict()))  # torch keeps the tensors it is given
@@ -120,10 +120,10 @@ def test_a_loaded_state_is_a_copy() -> None:
 @pytest.mark.parametrize("mode", ["plain", "placed"])
 def test_a_missing_master_is_made_from_the_parameter(mode: str) -> None:
     model, call = build(mode, dtype=torch.bfloat16)
-    twin = twin_of(model)
-    optimizer = torch.optim.AdamW(twin.parameters())
-    train(twin, optimizer, range(1), torch.bfloat16)
-    model.load_state_dict(twin.state_dict())
+    shadow = twin_of(model)
+    optimizer = torch.optim.AdamW(shadow.parameters())
+    train(shadow, optimizer, range(1), torch.bfloat16)
+    model.load_state_dict(shadow.state_dict())
     mine = chunkc.optim.AdamW(model.parameters())
     mine.load_state_dict(optimizer.state_dict())
     for p in model.parameters():

@@ -13,7 +13,7 @@ from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, trained
 
 import chunkc
 from chunkc.optim import resident_updates as staying_updates
-from chunkc.runtime.store.consumed_gradients import UsedGradient
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -65,7 +65,7 @@ SECOND_TIER = (("adamw, bf16, split masters, rounded at random", 0), ("lamb need
     ],
 )
 def test_every_rule_has_the_same_bits(name: str, first_nbytes: int) -> None:
-    kind, arguments, dtype, uses_up = RULES[name]
+    kind, arguments, dtype, consumes = RULES[name]
     options: dict[str, Any] = {"optimizer": kind, "arguments": arguments, "dtype": dtype, "num_steps": 3}
     used = False
     for spare_nbytes in range(first_nbytes, 240_000, 60_000):
@@ -73,7 +73,7 @@ def test_every_rule_has_the_same_bits(name: str, first_nbytes: int) -> None:
         assert not differences(found, trained("none", spare_nbytes, **options)[0])
         made.backward(4)
         used |= bool(made.used & made.store.resident)
-    assert used == uses_up
+    assert used == consumes
 
 
 def test_who_accumulates_sends_residents_home() -> None:
@@ -104,7 +104,7 @@ def test_a_hook_sends_its_group_home() -> None:
     (found, made), (expected, _) = train("backward"), train("none")
     assert not differences(found, expected)
     made.backward(3)
-    assert not isinstance(made.model.get_parameter("layers.1.weight").grad, UsedGradient)
+    assert not isinstance(made.model.get_parameter("layers.1.weight").grad, ConsumedGradient)
     assert made.used
 
 
@@ -196,7 +196,7 @@ def test_no_slot_is_planned_for_it() -> None:
     record = made.session.records.latest["backward"]
     updates = [m for m in record.plan.moments if m.name.startswith("update.")]
     assert [m.slot_nbytes for m in updates] == [0] * 4
-    assert all(m.used_up for m in updates)
+    assert all(m.consumed for m in updates)
     assert record.plan.predicted_peak_nbytes <= made.session.budget_nbytes
 
 

@@ -70,19 +70,19 @@ def test_a_part_is_updated_as_its_clone_is_and_nothing_else(make: str, part: str
     base = base_of(dtype)
     before = base.clone()
     parameter = nn.Parameter(PARTS[part](base))
-    twin = nn.Parameter(parameter.detach().clone())
-    assert is_dense(twin)
-    optimizer, twin_optimizer = optimizer_of([parameter], **SETTINGS), optimizer_of([twin], **SETTINGS)
+    shadow = nn.Parameter(parameter.detach().clone())
+    assert is_dense(shadow)
+    optimizer, twin_optimizer = optimizer_of([parameter], **SETTINGS), optimizer_of([shadow], **SETTINGS)
     for step in range(2):
-        parameter.grad, twin.grad = gradient_of(parameter, step), gradient_of(parameter, step)
+        parameter.grad, shadow.grad = gradient_of(parameter, step), gradient_of(parameter, step)
         optimizer.step()
         twin_optimizer.step()
-    assert torch.equal(parameter, twin)
+    assert torch.equal(parameter, shadow)
     assert parameter.numel() == 0 or not torch.equal(parameter, PARTS[part](before))
-    PARTS[part](before).copy_(twin.detach())
+    PARTS[part](before).copy_(shadow.detach())
     assert torch.equal(base, before), "what is outside the parameter has changed"
     for kind, state in optimizer.state[parameter].items():
-        assert torch.equal(state, twin_optimizer.state[twin][kind])
+        assert torch.equal(state, twin_optimizer.state[shadow][kind])
         assert is_dense(state)
     # Saved, loaded, copied: the same.
     for saved in (optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())):
@@ -90,10 +90,10 @@ def test_a_part_is_updated_as_its_clone_is_and_nothing_else(make: str, part: str
             assert torch.equal(state, twin_optimizer.state_dict()["state"][0][kind])
         optimizer.load_state_dict(saved)
         twin_optimizer.load_state_dict(twin_optimizer.state_dict())
-    parameter.grad, twin.grad = gradient_of(parameter, 2), gradient_of(parameter, 2)
+    parameter.grad, shadow.grad = gradient_of(parameter, 2), gradient_of(parameter, 2)
     optimizer.step()
     twin_optimizer.step()
-    assert torch.equal(parameter, twin)
+    assert torch.equal(parameter, shadow)
 
 
 @pytest.mark.parametrize("layout", GRADIENTS)
@@ -102,12 +102,12 @@ def test_a_part_is_updated_as_its_clone_is_and_nothing_else(make: str, part: str
 def test_gradients_lie_in_memory_as_they_like(make: str, part: str, layout: str) -> None:
     _, optimizer_of = FORMATS[make]
     parameter = nn.Parameter(PARTS[part](base_of()))
-    twin = nn.Parameter(parameter.detach().clone())
-    optimizer, twin_optimizer = optimizer_of([parameter], **SETTINGS), optimizer_of([twin], **SETTINGS)
-    parameter.grad, twin.grad = GRADIENTS[layout](gradient_of(parameter, 0)), gradient_of(parameter, 0)
+    shadow = nn.Parameter(parameter.detach().clone())
+    optimizer, twin_optimizer = optimizer_of([parameter], **SETTINGS), optimizer_of([shadow], **SETTINGS)
+    parameter.grad, shadow.grad = GRADIENTS[layout](gradient_of(parameter, 0)), gradient_of(parameter, 0)
     optimizer.step()
     twin_optimizer.step()
-    assert torch.equal(parameter, twin)
+    assert torch.equal(parameter, shadow)
 
 
 @pytest.mark.parametrize("part", PARTS)
@@ -115,15 +115,15 @@ def test_gradients_lie_in_memory_as_they_like(make: str, part: str, layout: str)
 def test_a_part_is_updated_as_in_torch(ours: type, part: str) -> None:
     theirs = getattr(torch.optim, ours.__name__)
     base, twin_base = base_of(), base_of()
-    parameter, twin = nn.Parameter(PARTS[part](base)), nn.Parameter(PARTS[part](twin_base))
-    optimizer, twin_optimizer = ours([parameter], **SETTINGS), theirs([twin], **SETTINGS)
+    parameter, shadow = nn.Parameter(PARTS[part](base)), nn.Parameter(PARTS[part](twin_base))
+    optimizer, twin_optimizer = ours([parameter], **SETTINGS), theirs([shadow], **SETTINGS)
     for step in range(3):
-        parameter.grad, twin.grad = gradient_of(parameter, step), gradient_of(parameter, step)
+        parameter.grad, shadow.grad = gradient_of(parameter, step), gradient_of(parameter, step)
         optimizer.step()
         twin_optimizer.step()
     torch.testing.assert_close(base, twin_base, rtol=0, atol=1e-6)
     for kind in ("exp_avg", "exp_avg_sq"):
-        assert optimizer.state[parameter][kind].stride() == twin_optimizer.state[twin][kind].stride()
+        assert optimizer.state[parameter][kind].stride() == twin_optimizer.state[shadow][kind].stride()
 
 
 def test_a_master_of_a_part_is_loaded_before_and_after_the_model() -> None:
@@ -155,10 +155,10 @@ def test_parameters_in_one_storage() -> None:
     def parameters(of: Tensor) -> list[nn.Parameter]:
         return [nn.Parameter(of[:100]), nn.Parameter(of[100:101]), nn.Parameter(of[101:107].view(2, 3).t())]
 
-    mine, twins = parameters(base), parameters(twin_base)
-    optimizer, twin_optimizer = AdamW(mine, **SETTINGS), torch.optim.AdamW(twins, **SETTINGS)
+    mine, shadow_copies = parameters(base), parameters(twin_base)
+    optimizer, twin_optimizer = AdamW(mine, **SETTINGS), torch.optim.AdamW(shadow_copies, **SETTINGS)
     for step in range(3):
-        for p, q in zip(mine, twins):
+        for p, q in zip(mine, shadow_copies):
             p.grad, q.grad = gradient_of(p, step), gradient_of(p, step)
         optimizer.step()
         twin_optimizer.step()
@@ -211,16 +211,16 @@ def test_other_layouts_are_refused() -> None:
 def test_one_tensor_is_the_gradient_of_several_parameters(make: str) -> None:
     dtype, optimizer_of = FORMATS[make]
     mine = [nn.Parameter(base_of(dtype)[:9].view(3, 3)), nn.Parameter(base_of(dtype)[9:18].view(3, 3).t())]
-    twins = [nn.Parameter(p.detach().clone()) for p in mine]
-    optimizer, twin_optimizer = optimizer_of(mine, **SETTINGS), optimizer_of(twins, **SETTINGS)
+    shadow_copies = [nn.Parameter(p.detach().clone()) for p in mine]
+    optimizer, twin_optimizer = optimizer_of(mine, **SETTINGS), optimizer_of(shadow_copies, **SETTINGS)
     gradient = gradient_of(mine[0], 0)
     kept = gradient.clone()
-    for p, q in zip(mine, twins):
+    for p, q in zip(mine, shadow_copies):
         p.grad, q.grad = gradient, gradient.clone()
     for _ in range(2):
         optimizer.step()
         twin_optimizer.step()
-    assert all(torch.equal(p, q) for p, q in zip(mine, twins))
+    assert all(torch.equal(p, q) for p, q in zip(mine, shadow_copies))
     assert all(p.grad is gradient for p in mine)
     assert torch.equal(gradient, kept)
 
@@ -228,13 +228,13 @@ def test_one_tensor_is_the_gradient_of_several_parameters(make: str) -> None:
 @pytest.mark.parametrize("ours", [AdamW, Adam, LAMB])
 def test_an_expanded_gradient(ours: type) -> None:
     parameter = nn.Parameter(base_of()[:12].view(4, 3))
-    twin = nn.Parameter(parameter.detach().clone())
-    optimizer, twin_optimizer = ours([parameter], **SETTINGS), ours([twin], **SETTINGS)
+    shadow = nn.Parameter(parameter.detach().clone())
+    optimizer, twin_optimizer = ours([parameter], **SETTINGS), ours([shadow], **SETTINGS)
     gradient = base_of()[20:23]
-    parameter.grad, twin.grad = gradient.expand(4, 3), gradient.repeat(4, 1)
+    parameter.grad, shadow.grad = gradient.expand(4, 3), gradient.repeat(4, 1)
     optimizer.step()
     twin_optimizer.step()
-    assert torch.equal(parameter, twin)
+    assert torch.equal(parameter, shadow)
     assert torch.equal(gradient, base_of()[20:23])
 
 
@@ -244,15 +244,15 @@ def test_an_expanded_gradient(ours: type) -> None:
 def test_a_parameter_that_is_its_own_gradient(ours: type, part: str, maximize: bool) -> None:
     """Decay changes it before it is read, as in `torch.optim`."""
     theirs = getattr(torch.optim, ours.__name__)
-    parameter, twin = nn.Parameter(PARTS[part](base_of())), nn.Parameter(PARTS[part](base_of()))
+    parameter, shadow = nn.Parameter(PARTS[part](base_of())), nn.Parameter(PARTS[part](base_of()))
     settings = {"lr": 0.3, "weight_decay": 0.9, "maximize": maximize}
-    optimizer, twin_optimizer = ours([parameter], **settings), theirs([twin], **settings)
-    parameter.grad, twin.grad = parameter.detach(), twin.detach()
+    optimizer, twin_optimizer = ours([parameter], **settings), theirs([shadow], **settings)
+    parameter.grad, shadow.grad = parameter.detach(), shadow.detach()
     gradient = parameter.grad
     for _ in range(3):
         optimizer.step()
         twin_optimizer.step()
-    torch.testing.assert_close(parameter, twin, rtol=0, atol=1e-6)
+    torch.testing.assert_close(parameter, shadow, rtol=0, atol=1e-6)
     assert parameter.grad is gradient
 
 
@@ -271,12 +271,12 @@ def test_a_gradient_in_the_memory_of_a_parameter_is_refused_before_anything_chan
 def test_gradients_between_parameters_in_one_storage_are_ordinary() -> None:
     base = base_of().view(100, 6)
     mine = [nn.Parameter(base[:, 0]), nn.Parameter(base[:, 1])]
-    twins = [nn.Parameter(p.detach().clone()) for p in mine]
-    for number, (p, q) in enumerate(zip(mine, twins)):
+    shadow_copies = [nn.Parameter(p.detach().clone()) for p in mine]
+    for number, (p, q) in enumerate(zip(mine, shadow_copies)):
         p.grad, q.grad = base[:, 2 + number], base[:, 2 + number].clone()
     AdamW(mine).step()
-    AdamW(twins).step()
-    assert all(torch.equal(p, q) for p, q in zip(mine, twins))
+    AdamW(shadow_copies).step()
+    assert all(torch.equal(p, q) for p, q in zip(mine, shadow_copies))
 
 
 def test_a_parameter_of_another_shape_than_its_states_is_refused() -> None:

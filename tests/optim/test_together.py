@@ -17,7 +17,7 @@ import chunkc
 from chunkc.kernels import elementwise_triton, lamb_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, Span, UpdateFormat
 from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
-from chunkc.kernels.pointer_offsets import alignment_of, distances_of, kinds_of
+from chunkc.kernels.pointer_offsets import alignment_of, kinds_of, pointer_offsets_of
 from chunkc.kernels.sgd import SgdFormat
 from chunkc.optim import multi_tensor as together
 from chunkc.optim import on_device, rule
@@ -176,7 +176,7 @@ def test_tables_of_a_launch_are_small() -> None:
     tensors = [(together.MAX_NUM_ELEMENTS // together.MAX_NUM_TENSORS + 17, 0)] * together.MAX_NUM_TENSORS
     work = elementwise_triton.work_of_tensors(tensors, FP32)
     assert work.rows.nbytes <= on_device.TABLE_NBYTES // 4
-    assert len(kinds_of(FP32)) * 8 * len(tensors) <= on_device.DISTANCES_NBYTES // 4
+    assert len(kinds_of(FP32)) * 8 * len(tensors) <= on_device.POINTER_OFFSETS_NBYTES // 4
 
 
 def test_what_is_sent_again_takes_the_same_place() -> None:
@@ -203,7 +203,7 @@ def test_distances_lead_from_the_first_tensor_to_each(fmt: UpdateFormat) -> None
     units = alignment_of(fmt)
     steps = np.arange(3 * len(units)).reshape(3, -1) - 4
     addresses = 1 << 40 | np.arange(len(units)) * 8 + 0 * steps
-    found = distances_of(addresses + steps * units, fmt)
+    found = pointer_offsets_of(addresses + steps * units, fmt)
     assert torch.equal(found, torch.from_numpy(steps - steps[0]))
 
 
@@ -214,7 +214,7 @@ def test_distances_go_with_their_table_only() -> None:
         elementwise_triton.work_table([Span(0, 32, 0)], FP32),
         elementwise_triton.work_of_tensors([(32, 0)], FP32),
     )
-    distances = distances_of(np.zeros((1, 7), dtype=np.int64), FP32)
+    distances = pointer_offsets_of(np.zeros((1, 7), dtype=np.int64), FP32)
     elementwise_triton.launch_arguments(FP32, slots, many, scalars, distances=distances)
     for work, given in ((one, distances), (many, None)):
         with pytest.raises(ValueError, match="several tensors"):

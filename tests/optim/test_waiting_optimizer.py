@@ -30,7 +30,7 @@ SHORT_S, LONG_S = 0.1, 20.0
 EXP_AVG = "exp_avg"
 
 
-class Held(Late):
+class ExternalBytes(Late):
     """No update begins before the gate is open."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Gated(Subject):
     """The model, compiled once; `begin` starts training anew with another optimizer."""
 
     def __init__(self) -> None:
-        self.gate = Held()
+        self.gate = ExternalBytes()
         super().__init__("none", Late(), self.gate)
         self.start = [p.detach().clone() for p in self.model.parameters()]
 

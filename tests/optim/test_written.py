@@ -102,18 +102,18 @@ def test_a_copy_s_chunks_are_laid_out_for_its_states() -> None:
 def test_rules_that_keep_the_same_states_may_follow_each_other() -> None:
     """Which kind of master there would be, is nothing to fp32 parameters. Each begins with states of its own."""
     model, call = build("adopted")
-    twin = twin_of(model)
+    shadow = twin_of(model)
     for step, make in enumerate(
         (chunkc.optim.AdamW, chunkc.optim.LAMB, partial(chunkc.optim.AdamW, master_weights="float32"))
     ):
-        optimizer, twin_optimizer = make(model.parameters()), make(twin.parameters())
+        optimizer, twin_optimizer = make(model.parameters()), make(shadow.parameters())
         backward(call, step)
-        copy_gradients(model, twin)
+        copy_gradients(model, shadow)
         for of in (optimizer, twin_optimizer):
             of.step()
             of.zero_grad()
-        assert_equal(snapshot(model), snapshot(twin))
-        assert_equal(states(model, optimizer), states(twin, twin_optimizer))
+        assert_equal(snapshot(model), snapshot(shadow))
+        assert_equal(states(model, optimizer), states(shadow, twin_optimizer))
     assert_managed(model, "adopted")
 
 

@@ -76,7 +76,7 @@ class Meter(TorchDispatchMode):
         self.left_nbytes = 0
         self._wrapper = ParsedWrapper.parse(source)
         self._module = PyCodeCache.load(source)
-        self._around = 0
+        self._phase_context = 0
 
     def run(self, args: list[Any]) -> tuple[Any, ...]:
         """Takes the arguments out of `args`, which must hold their only references."""
@@ -86,25 +86,25 @@ class Meter(TorchDispatchMode):
         names["empty_strided_cpu"] = self._read("allocation", names["empty_strided_cpu"])
         names[AT] = lambda position: None
         call = self._wrapper.call(names)
-        self._around = cpu_allocator.current_nbytes() - sum(storages_of(args).values())
+        self._phase_context = cpu_allocator.current_nbytes() - sum(storages_of(args).values())
         with self:
             self._read("start", lambda: None)()
             outputs = tuple(call(args))
-        self.left_nbytes = cpu_allocator.current_nbytes() - self._around
+        self.left_nbytes = cpu_allocator.current_nbytes() - self._phase_context
         return outputs
 
     def _read(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             cpu_allocator.reset_peak()
             result = function(*args, **kwargs)
-            self.readings.append(Reading(name, cpu_allocator.peak_nbytes() - self._around))
+            self.readings.append(Reading(name, cpu_allocator.peak_nbytes() - self._phase_context))
             return result
 
         return call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        before = cpu_allocator.current_nbytes() - self._around
+        before = cpu_allocator.current_nbytes() - self._phase_context
         result = self._read(func._schema.name.replace("::", "."), func)(*args, **kwargs)
         if "out" not in kwargs and self.readings[-1].nbytes == before:
             self.readings.pop()  # a view, or an operator that allocates nothing

@@ -21,7 +21,7 @@ from chunkc.passes.planning.residency import check_minimum, choose_whole, whole_
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.decide import decide
 from chunkc.policy.plans import step_plan, update_plan
-from chunkc.policy.state import Forms, GraphCaptured, PhaseCalled, Situation, StepDecision, UpdateDue
+from chunkc.policy.state import Forms, GraphCaptured, PhaseCalled, PlannerState, StepDecision, UpdateDue
 
 HUGE = 1 << 40
 SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
@@ -45,63 +45,63 @@ MOST = check_minimum(NEEDS, LAYOUT.with_whole(EVERY), HUGE, 0)
 
 
 def captured(budget_nbytes: int) -> StepDecision:
-    return decide(Situation(budget_nbytes), GraphCaptured(CAPTURED, LAYOUT))
+    return decide(PlannerState(budget_nbytes), GraphCaptured(CAPTURED, LAYOUT))
 
 
 def test_all_are_whole_as_soon_as_all_fit() -> None:
-    assert captured(MOST).situation.layout.whole == EVERY
-    assert captured(MOST - 1).situation.layout.whole < EVERY
-    assert captured(LEAST).situation.layout.whole == frozenset()
+    assert captured(MOST).planner_state.layout.whole == EVERY
+    assert captured(MOST - 1).planner_state.layout.whole < EVERY
+    assert captured(LEAST).planner_state.layout.whole == frozenset()
     with pytest.raises(BudgetError) as error:
         captured(LEAST - 1)
     assert error.value.minimum_nbytes == LEAST
 
 
 @given(st.integers(LEAST, MOST + 9999), st.integers(0, 4000))
-def test_what_is_chosen_fits_and_is_verified(budget_nbytes: int, held_nbytes: int) -> None:
+def test_what_is_chosen_fits_and_is_verified(budget_nbytes: int, external_nbytes: int) -> None:
     decision = captured(budget_nbytes)
-    assert not decision.situation.resident, "what ranks share has parts at home"
+    assert not decision.planner_state.resident, "what ranks share has parts at home"
     step_plan(CAPTURED, decision.request, HARDWARE)
     try:
-        beside = decide(decision.situation, PhaseCalled(Forms(CAPTURED), held_nbytes))
+        beside = decide(decision.planner_state, PhaseCalled(Forms(CAPTURED), external_nbytes))
     except BudgetError:
-        assert LEAST + held_nbytes > budget_nbytes, "it fits where nothing is whole"
+        assert LEAST + external_nbytes > budget_nbytes, "it fits where nothing is whole"
         return
-    assert beside.situation.layout.whole <= decision.situation.layout.whole, "nobody comes back"
+    assert beside.planner_state.layout.whole <= decision.planner_state.layout.whole, "nobody comes back"
     step_plan(CAPTURED, beside.request, HARDWARE)
 
 
 def test_a_forced_stage_is_no_choice() -> None:
     for stage in (1, 2, 3):
         layout = cut(stage=stage)  # type: ignore[arg-type]
-        assert decide(Situation(HUGE), GraphCaptured(CAPTURED, layout)).situation.layout.whole == frozenset()
+        assert decide(PlannerState(HUGE), GraphCaptured(CAPTURED, layout)).planner_state.layout.whole == frozenset()
 
 
 def test_what_is_whole_leaves_where_others_hold_more() -> None:
-    now = captured(MOST).situation
-    after = decide(now, PhaseCalled(Forms(CAPTURED), 1000)).situation
+    now = captured(MOST).planner_state
+    after = decide(now, PhaseCalled(Forms(CAPTURED), 1000)).planner_state
     assert after.layout.whole < now.layout.whole
     assert after.key != now.key, "a plan for the one is none for the other"
-    again = decide(after, PhaseCalled(Forms(CAPTURED), 0)).situation
+    again = decide(after, PhaseCalled(Forms(CAPTURED), 0)).planner_state
     assert again.layout.whole == after.layout.whole
 
 
 def test_a_later_graph_takes_room_too() -> None:
-    now = replace(captured(MOST).situation, budget_nbytes=LEAST)
-    assert decide(now, GraphCaptured(CAPTURED, now.layout)).situation.layout.whole == frozenset()
+    now = replace(captured(MOST).planner_state, budget_nbytes=LEAST)
+    assert decide(now, GraphCaptured(CAPTURED, now.layout)).planner_state.layout.whole == frozenset()
 
 
 def test_for_an_update_what_is_whole_gives_its_room_back_for_a_while() -> None:
-    now = captured(MOST).situation
+    now = captured(MOST).planner_state
     groups = tuple(sorted(EVERY))
     roomy = decide(now, UpdateDue(groups, 0))
     assert roomy.request is not None
-    assert roomy.request.situation == now
-    held_nbytes = now.budget_nbytes - nbytes_that_stay(now.layout, ())
-    tight = decide(now, UpdateDue(groups, held_nbytes))
-    assert tight.situation is now, "afterwards it is as before"
+    assert roomy.request.planner_state == now
+    external_nbytes = now.budget_nbytes - nbytes_that_stay(now.layout, ())
+    tight = decide(now, UpdateDue(groups, external_nbytes))
+    assert tight.planner_state is now, "afterwards it is as before"
     assert tight.request is not None
-    assert tight.request.situation.layout.whole < now.layout.whole
+    assert tight.request.planner_state.layout.whole < now.layout.whole
     update_plan(tight.request, HARDWARE)
 
 

@@ -26,14 +26,14 @@ ALL = dict.fromkeys(range(NUM_LAYERS), 1)
 MINIMUM = check_minimum([p for phase in positions_of_step() for p in phase], LAYOUT, HUGE, 0)
 
 
-def updated(budget_nbytes: int, updates: dict[int, int] = ALL, held_nbytes: int = 0) -> tuple[Position, ...]:
+def updated(budget_nbytes: int, updates: dict[int, int] = ALL, external_nbytes: int = 0) -> tuple[Position, ...]:
     _, backward = positions_of_step()
     return with_updates(
         backward,
         LAYOUT,
         updates,
         budget_nbytes=budget_nbytes,
-        held_nbytes=held_nbytes,
+        external_nbytes=external_nbytes,
         resident=frozenset(),
         hardware=HARDWARE,
     )
@@ -56,7 +56,7 @@ def test_a_parameter_that_is_read_again_is_updated_later() -> None:
     _, backward = positions_of_step()
     tied = (*backward[:-1], replace(backward[-1], reads=backward[-1].reads | {Chunk(PARAM, 2)}))
     found = with_updates(
-        tied, LAYOUT, ALL, budget_nbytes=HUGE, held_nbytes=0, resident=frozenset({3}), hardware=HARDWARE
+        tied, LAYOUT, ALL, budget_nbytes=HUGE, external_nbytes=0, resident=frozenset({3}), hardware=HARDWARE
     )
     assert [p.tile.group for p in found if p.tile is not None] == [1, 0, 2]
     assert found[-3].name == "backward.3"
@@ -66,7 +66,7 @@ def test_a_gradient_that_is_returned_leaves_its_group_to_the_step() -> None:
     _, backward = positions_of_step()
     hooked = tuple(replace(p, sunk=()) if p.name == "backward.1" else p for p in backward)
     found = with_updates(
-        hooked, LAYOUT, ALL, budget_nbytes=HUGE, held_nbytes=0, resident=frozenset(), hardware=HARDWARE
+        hooked, LAYOUT, ALL, budget_nbytes=HUGE, external_nbytes=0, resident=frozenset(), hardware=HARDWARE
     )
     assert updated_in(found) == {0, 1, 3}
 
@@ -92,7 +92,7 @@ def test_updates_come_as_soon_as_there_is_room_and_change_no_minimum(
             layout=LAYOUT,
             memories=MEMORIES,
             resident=frozenset(),
-            held_nbytes=0,
+            external_nbytes=0,
             budget_nbytes=plan.budget_nbytes,
             present=plan.kept,
             updates=phase.updated,
@@ -105,7 +105,7 @@ def test_updates_come_as_soon_as_there_is_room_and_change_no_minimum(
             assert copies(phase, WRITE_BACK, "exp_avg")[group] == copies(phase, PREFETCH, "exp_avg")[group] >= 1
     assert found == sorted(found)
     assert (found[0], found[-1]) == (0, NUM_LAYERS)
-    assert updated_in(updated(HUGE, held_nbytes=HUGE - MINIMUM)) == set()
+    assert updated_in(updated(HUGE, external_nbytes=HUGE - MINIMUM)) == set()
 
 
 def test_a_large_group_is_updated_in_tiles_that_fit() -> None:
@@ -121,7 +121,7 @@ def test_a_large_group_is_updated_in_tiles_that_fit() -> None:
     for spare in (10 * MIN_TILE_NUMEL, 10 * numel, 40 * numel):
         budget = minimum - 430 + spare
         found = with_updates(
-            [call], layout, {0: 2}, budget_nbytes=budget, held_nbytes=0, resident=frozenset(), hardware=hardware
+            [call], layout, {0: 2}, budget_nbytes=budget, external_nbytes=0, resident=frozenset(), hardware=hardware
         )
         tiles = [p.tile for p in found if p.tile is not None]
         for stage in (0, 1):

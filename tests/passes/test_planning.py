@@ -48,7 +48,7 @@ def position(
     return Position(name, phase, nbytes, "aten.mm", "h.0", reads, writes, 1.0)  # type: ignore[arg-type]
 
 
-def step_of(layout: ChunkLayout, activations: Sequence[int], held_nbytes: int = 100) -> StepProfile:
+def step_of(layout: ChunkLayout, activations: Sequence[int], external_nbytes: int = 100) -> StepProfile:
     """A forward and a backward with one call per group, and the update."""
     groups = range(len(layout.groups))
     forward = tuple(position("forward", n, Chunk("param", i), name=f"forward.{i}") for i, n in zip(groups, activations))
@@ -56,12 +56,16 @@ def step_of(layout: ChunkLayout, activations: Sequence[int], held_nbytes: int = 
         position("backward", n, Chunk("param", i), Chunk("grad", i), name=f"backward.{i}")
         for i, n in reversed(list(zip(groups, activations)))
     )
-    update = update_positions(layout, update_tiles(layout, list(groups), 0), held_nbytes)
+    update = update_positions(layout, update_tiles(layout, list(groups), 0), external_nbytes)
     return StepProfile(forward, backward, update, sum(activations))
 
 
 def plan_step(
-    step: StepProfile, layout: ChunkLayout, budget: int, resident: frozenset[int] = frozenset(), held_nbytes: int = 0
+    step: StepProfile,
+    layout: ChunkLayout,
+    budget: int,
+    resident: frozenset[int] = frozenset(),
+    external_nbytes: int = 0,
 ) -> Plan:
     return plan_phases(
         [("forward", step.forward), ("backward", step.backward)],
@@ -69,7 +73,7 @@ def plan_step(
         budget_nbytes=budget,
         resident=resident,
         hardware=HARDWARE,
-        held_nbytes=held_nbytes,
+        external_nbytes=external_nbytes,
         boundary_nbytes=step.boundary_nbytes,
     )
 
@@ -242,16 +246,16 @@ def steps(draw):
 
 @settings(deadline=None, max_examples=100)
 @given(steps(), st.integers(0, 30_000), st.integers(0, 3000))
-def test_the_minimum_is_exact_for_every_step(case, more: int, held_nbytes: int) -> None:
+def test_the_minimum_is_exact_for_every_step(case, more: int, external_nbytes: int) -> None:
     layout, step = case
     calls = step.forward + step.backward
-    minimum = check_minimum(calls, layout, HUGE, held_nbytes)
+    minimum = check_minimum(calls, layout, HUGE, external_nbytes)
     for budget in (minimum, minimum + more):
-        plan = plan_step(step, layout, budget, held_nbytes=held_nbytes)
+        plan = plan_step(step, layout, budget, external_nbytes=external_nbytes)
         assert plan.minimum_nbytes == minimum <= plan.predicted_peak_nbytes <= budget
         assert plan.peak.nbytes == plan.predicted_peak_nbytes
     with pytest.raises(BudgetError) as caught:
-        check_minimum(calls, layout, minimum - 1, held_nbytes)
+        check_minimum(calls, layout, minimum - 1, external_nbytes)
     assert caught.value.minimum_nbytes == minimum
 
 

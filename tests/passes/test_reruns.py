@@ -13,11 +13,17 @@ import pytest
 import torch
 from torch import fx
 
-from chunkc.ir.program import RERUN, MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
+from chunkc.ir.program import RECOMPUTE, MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
 from chunkc.passes.memory.profile import last_holds, positions
 from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, leaving
-from chunkc.passes.planning.recompute import Repeatable, may_run_again, rerunning
-from chunkc.passes.planning.recompute_search import Stretches, dropped_between, leanest, needed_early, ways_to_cut
+from chunkc.passes.planning.recompute import Repeatable, may_run_again, recomputing
+from chunkc.passes.planning.recompute_search import (
+    RecomputeRegions,
+    dropped_between,
+    leanest,
+    needed_early,
+    ways_to_cut,
+)
 from chunkc.passes.planning.residency import StepProfile
 
 BIG = SMALL_NBYTES
@@ -172,7 +178,7 @@ def test_every_call_gets_the_values_it_always_got(seed: int) -> None:
     known = Repeatable(forward, backward, once)
     every = sorted(known.droppable | known.inner)
     for gone in (frozenset(every), frozenset(s for s in every if rng.random() < 0.5)):
-        lean, behind = rerunning(known, gone)
+        lean, behind = recomputing(known, gone)
         dropped = set(lean.remade)
         assert dropped <= gone
         assert {call.segment for call in behind.calls if call.name.startswith("rerun")}.isdisjoint(once)
@@ -202,7 +208,7 @@ def test_a_step_without_what_is_at_home_needs_what_its_own_profile_says(seed: in
     rng = random.Random(seed)
     known = Repeatable(*random_programs(seed))
     may_go = sorted(known.droppable | known.inner)
-    programs = rerunning(known, rng.sample(may_go, k=min(len(may_go), rng.randint(0, 3))))
+    programs = recomputing(known, rng.sample(may_go, k=min(len(may_go), rng.randint(0, 3))))
     steps = tuple(MemoryStep("op", "m", rng.choice([0, 5, 9]) * BIG) for _ in range(3))
     memories = {
         name: SegmentMemory(steps, tuple(rng.randint(0, 3) for _ in range(9)), (), ())
@@ -224,7 +230,7 @@ def test_stretches_keep_what_crosses_their_ends(seed: int) -> None:
     forward, backward, once = random_programs(seed)
     known = Repeatable(forward, backward, once)
     for cuts in ways_to_cut(known):
-        gone = dropped_between(known, Stretches(cuts))
+        gone = dropped_between(known, RecomputeRegions(cuts))
         ends = [0, *cuts, len(forward.calls)]
         found = known.without(gone)
         for at in found.calls:
@@ -241,10 +247,10 @@ def test_with_what_is_needed_early_kept_stretches_run_again_from_the_last_to_the
     forward, backward, once = random_programs(seed)
     known = Repeatable(forward, backward, once)
     for ends in ways_to_cut(known):
-        _, repeated = rerunning(known, dropped_between(known, Stretches(ends, needed_early(known, ends))))
+        _, repeated = recomputing(known, dropped_between(known, RecomputeRegions(ends, needed_early(known, ends))))
         last, at_once = len(ends), []
         for call in repeated.calls:
-            if call.name.startswith(RERUN):
+            if call.name.startswith(RECOMPUTE):
                 at_once.append(bisect_right(ends, int(call.name.rpartition(".")[2])))
             elif at_once:
                 assert max(at_once) <= last
@@ -295,8 +301,8 @@ def layers(count: int, *, table: bool = False) -> Repeatable:
     return Repeatable(forward, backward, frozenset())
 
 
-def repeated_calls(known: Repeatable, stretches: Stretches) -> list[str]:
-    return [call.name for call in rerunning(known, dropped_between(known, stretches))[1].calls]
+def repeated_calls(known: Repeatable, recompute_regions: RecomputeRegions) -> list[str]:
+    return [call.name for call in recomputing(known, dropped_between(known, recompute_regions))[1].calls]
 
 
 def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
@@ -306,9 +312,9 @@ def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
     assert cuts[0] == tuple(range(1, 12))
     assert (1, 3, 5, 7, 9, 11) in cuts
     assert (2, 5, 8, 11) in cuts
-    lean, _ = rerunning(known, dropped_between(known, Stretches((4, 8))))
+    lean, _ = recomputing(known, dropped_between(known, RecomputeRegions((4, 8))))
     assert lean.outputs[len(lean.outputs) - lean.num_extra :] == ("x0", "x4", "x8")
-    names = repeated_calls(known, Stretches((4, 8)))
+    names = repeated_calls(known, RecomputeRegions((4, 8)))
     assert names[:6] == ["rerun.8", "rerun.9", "rerun.10", "rerun.11", "backward.0", "backward.1"]
     assert names.index("rerun.7") == names.index("backward.4") - 1
 
@@ -317,8 +323,8 @@ def test_a_table_that_all_layers_read_does_not_have_the_first_run_again_before_t
     known, ends = layers(4, table=True), (1, 2, 3)
     assert needed_early(layers(4), ends) == frozenset()
     assert needed_early(known, ends) == {"T"}
-    assert repeated_calls(known, Stretches(ends))[:3] == ["rerun.0", "rerun.3", "backward.0"]
-    names = repeated_calls(known, Stretches(ends, frozenset({"T"})))
+    assert repeated_calls(known, RecomputeRegions(ends))[:3] == ["rerun.0", "rerun.3", "backward.0"]
+    names = repeated_calls(known, RecomputeRegions(ends, frozenset({"T"})))
     assert names[:2] == ["rerun.3", "backward.0"]
     assert names[-2:] == ["rerun.0", "backward.3"]
 
@@ -334,12 +340,12 @@ def test_what_is_needed_early_is_kept_where_a_step_then_needs_less(best: bool) -
 def test_a_part_of_a_model_may_be_one_stretch() -> None:
     """Its own backward needs no less for it, but what comes in between does."""
     known = layers(4)
-    everything = dropped_between(known, Stretches())
+    everything = dropped_between(known, RecomputeRegions())
     assert everything == {"S0", "S1", "S2", "S3", "X1", "X2", "X3"}
-    assert leanest(known, lambda gone: -len(gone), is_part=True) == Stretches()
-    assert leanest(known, lambda gone: -len(gone)) != Stretches()
-    assert repeated_calls(known, Stretches())[:5] == [f"rerun.{i}" for i in range(4)] + ["backward.0"]
-    assert dropped_between(known, None) == dropped_between(None, Stretches()) == frozenset()
+    assert leanest(known, lambda gone: -len(gone), is_part=True) == RecomputeRegions()
+    assert leanest(known, lambda gone: -len(gone)) != RecomputeRegions()
+    assert repeated_calls(known, RecomputeRegions())[:5] == [f"rerun.{i}" for i in range(4)] + ["backward.0"]
+    assert dropped_between(known, None) == dropped_between(None, RecomputeRegions()) == frozenset()
 
 
 def segment(*operations: tuple) -> fx.Graph:

@@ -36,7 +36,7 @@ from chunkc.passes.planning.updates_in_backward import with_updates, with_waitin
 from chunkc.passes.rewrite.insert import insert_events
 
 ALL = frozenset(range(NUM_LAYERS))
-SPENT = replace(LAYOUT, spent=ALL)
+SPENT = replace(LAYOUT, transient=ALL)
 GRADIENT_NBYTES = 4096
 
 
@@ -51,7 +51,7 @@ def planned(budget_nbytes: int, resident: frozenset[int] = ALL, layout: ChunkLay
         with_waiting(backward, layout),
         layout,
         dict.fromkeys(ALL, 1),
-        held_nbytes=0,
+        external_nbytes=0,
         **room,
     )
     return plan_phases([("forward", forward), ("backward", backward)], layout, boundary_nbytes=500, **room)
@@ -64,7 +64,7 @@ def case(budget_nbytes: int = HUGE, resident: frozenset[int] = ALL) -> Case:
     ).graph
     options: dict[str, Any] = {
         "resident": resident,
-        "held_nbytes": 0,
+        "external_nbytes": 0,
         "budget_nbytes": budget_nbytes,
         "present": plan.kept,
     }
@@ -128,14 +128,14 @@ def backwards(draw: st.DrawFn) -> tuple[ChunkLayout, tuple[Position, ...], froze
     )
     groups = frozenset(group.index for group in layout.groups)
     resident = frozenset(draw(st.sets(st.sampled_from(sorted(groups))))) if groups else groups
-    return replace(layout, spent=groups), calls, resident
+    return replace(layout, transient=groups), calls, resident
 
 
 @given(backwards())
 def test_what_waits_is_what_moments_count(drawn: tuple[ChunkLayout, tuple[Position, ...], frozenset[int]]) -> None:
     """And nothing is left: every group that stays is updated, behind all that reads it."""
     layout, backward, resident = drawn
-    room: dict[str, Any] = {"budget_nbytes": HUGE, "held_nbytes": 0, "resident": resident, "hardware": HARDWARE}
+    room: dict[str, Any] = {"budget_nbytes": HUGE, "external_nbytes": 0, "resident": resident, "hardware": HARDWARE}
     line = with_updates(with_waiting(backward, layout), layout, {}, **room)
     names = {s.spec.name: s.spec.gradient_nbytes for i in resident for s in layout.groups[i].slices}
     assert [position.waiting_nbytes(resident) for position in line] == gradients_at(line, names)
@@ -236,7 +236,7 @@ def test_the_forward_of_such_a_step_is_valid() -> None:
     graph = insert_events(forward_program(), plan.phases[0], MODULES, group_of=LAYOUT.group_of(), resident=ALL).graph
     options: dict[str, Any] = {
         "resident": ALL,
-        "held_nbytes": 0,
+        "external_nbytes": 0,
         "budget_nbytes": HUGE,
         "kept": plan.kept,
         "layout": SPENT,

@@ -142,7 +142,7 @@ def test_however_fast_each_part_is_few_tiles_are_in_flight(
         budget_nbytes=HUGE,
         resident=frozenset(),
         hardware=Hardware(1.0, memory_bytes_per_s, host_links(1 << 20, to_home_bytes_per_s)),
-        held_nbytes=0,
+        external_nbytes=0,
         num_stages=1,
     )
     (phase,) = plan.phases
@@ -172,7 +172,7 @@ def test_where_the_smallest_tiles_fit_there_is_a_plan(
         check_update(layout, [0], budget, 55, frozenset(), num_stages)
 
     def plan(budget: int) -> None:
-        given = {"budget_nbytes": budget, "resident": frozenset[int](), "held_nbytes": 55, "num_stages": num_stages}
+        given = {"budget_nbytes": budget, "resident": frozenset[int](), "external_nbytes": 55, "num_stages": num_stages}
         numbers_of_tiles.add(len(plan_update(layout, [0], hardware=FAST, **given)[1]))
 
     for budget in (1, *budgets):

@@ -119,15 +119,15 @@ def test_a_view_owns_a_storage_of_its_own_size(home: Home) -> None:
     region = home.allocate(MIB)
     view = home.tensor(region, torch.bfloat16, (4, 8), (8, 1), 512)
     next_view = home.tensor(region, torch.bfloat16, (4, 8), (8, 1), 512 + 64)
-    twin = home.tensor(region, torch.bfloat16, (4, 8), (8, 1), 512)
+    shadow = home.tensor(region, torch.bfloat16, (4, 8), (8, 1), 512)
     assert view.untyped_storage().nbytes() == view.numel() * view.itemsize
     assert view.storage_offset() == 0
     assert not view._is_view()
-    storages = {each.untyped_storage()._cdata for each in (view, next_view, twin)}
+    storages = {each.untyped_storage()._cdata for each in (view, next_view, shadow)}
     assert len(storages) == 3
     assert next_view.data_ptr() - view.data_ptr() == 64
     view.fill_(3)  # no copy was made: the bytes are the home's, and shared
-    assert torch.equal(twin, view)
+    assert torch.equal(shadow, view)
     assert not next_view.any()
 
 

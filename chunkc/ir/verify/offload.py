@@ -75,8 +75,8 @@ class SavedStorages:
         if len(lies_in) != 1:
             return walk.fail("saved", node, f"the values of {storage} lie in {sorted(lies_in)}")
         self._copied[storage] = lies_in.pop()
-        if (held_nbytes := walk.storage_nbytes[self._copied[storage]]) != nbytes:
-            walk.fail("saved", node, f"{storage} has {held_nbytes} bytes, and {nbytes} are copied")
+        if (external_nbytes := walk.storage_nbytes[self._copied[storage]]) != nbytes:
+            walk.fail("saved", node, f"{storage} has {external_nbytes} bytes, and {nbytes} are copied")
         self._leaving[storage] = link
 
     def on_leave(self, node: fx.Node, storage: str, link: str, *values: fx.Node) -> None:

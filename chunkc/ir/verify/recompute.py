@@ -41,7 +41,7 @@ class Dropped:
     home: Collection[str] = frozenset()
 
 
-def verify_reruns(
+def verify_recompute(
     graphs: Mapping[str, fx.GraphModule],
     programs: Mapping[str, PhaseProgram],
     modules: Mapping[str, torch.nn.Module],

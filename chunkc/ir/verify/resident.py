@@ -14,12 +14,12 @@ from chunkc.ir.states import num_entries
 def nbytes_that_stay(layout: ChunkLayout, resident: Collection[int]) -> int:
     """The overhead, all step counters, small parameters and residents, and what every rank has whole, each tensor as
     the allocator gives it."""
-    total_nbytes, spent = layout.overhead_nbytes, _spent(layout)
+    total_nbytes, transient = layout.overhead_nbytes, _transient(layout)
     for spec, stays in _specs(layout, resident):
         total_nbytes += STEP_NBYTES if spec.trainable else 0
         if stays:
             dtypes = spec.states.dtypes(spec.dtype) if spec.trainable else {}
-            keeps_gradient = spec.trainable and spec.name not in spent
+            keeps_gradient = spec.trainable and spec.name not in transient
             sizes = [spec.numel * spec.dtype.itemsize] * (2 if keeps_gradient else 1)
             sizes += [num_entries(kind, spec.numel) * dtype.itemsize for kind, dtype in dtypes.items()]
             total_nbytes += sum(-(-nbytes // spec.granule_nbytes) * spec.granule_nbytes for nbytes in sizes)
@@ -35,7 +35,7 @@ class StayingGradients:
     """
 
     def __init__(self, layout: ChunkLayout, resident: Collection[int]) -> None:
-        self._groups = {i: layout.groups[i] for i in layout.spent if i in resident}
+        self._groups = {i: layout.groups[i] for i in layout.transient if i in resident}
         self._specs = {s.spec.name: s.spec for group in self._groups.values() for s in group.slices}
         self.nbytes = 0
         self.left: set[str] = set()
@@ -48,7 +48,7 @@ class StayingGradients:
         self.left.add(name)
         return True
 
-    def used_up(self, group: int) -> bool:
+    def consumed(self, group: int) -> bool:
         """A group is updated; whether it is one of these."""
         if group not in self._groups:
             return False
@@ -64,8 +64,8 @@ class StayingGradients:
         self.nbytes += times * -(-nbytes // spec.granule_nbytes) * spec.granule_nbytes
 
 
-def _spent(layout: ChunkLayout) -> frozenset[str]:
-    return frozenset(s.spec.name for index in layout.spent for s in layout.groups[index].slices)
+def _transient(layout: ChunkLayout) -> frozenset[str]:
+    return frozenset(s.spec.name for index in layout.transient for s in layout.groups[index].slices)
 
 
 def _whole_nbytes(group: ChunkGroup) -> int:

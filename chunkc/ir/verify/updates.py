@@ -30,7 +30,7 @@ class UpdatedGroups:
         done[stage].append(part)
         return all(self._is_whole(group, tiles) for tiles in done[:stage])
 
-    def has_used_up_gradients(self, group: int) -> bool:
+    def has_consumed_gradients(self, group: int) -> bool:
         """Whether the update has read all of the group's gradients, and nobody else will."""
         if group in self.undoable:
             return False

@@ -248,12 +248,12 @@ class _Checker:
         self.slot_nbytes -= self.layout.chunk_nbytes_of(chunk)
         if slot.copying:
             self.fail("slot", node, f"{chunk} is given back while a copy {slot.copying} is under way")
-        elif slot.dirty and not self._is_used_up(chunk):
+        elif slot.dirty and not self._is_consumed(chunk):
             self.fail("dirty", node, f"{chunk} is newer than its home and was not written back")
 
-    def _is_used_up(self, chunk: Chunk) -> bool:
+    def _is_consumed(self, chunk: Chunk) -> bool:
         """Whether a gradient is nobody's any more: the group's update, in this backward, has used all of it up."""
-        return chunk.kind == GRAD and self.is_backward and self.updated.has_used_up_gradients(chunk.group)
+        return chunk.kind == GRAD and self.is_backward and self.updated.has_consumed_gradients(chunk.group)
 
     def on_write_back(self, node: fx.Node, chunk: Chunk, link: str = "") -> None:
         self._copies(node, chunk, "out", link)
@@ -294,7 +294,7 @@ class _Checker:
                     self.fail("update", node, f"group {group} is updated without the gradient of {name}")
         if not self.updated.add(group, (begin, end), stage, num_stages):
             self.fail("write", node, f"stage {stage} of group {group} begins before the stages that it needs are done")
-        if self.waiting.used_up(group):
+        if self.waiting.consumed(group):
             return
         of_stage = update_stages(self.layout.groups[group].update_kinds, num_stages)[stage]
         for kind in of_stage.reads:
@@ -357,7 +357,7 @@ def verify_phase(
     layout: ChunkLayout,
     memories: Mapping[str, SegmentMemory],
     resident: Collection[int],
-    held_nbytes: int,
+    external_nbytes: int,
     budget_nbytes: int,
     present: Collection[Chunk] = (),
     kept: Collection[Chunk] = (),
@@ -371,7 +371,7 @@ def verify_phase(
     Args:
         memories: what each segment allocates, by the name it is called by.
         resident: groups that stay on the compute tier, with their states, and gradients that are not spent.
-        held_nbytes: bytes there that the phase does not touch: other graphs' values.
+        external_nbytes: bytes there that the phase does not touch: other graphs' values.
         present: chunks that have a ready, clean slot when the phase begins.
         kept: chunks that must have one, and no others, when it ends.
         gradients: parameters whose gradients must be sunk, once each, and no others'; None: whichever are.
@@ -379,7 +379,7 @@ def verify_phase(
         undoable: those of them whose gradients are not used up, and have to get home.
         at_home: saved storages that are at home between the forward and the backward.
     """
-    staying_nbytes = nbytes_that_stay(layout, resident) + held_nbytes
+    staying_nbytes = nbytes_that_stay(layout, resident) + external_nbytes
     checker = _Checker(graph, layout, memories, staying_nbytes, budget_nbytes, present, at_home, resident)
     checker.updated.undoable = undoable
     checker.walk()

@@ -17,7 +17,7 @@ from plots import draw
 from report import markdown
 
 
-def rehearse(suite: str, folder: Path) -> list[dict[str, Any]]:
+def run_small(suite: str, folder: Path) -> list[dict[str, Any]]:
     """The suite's sections, as they were written to `folder`; also made into Markdown and a plot.
 
     Raises:
