@@ -32,7 +32,7 @@ from chunkc.ir.layout import Chunk, ChunkLayout
 from chunkc.ir.links import QUEUES
 from chunkc.ir.plan import PhasePlan, Position
 from chunkc.ir.program import FORWARD, UPDATE
-from chunkc.ir.simulate import STAYING, simulate, step_time
+from chunkc.ir.simulate import RESIDENT_UPDATE, simulate, step_time
 from chunkc.machines.presets import load_hardware
 from chunkc.models import find_model
 from chunkc.optim.overlap_mode import NONE
@@ -173,7 +173,7 @@ def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tup
         phases,
         costs,
         planned.hardware,
-        staying_update_s=nbytes[STAYING] / rate,
+        resident_update_s=nbytes[RESIDENT_UPDATE] / rate,
         at_home=planned.updates.simulated(step.at_home, step.layout, planned.hardware),
     )
     return step_time(events).total, sum(event.nbytes for event in events if event.stream in QUEUES)

@@ -28,7 +28,7 @@ from chunkc.ir.items import ALL_PRESENT, ItemId
 from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.ir.plan import PhasePlan, Position
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
-from chunkc.ir.simulate import STAYING, simulate, step_time
+from chunkc.ir.simulate import RESIDENT_UPDATE, simulate, step_time
 from chunkc.ir.updates import tile_traffic
 from chunkc.optim.overlap_mode import NONE
 from chunkc.passes.planning.residency import fixed_nbytes
@@ -90,7 +90,7 @@ class Seams:
         )
         self.captured = now.captured[0].without(request.context.absent or ALL_PRESENT)
         self.step = profile(self.captured, self.layout)
-        self.staying_s = planned.updates.nbytes(planned.step)[STAYING] / self.hardware.update_bytes_per_s
+        self.resident_s = planned.updates.nbytes(planned.step)[RESIDENT_UPDATE] / self.hardware.update_bytes_per_s
         self.costs_s = {name: cost for run in planned.step.runs for name, cost in run.costs_s().items()}
         self.passes = self._planned(FORWARD, BACKWARD)
         self.passes_s = self._total(self.passes)
@@ -161,7 +161,7 @@ class Seams:
         ]
 
     def _total(self, phases: Sequence[PhasePlan]) -> float:
-        return step_time(simulate(phases, self.costs_s, self.hardware, staying_update_s=self.staying_s)).total
+        return step_time(simulate(phases, self.costs_s, self.hardware, resident_update_s=self.resident_s)).total
 
 
 def examine(case: Case) -> Finding:

@@ -128,8 +128,8 @@ def _join(spec: SubjectSpec) -> Any:
     is_cuda = spec.device == "cuda"
     if is_cuda:
         torch.cuda.set_device(spec.rank)
-    backend, meeting = "cpu:gloo,cuda:nccl" if is_cuda else "gloo", f"file://{spec.store}"
-    dist.init_process_group(backend, init_method=meeting, rank=spec.rank, world_size=spec.num_ranks)
+    backend, rendezvous = "cpu:gloo,cuda:nccl" if is_cuda else "gloo", f"file://{spec.store}"
+    dist.init_process_group(backend, init_method=rendezvous, rank=spec.rank, world_size=spec.num_ranks)
     return init_device_mesh(spec.device, (spec.num_ranks,))
 
 

@@ -27,7 +27,7 @@ from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs.graphs import placeholders
-from chunkc.runtime.store.shards import Part, part_of
+from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.session.logs import logger
 from chunkc.session.update_graphs import is_between_calls
 from chunkc.torch_private.dynamo import (
@@ -139,7 +139,7 @@ def _without_frames(error: ChunkcError) -> ChunkcError:
 
 def _refusing(error: ChunkcError, inputs: Sequence[Any]) -> Callable[..., Any]:
     """As `_raising`; other ranks, which wait for this one to compile the graph, are told."""
-    parts = (part for value in inputs if isinstance(part := part_of(value), Part))
+    parts = (part for value in inputs if isinstance(part := local_shard_of(value), LocalShard))
     if (first := next(parts, None)) is not None:
         refuse(first.transport, error)
         if first.is_of_layers:

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
 
-from chunkc.distributed.agreement import Facts, hashed, meeting, transport_of
+from chunkc.distributed.agreement import Facts, hashed, rendezvous, transport_of
 from chunkc.distributed.whole_parameters import as_traced
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.layout import ChunkLayout
@@ -25,16 +25,16 @@ from chunkc.passes.graphs.graphs import placeholders, without_tied_placeholders
 from chunkc.policy.activation_search import leanest_form
 from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import decide
-from chunkc.policy.graph_fraction import share_of
+from chunkc.policy.graph_fraction import graph_fraction
 from chunkc.policy.needs import ExternalBytes, needs_of_step
 from chunkc.policy.state import GraphCaptured
 from chunkc.program_text import num_numbers, text_of
-from chunkc.runtime.store.shards import part_of
+from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.changes import detect_changes, end_where_laid_out_otherwise, note_shared_memory
 from chunkc.session.compiled_step import CompiledGraph, plan_key, planned_step
 from chunkc.session.logs import log_build, log_capture, warn_of_estimates
 from chunkc.session.lookup import join, session_for
-from chunkc.session.movable import can_move, refuse_staying
+from chunkc.session.movable import can_move, refuse_residents
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.rank_phases import Code, whole_on_all
 from chunkc.session.residency import place
@@ -92,7 +92,7 @@ def compile_graph(
         )
         return _taking(positions, call)
     names = graph_names.take(inputs, UserNames.of_caller())
-    parameters = [part_of(value) if isinstance(value, nn.Parameter) else None for value in inputs]
+    parameters = [local_shard_of(value) if isinstance(value, nn.Parameter) else None for value in inputs]
     device = _compute_device(parameters, inputs, names, gm)
     owned = [p for p in parameters if p is not None]
     end_where_laid_out_otherwise(owned)
@@ -102,7 +102,7 @@ def compile_graph(
     session.known.has_parts |= is_part
     session.modules.update(list(called_modules())[-1:])
     with (
-        meeting(transport, (NotForAnyShapes, TensorifyScalarRestartAnalysis)) as compare,
+        rendezvous(transport, (NotForAnyShapes, TensorifyScalarRestartAnalysis)) as compare,
         session.entered(),
         _configured(session, options, source),
     ):
@@ -152,7 +152,7 @@ def _compile_in(
     arguments: Sequence[Any] | None,
     compare: Callable[[Callable[[], Facts]], None],
 ) -> tuple[CompiledGraph, Callable[..., Any]]:
-    """As `compile_graph`: what Dynamo is to call, and the graph that it runs. `compare`: see `ranks.meeting`."""
+    """As `compile_graph`: what Dynamo is to call, and the graph that it runs. `compare`: see `ranks.rendezvous`."""
     await_readers(p for p in parameters if p is not None)  # while they read, parameters are somebody else's, too
     detect_changes(session, [hit[1] for p in parameters if p is not None and (hit := owner(p)) is not None])
     parameter_names = _name_parameters(session, parameters, names)
@@ -236,7 +236,7 @@ def _build(
 ) -> CompiledGraph:
     in_order = capture.order_of_use()
     note_shared_memory({name: named[name] for name in in_order if owner(named[name]) is None})
-    refuse_staying(named)
+    refuse_residents(named)
     movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
     fixed = [session.spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
     session.unfreeze({spec.name for spec in (*movable, *fixed) if spec.trainable})
@@ -251,7 +251,7 @@ def _build(
         session.hardware,
         can_skip_segmentation=options.can_skip_segmentation and not fused_for_any_sizes,
         strict=options.strict,
-        share=share_of(list(called_modules())[-1:], inputs) if options.may_leave else 1.0,
+        share=graph_fraction(list(called_modules())[-1:], inputs) if options.may_leave else 1.0,
         show=show,
     )
     steps, step = _steps(builder, gm, session.planner_state.can_skip_segmentation, arguments)

@@ -26,9 +26,9 @@ from chunkc.machines.devices import parse_device
 from chunkc.options import parse_options
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, UnassignedMemory, note_birth, unassigned_memory_at
-from chunkc.runtime.store.shards import Part, part_of, shards_on
+from chunkc.runtime.store.shards import LocalShard, local_shard_of, shards_on
 from chunkc.session.movable import can_move, is_chunkable
-from chunkc.session.place import move_staying, place_parts
+from chunkc.session.place import move_residents, place_parts
 from chunkc.session.session import owner
 
 TIMEOUT_S = 300.0
@@ -116,7 +116,7 @@ def distribute(
         for parameter in named.values():
             made[id(parameter)] = _cut(parameter, mesh, parallel, transport, zero_stage, unassigned_memory, device)
         if device.type == "cuda":
-            place_parts(model, {name: part_of(made[id(p)]) for name, p in named.items()}, transport, options)
+            place_parts(model, {name: local_shard_of(made[id(p)]) for name, p in named.items()}, transport, options)
         return socket.gethostname()
 
     hosts = dict(zip(everyone.ranks, together(everyone, "chunkc.distribute()", cut_all, DistributedError), strict=True))
@@ -128,7 +128,7 @@ def distribute(
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")
-    move_staying(model, (), device)
+    move_residents(model, (), device)
     return model
 
 
@@ -214,7 +214,7 @@ def _check(
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    if isinstance(part_of(parameter), Part) or owner(parameter) is not None:
+    if isinstance(local_shard_of(parameter), LocalShard) or owner(parameter) is not None:
         raise UnsupportedError(f"{name} is distributed or compiled already: distribute a model once, before it is")
     if parameter.device.type not in ("cpu", "meta") and not is_parallel(parameter):
         raise UnsupportedError(f"{name} is on {parameter.device}: build the model on the CPU, on every rank")
@@ -246,7 +246,7 @@ def _cut(
         kept = unassigned_memory.copy_of(own)
     else:
         kept = own if rows.is_meta else own.to("cpu", copy=True)
-    part = Part.of(kept, shards, transport)
+    part = LocalShard.of(kept, shards, transport)
     if parallel is not None:
         part.is_first = parallel.is_first(parameter)
     if unassigned_memory is not None:

@@ -17,7 +17,7 @@ from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.estimates import unread_wrapper
 from chunkc.ir.program import SegmentMemory
 from chunkc.passes.graphs.attention_cuda import Capability
-from chunkc.passes.graphs.collectives import WAIT, Meeting, is_collective
+from chunkc.passes.graphs.collectives import WAIT, Rendezvous, is_collective
 from chunkc.passes.graphs.graphs import is_compute, op_name, output_node, placeholders, returned
 from chunkc.passes.graphs.origins import origins
 from chunkc.passes.graphs.shapes import AS_TRACED, Shapes, symbol_values
@@ -318,7 +318,7 @@ class EagerSegment:
         if node.op == "get_attr":
             return _Constant(_attribute(module, target))
         if is_collective(node) and target is not WAIT:
-            return Meeting(target)
+            return Rendezvous(target)
         return CheckedOnce(target) if is_custom(node) else target
 
 

@@ -255,7 +255,7 @@ def test_the_library_neither_prints_nor_swallows_nor_leaves_stubs() -> None:
 
 
 MEANINGS = {
-    "Run": {"Run", "PaperRun", "PlannedRun"},
+    "Run": {"Run", "PaperRun", "PlannedRun", "DryRun", "_DryRunState"},
     "Position": {"Position"},
     "Moment": {"Moment", "ExplainedMoment"},
     "Stage": {"UpdateStage", "Stage", "ZeroStage"},

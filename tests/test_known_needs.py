@@ -56,7 +56,7 @@ def test_the_minimum_of_one_graph_is_the_planners(external_nbytes: int) -> None:
     known, noted = KnownNeeds(), NotedNeeds()
     assert known.minimum_nbytes(LAYOUT) == 0
     known.note(noted, Needs.of(POSITIONS, LAYOUT).beside(external_nbytes))
-    wanted = check_minimum(POSITIONS, LAYOUT, 1 << 40, external_nbytes, all_may_stay=True)
+    wanted = check_minimum(POSITIONS, LAYOUT, 1 << 40, external_nbytes, all_may_be_resident=True)
     assert known.minimum_nbytes(LAYOUT) == wanted
     assert Needs.of(POSITIONS, LAYOUT, external_nbytes) == Needs.of(POSITIONS, LAYOUT).beside(external_nbytes)
     assert Needs.of((), LAYOUT) == Needs()
@@ -126,7 +126,7 @@ def test_a_whole_step_would_need_less_in_segments() -> None:
     assert known.minimum_nbytes(STEP_LAYOUT) == needs.minimum_nbytes(STEP_LAYOUT)
     known.note(unbounded := NotedNeeds(lambda: cut), Needs(1 << 40, 1))
     unbounded.ran(BACKWARD, ALONE, 1000)
-    assert unbounded.least(STEP_LAYOUT).staying_nbytes == 1, "whole it may need less, too"
+    assert unbounded.least(STEP_LAYOUT).all_resident_nbytes == 1, "whole it may need less, too"
 
 
 def test_a_step_that_is_gone_is_forgotten() -> None:

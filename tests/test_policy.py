@@ -55,7 +55,7 @@ def knowing(num_groups: int, resident: frozenset[int]) -> PlannerState:
 
 
 def test_of_the_first_graph_any_group_may_stay() -> None:
-    minimum = check_minimum(profile(CAPTURED, LAYOUT).all, LAYOUT, HUGE, 0, all_may_stay=True)
+    minimum = check_minimum(profile(CAPTURED, LAYOUT).all, LAYOUT, HUGE, 0, all_may_be_resident=True)
     found = captured(PlannerState(HUGE))
     assert found.planner_state.resident == EVERYTHING
     assert (found.planner_state.num_graphs, found.planner_state.trained) == (1, CAPTURED.trained)
@@ -274,7 +274,7 @@ def test_a_step_counts_no_gradients_that_were_used_up() -> None:
 
 # --- nowhere else ---
 
-DECIDING = {"check_minimum", "choose_resident", "staying_beside", "staying_beside_update", "check_update"}
+DECIDING = {"check_minimum", "choose_resident", "remaining_residents", "remaining_residents_in_update", "check_update"}
 PLANNING = {"plan_phases", "plan_update", "insert_events", "insert_update_events", "verify_phase"}
 COUNTING = {"external_in_forward", "saved_nbytes"}
 HOMES = [
@@ -319,7 +319,7 @@ def test_nobody_else_decides(module: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("session.compiled_step", "from chunkc.passes.planning.residency import staying_beside"),
+        ("session.compiled_step", "from chunkc.passes.planning.residency import remaining_residents"),
         ("explaining.replay", "from chunkc.passes import planning\nplanning.plan_phases()"),
         ("optim.update", "def own(plan):\n    return plan.begins_cold(())"),
         ("explaining.rehearsal", "def own(captured):\n    return captured.external_in_forward(1, 2)"),

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from chunkc.distributed.agreement import Here, agree, begin_phase, meeting, together, transport_of
+from chunkc.distributed.agreement import Here, agree, begin_phase, rendezvous, together, transport_of
 from chunkc.ir.errors import BudgetError, DistributedError, FileError, UnsupportedError
 from chunkc.ir.shards import Shards
 from chunkc.runtime.distributed.transport import AGREEMENTS
-from chunkc.runtime.store.shards import Part
+from chunkc.runtime.store.shards import LocalShard
 
 
 class Heard:
@@ -78,7 +78,7 @@ def test_ranks_of_equal_sizes_have_equal_code() -> None:
 def test_an_error_before_the_meeting_is_told_and_raised_by_all() -> None:
     own = Heard(same, same)
     budget = BudgetError(minimum_nbytes=2, budget_nbytes=1, moment="m", module="", contents=())
-    with pytest.raises(BudgetError), meeting(own):  # type: ignore[arg-type]
+    with pytest.raises(BudgetError), rendezvous(own):  # type: ignore[arg-type]
         raise budget
     (refusal,) = own.said
     with pytest.raises(DistributedError, match=r"rank 1 of 3 cannot go on. BudgetError: memory_budget is 1 byte"):
@@ -87,7 +87,7 @@ def test_an_error_before_the_meeting_is_told_and_raised_by_all() -> None:
 
 def test_who_tries_again_says_nothing() -> None:
     own = Heard(same, same)
-    with pytest.raises(KeyError), meeting(own, (KeyError,)):  # type: ignore[arg-type]
+    with pytest.raises(KeyError), rendezvous(own, (KeyError,)):  # type: ignore[arg-type]
         raise KeyError
     assert not own.said
 
@@ -96,7 +96,7 @@ def test_an_error_after_the_meeting_is_no_part_of_it() -> None:
     own = Heard(same, same)
 
     def fails() -> None:
-        with meeting(own) as compare:  # type: ignore[arg-type]
+        with rendezvous(own) as compare:  # type: ignore[arg-type]
             compare(lambda: {"the code": "a"})
             raise ValueError("later")
 
@@ -111,7 +111,7 @@ def test_ranks_that_share_layers_hear_of_an_error_where_a_phase_begins(is_met: b
     own = Heard(same, same, everyone=everyone)
 
     def fails() -> None:
-        with meeting(own) as compare:  # type: ignore[arg-type]
+        with rendezvous(own) as compare:  # type: ignore[arg-type]
             if is_met:
                 compare(lambda: {"the code": "a"})
             raise ValueError("no room")
@@ -127,14 +127,14 @@ def test_one_process_meets_nobody() -> None:
     def facts() -> dict[str, str]:
         raise AssertionError("nobody compares them")
 
-    with meeting(None) as compare:
+    with rendezvous(None) as compare:
         compare(facts)
     assert transport_of({"w": nn.Parameter(torch.ones(2))}) is None
 
 
 def test_parameters_are_of_the_same_ranks() -> None:
     ranks: Any = Heard()
-    part = Part.of(torch.ones(1), Shards((2,), 2, 0), ranks)
+    part = LocalShard.of(torch.ones(1), Shards((2,), 2, 0), ranks)
     assert transport_of({"w": part}) is ranks
     with pytest.raises(UnsupportedError, match="b is not distributed as w is"):
         transport_of({"w": part, "b": nn.Parameter(torch.ones(2))})

@@ -21,7 +21,7 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.runtime.distributed.transport import Transport
-from chunkc.runtime.store.shards import Part, part_of
+from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.torch_private.dtensor import DTensor, with_local
 
 STATE_JSON = "state.json"
@@ -50,7 +50,7 @@ class Parts:
         """Those of models and optimizers, each once; of one that is cut over ranks, this rank's part as well."""
         of_models = [p for model in self.models.values() for p in model.parameters()]
         of_optimizers = [p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]]
-        found = {id(p): p for whole in (*of_models, *of_optimizers) for p in (whole, part_of(whole))}
+        found = {id(p): p for whole in (*of_models, *of_optimizers) for p in (whole, local_shard_of(whole))}
         return list(found.values())
 
     def transport(self) -> Transport | None:
@@ -60,15 +60,15 @@ class Parts:
             UnsupportedError: some of the models are cut over ranks and others are not.
         """
         found = {
-            f"{name}/{key}" if name else key: part_of(parameter)
+            f"{name}/{key}" if name else key: local_shard_of(parameter)
             for name, model in self.models.items()
             for key, parameter in model.named_parameters()
         }
         first, transport = next(
-            ((key, part.everyone) for key, part in found.items() if isinstance(part, Part)), ("", None)
+            ((key, part.everyone) for key, part in found.items() if isinstance(part, LocalShard)), ("", None)
         )
         for key, part in found.items():
-            if transport is not None and (not isinstance(part, Part) or part.everyone.ranks != transport.ranks):
+            if transport is not None and (not isinstance(part, LocalShard) or part.everyone.ranks != transport.ranks):
                 raise UnsupportedError(
                     f"{key} is not distributed as {first} is: ranks save what is cut over all of them, as "
                     "chunkc.distribute does it"
@@ -77,7 +77,7 @@ class Parts:
 
     def ranks_of_a_layer(self) -> int:
         """Count the ranks that compute a layer together on the same data (see `chunkc.distributed.tensor_parallel`)."""
-        part = next((part for part in self.parameters() if isinstance(part, Part)), None)
+        part = next((part for part in self.parameters() if isinstance(part, LocalShard)), None)
         return 1 if part is None else part.everyone.num_ranks // part.transport.num_ranks
 
 
@@ -249,7 +249,7 @@ def _state(
         return encoded(value, f"{file}.{key}", loose)
     is_chunked = isinstance(optimizer, ChunkedOptimizer)
     if kind == MASTER and value.dtype == torch.int16 and is_chunked:
-        lower = value if optimizer.contents.belong(part_of(parameter)) else None  # type: ignore[attr-defined]
+        lower = value if optimizer.contents.belong(local_shard_of(parameter)) else None  # type: ignore[attr-defined]
         sources.append(master_of(file, key, parameter, lower))
     else:
         if is_chunked and isinstance(parameter, DTensor) and kind != "step":

@@ -19,7 +19,7 @@ from torch import nn
 from chunkc.ir.errors import ChunkcError, DistributedError, UnsupportedError
 from chunkc.options import Options
 from chunkc.runtime.distributed.transport import AGREEMENTS, Transport
-from chunkc.runtime.store.shards import Part
+from chunkc.runtime.store.shards import LocalShard
 
 T = TypeVar("T")
 
@@ -68,7 +68,7 @@ class Here:
 
 
 @contextmanager
-def meeting(
+def rendezvous(
     transport: Transport | None, not_final: tuple[type[BaseException], ...] = ()
 ) -> Iterator[Callable[[Callable[[], Facts]], None]]:
     """Inside, all ranks come once to the function that is given, each with its facts; with None nobody is asked. A rank
@@ -203,7 +203,7 @@ def transport_of(named: Mapping[str, nn.Parameter]) -> Transport | None:
     Raises:
         UnsupportedError: some of the parameters are cut over ranks and others are not, or over other ranks.
     """
-    found = {name: p.transport if isinstance(p, Part) else None for name, p in named.items()}
+    found = {name: p.transport if isinstance(p, LocalShard) else None for name, p in named.items()}
     if len({id(transport) for transport in found.values()}) > 1:
         first = next(iter(found.values()))
         other = next(name for name, transport in found.items() if transport is not first)

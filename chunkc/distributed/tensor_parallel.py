@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from chunkc.distributed.whole_parameters import whole_here
 from chunkc.ir.errors import UnsupportedError
-from chunkc.runtime.store.shards import Part, part_of
+from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.torch_private.dtensor import joined, local_of, rows_inside
 
 HOW = (
@@ -36,7 +36,7 @@ HOW = (
 
 def is_parallel(tensor: torch.Tensor) -> bool:
     """Whether a tensor lies over ranks, and chunkc has not cut it."""
-    return isinstance(tensor, DTensor) and not isinstance(part_of(tensor), Part)
+    return isinstance(tensor, DTensor) and not isinstance(local_shard_of(tensor), LocalShard)
 
 
 @dataclass(frozen=True)

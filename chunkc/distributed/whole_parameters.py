@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.graphs.graphs import copy_of, placeholders, returned
 from chunkc.runtime.device.gpu import DLPACK_CUDA, relabelled
-from chunkc.runtime.store.shards import Part, part_of
+from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import detect_fake_mode
 
@@ -69,7 +69,7 @@ def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.Graph
     Raises:
         UnsupportedError: something else than a module reads such a parameter.
     """
-    cut = [isinstance(part_of(value), Part) for value in inputs]
+    cut = [isinstance(local_shard_of(value), LocalShard) for value in inputs]
     if not any(cut):
         _refuse_others(inputs)
         return gm
@@ -140,14 +140,14 @@ def as_traced(inputs: Sequence[Any]) -> list[Any]:
     """A graph's inputs with a whole parameter, of which nobody touches the memory, for each that is cut over ranks."""
     mode = detect_fake_mode()  # Dynamo's, which takes sizes of what it has not met for symbols
 
-    def traced(part: Part) -> torch.Tensor:
+    def traced(part: LocalShard) -> torch.Tensor:
         whole = _untouched(part)
         return whole if mode is None else mode.from_tensor(whole, static_shapes=True)
 
-    return [traced(part) if isinstance(part := part_of(value), Part) else value for value in inputs]
+    return [traced(part) if isinstance(part := local_shard_of(value), LocalShard) else value for value in inputs]
 
 
-def _untouched(part: Part) -> nn.Parameter:
+def _untouched(part: LocalShard) -> nn.Parameter:
     """A parameter of the whole's shape, on the part's device; its pages take no RAM, since none is ever written."""
     pages = mmap.mmap(
         -1, max(1, part.shards.numel * part.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE

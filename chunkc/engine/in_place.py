@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from chunkc.distribute import TIMEOUT_S, distribute
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.shards import ZeroStage
-from chunkc.runtime.store.shards import Part, part_of
+from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.session.place import place
 from chunkc.session.session import sessions_of
 from chunkc.torch_private import dynamo
@@ -51,7 +51,7 @@ def place_on(model: nn.Module, device: torch.device, options: dict[str, Any]) ->
 
 def is_distributed(model: nn.Module) -> bool:
     """Whether `chunkc.distribute` has cut a model over ranks."""
-    return any(isinstance(part_of(parameter), Part) for parameter in model.parameters())
+    return any(isinstance(local_shard_of(parameter), LocalShard) for parameter in model.parameters())
 
 
 def distribute_over_all(

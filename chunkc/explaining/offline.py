@@ -30,7 +30,7 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs.graphs import placeholders
-from chunkc.policy.graph_fraction import share_of
+from chunkc.policy.graph_fraction import graph_fraction
 from chunkc.session.declared_states import state_format_of
 from chunkc.session.movable import is_chunkable
 from chunkc.session.session import spec_of
@@ -139,10 +139,10 @@ def capture_offline(
         )
     fake_model = copied.model if trains is None else copied.model.train(trains)
     named = {without_wrapper(name): parameter for name, parameter in model.named_parameters()}
-    staying = {name for name, parameter in named.items() if not may_move(parameter)}
+    unmovable = {name for name, parameter in named.items() if not may_move(parameter)}
     fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), (tuple(args), dict(kwargs)))
     states = {name: state_format_of(parameter) for name, parameter in named.items()}
-    recorder = _Recorder(codegen, loss_tile_rows, repeatable, copied, staying, states)
+    recorder = _Recorder(codegen, loss_tile_rows, repeatable, copied, unmovable, states)
     many_recompiles = patched(
         recompile_limit=NUM_RECOMPILES,
         accumulated_recompile_limit=NUM_RECOMPILES,
@@ -188,10 +188,10 @@ class _Recorder:
         loss_tile_rows: int | None,
         repeatable: bool,
         copied: FakeCopy,
-        staying: Collection[str],
+        unmovable: Collection[str],
         states: Mapping[str, StateFormat],
     ) -> None:
-        """`staying`: parameters that cannot live in chunks."""
+        """`unmovable`: parameters that cannot live in chunks."""
         self.graphs: list[OfflineGraph] = []
         self.log = CallLog()
         self._how: dict[str, Any] = {
@@ -199,7 +199,7 @@ class _Recorder:
             "loss_tile_rows": loss_tile_rows,
             "repeatable": repeatable,
         }
-        self._copied, self._staying, self._states = copied, staying, states
+        self._copied, self._unmovable, self._states = copied, unmovable, states
         self._own_names: dict[int, str] = {}
         self._used: set[str] = set()
 
@@ -247,9 +247,9 @@ class _Recorder:
             known = self._copied.names.get(id(parameter), name)
             self._used.add(known)
             spec = replace(spec_of(name, parameter), states=self._states.get(known, DEFAULT_STATES))
-            (movable if is_chunkable(parameter) and known not in self._staying else fixed).append(spec)
+            (movable if is_chunkable(parameter) and known not in self._unmovable else fixed).append(spec)
         checkpointed = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes)
-        share = share_of([self._copied.model], inputs)
+        share = graph_fraction([self._copied.model], inputs)
         self.graphs.append(OfflineGraph(capture, tuple(movable), tuple(fixed), checkpointed, _sizes(gm), share))
         return call
 

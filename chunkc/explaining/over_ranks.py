@@ -29,7 +29,7 @@ from chunkc.ir.text import short
 from chunkc.optim.over_ranks import refuse_over_ranks
 from chunkc.options import Options
 from chunkc.passes.graphs.collectives import exchange_of
-from chunkc.runtime.store.shards import Part, part_of
+from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.torch_private.dynamo import unwrapped
 
 _MESH = re.compile(r"([0-9]{1,6})x([0-9]{1,6})(?:x([0-9]{1,6}))?")
@@ -42,7 +42,7 @@ def refuse_distributed(model: nn.Module) -> None:
         UnsupportedError: it has.
     """
     for name, parameter in model.named_parameters():
-        if isinstance(part_of(parameter), Part):
+        if isinstance(local_shard_of(parameter), LocalShard):
             raise UnsupportedError(
                 f"{name} is distributed already: explain the model as it is before chunkc.distribute, with world_size "
                 "or mesh"

@@ -16,7 +16,7 @@ from chunkc.ir.items import ALL_PRESENT, ItemId
 from chunkc.ir.layout import PARAM
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.program import BACKWARD, FORWARD
-from chunkc.ir.simulate import STAYING, simulate
+from chunkc.ir.simulate import RESIDENT_UPDATE, simulate
 from chunkc.options import Options
 from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended
 from chunkc.policy.captured_step import Captured
@@ -112,7 +112,7 @@ class Replay:
             step.phases,
             costs,
             hardware,
-            staying_update_s=nbytes[STAYING] / rate,
+            resident_update_s=nbytes[RESIDENT_UPDATE] / rate,
             at_home=updates.simulated(step.at_home, step.layout, hardware),
             update_nbytes=nbytes,
             replicated={

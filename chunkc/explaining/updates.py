@@ -10,12 +10,12 @@ from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
-from chunkc.ir.simulate import STAYING, HomeUpdateTimes
+from chunkc.ir.simulate import RESIDENT_UPDATE, HomeUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.update_on import CPU, DEVICE, divided
-from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes, may_update_where_it_stays
+from chunkc.passes.planning.update_placement import can_update_resident, cpu_update_s, group_update_nbytes
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
 
@@ -49,7 +49,7 @@ class Updates:
 
     def consumes(self, group: ChunkGroup) -> bool:
         """Whether a backward updates a group that stays, where that is needed."""
-        may_update = may_update_where_it_stays(group.states, self.num_stages)
+        may_update = can_update_resident(group.states, self.num_stages)
         return self.beside_backward and not self.undoable and group.trainable and may_update
 
     def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
@@ -83,9 +83,9 @@ class Updates:
         tiles |= {m.name: tile for m, tile in zip(step.update.moments if step.update else (), step.tiles, strict=True)}
         for name, tile in tiles.items():
             found[name] = tile_traffic(step.layout.groups[tile.group], tile).nbytes
-        found[STAYING] = sum(
+        found[RESIDENT_UPDATE] = sum(
             stage.nbytes
-            for spec in staying_specs(step)
+            for spec in resident_specs(step)
             for stage in update_traffic(spec.dtype, spec.states, spec.numel, self.num_stages)
         )
         return found
@@ -145,7 +145,7 @@ class Updates:
         )
 
 
-def staying_specs(step: StepPlans) -> list[ParamSpec]:
+def resident_specs(step: StepPlans) -> list[ParamSpec]:
     """The trained parameters that never move, small or in resident chunks, and that no backward updates."""
     group_of, specs = step.layout.group_of(), step.layout.specs()
     staying = {None, *(step.resident - step.updated_in_backward)}

@@ -16,7 +16,7 @@ from chunkc.explaining.explain import minimum_of_call
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.machines.devices import device_of, hardware_of, parse_device
 from chunkc.options import Options
-from chunkc.runtime.store.shards import Part, part_of
+from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.session.logs import logger
 from chunkc.tracing.caller import compiled_call
 from chunkc.utils.progress import compilation_progress
@@ -58,4 +58,4 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
 
 def _is_cut(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether parameters are cut over ranks: what each needs depends on all."""
-    return any(isinstance(part_of(parameter), Part) for parameter in parameters)
+    return any(isinstance(local_shard_of(parameter), LocalShard) for parameter in parameters)

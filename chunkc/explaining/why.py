@@ -42,7 +42,7 @@ SAID = {
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelPart:
     """What of the model is asked about.
 
     Attributes:
@@ -56,7 +56,7 @@ class Part:
     saved: Mapping[tuple[int, str], int]
 
 
-def part_of(name: str, replay: Replay, dry_run: DryRun) -> Part:
+def model_part_named(name: str, replay: Replay, dry_run: DryRun) -> ModelPart:
     """The part that a user means: a parameter, a module, a chunk (`param:3`) or a saved storage (`forward.2:0`).
 
     Raises:
@@ -84,7 +84,7 @@ def part_of(name: str, replay: Replay, dry_run: DryRun) -> Part:
         raise OptionsError(
             f"--why: the model has no parameter, module, chunk (param:0) or saved value named {short(name)}{hint}"
         )
-    return Part(groups, small, values)
+    return ModelPart(groups, small, values)
 
 
 def _saved_by_module(dry_run: DryRun) -> dict[str, dict[tuple[int, str], int]]:
@@ -97,7 +97,7 @@ def _saved_by_module(dry_run: DryRun) -> dict[str, dict[tuple[int, str], int]]:
     return found
 
 
-def happenings(step: StepPlans, events: Sequence[TimedEvent], part: Part) -> Iterator[Happening]:
+def happenings(step: StepPlans, events: Sequence[TimedEvent], part: ModelPart) -> Iterator[Happening]:
     """All that the plan does to a part, stop after stop; of the waits for copies home only those that take time."""
     spans = {event.name: event for event in events if event.kind in ("call", "update")}
     timed: dict[tuple[str, str, str], list[TimedEvent]] = {}
@@ -135,7 +135,7 @@ def happenings(step: StepPlans, events: Sequence[TimedEvent], part: Part) -> Ite
                 now = spans[moment.name].end_s
 
 
-def _concerns(item: MovedId, part: Part, storages: set[str]) -> bool:
+def _concerns(item: MovedId, part: ModelPart, storages: set[str]) -> bool:
     return item.group in part.groups if isinstance(item, Chunk) else str(item) in storages
 
 
@@ -143,9 +143,9 @@ def why_is(name: str, replay: Replay, dry_run: DryRun) -> Why:
     """Answer for one part of the model.
 
     Raises:
-        OptionsError: see `part_of`.
+        OptionsError: see `model_part_named`.
     """
-    part = part_of(name, replay, dry_run)
+    part = model_part_named(name, replay, dry_run)
     step = replay.planned(dry_run)
     found = sorted(happenings(step, replay.events(step), part), key=lambda one: one.at_s)
     return Why(name, tuple(_chosen(part, dry_run)), tuple(found), tuple(_alternatives(part, replay, dry_run)))
@@ -162,7 +162,7 @@ def _absent(dry_run: DryRun) -> tuple[Storages, Storages]:
     return home, frozenset((graph, storage) for graph, absent in found for storage in absent.recomputed)
 
 
-def _chosen(part: Part, dry_run: DryRun) -> Iterator[str]:
+def _chosen(part: ModelPart, dry_run: DryRun) -> Iterator[str]:
     resident, whole = dry_run.planner_state.resident, dry_run.planner_state.layout.replicated
     for names, does in (
         ([str(Chunk(PARAM, g)) for g in part.groups if g in resident], "stays on the device, with gradient and states"),
@@ -191,7 +191,7 @@ def _listed(names: Sequence[object]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _alternatives(part: Part, replay: Replay, dry_run: DryRun) -> Iterator[Alternative]:
+def _alternatives(part: ModelPart, replay: Replay, dry_run: DryRun) -> Iterator[Alternative]:
     resident, (home, again) = dry_run.planner_state.resident, _absent(dry_run)
     if replay.layout.cut:  # what ranks share moves, and what they save stays
         return

@@ -22,7 +22,7 @@ from chunkc.ir.links import GATHER, INWARD, LINKS, QUEUES
 from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK, Event, PhasePlan
 from chunkc.ir.program import BACKWARD, UPDATE
 
-STAYING = "update of what stays"
+RESIDENT_UPDATE = "update of what stays"
 """The event that stands for the update of parameters that never move."""
 
 BY_THE_CPU = "updates by the CPU"
@@ -52,7 +52,7 @@ def simulate(
     costs_s: Mapping[str, float],
     hardware: Hardware,
     *,
-    staying_update_s: float = 0.0,
+    resident_update_s: float = 0.0,
     at_home: HomeUpdateTimes = NONE_AT_HOME,
     update_nbytes: Mapping[str, int] = MappingProxyType({}),
     replicated: Mapping[int, bool] = MappingProxyType({}),
@@ -62,14 +62,14 @@ def simulate(
     Args:
         phases: in the order in which they run: forward, backward, the optimizer's update.
         costs_s: seconds of arithmetic of each call, by the moment's name.
-        staying_update_s: the update of all that never moves; it comes first in the optimizer's step.
+        resident_update_s: the update of all that never moves; it comes first in the optimizer's step.
         at_home: updates by the CPU. Where they go on beside the next forward, the step is one that follows another:
             what the former left to do comes first.
         update_nbytes: what each update reads and writes, by its event's name.
         standing: groups of which every rank has whole parameters from one step to the next, and whether updates change
             them: then they are gathered once in a step, else never.
     """
-    replay = partial(_replay, phases, costs_s, hardware, staying_update_s, at_home, replicated)
+    replay = partial(_replay, phases, costs_s, hardware, resident_update_s, at_home, replicated)
     events, left_s = replay({})
     if left_s:
         events, _ = replay(left_s)
@@ -82,7 +82,7 @@ def _replay(
     phases: Sequence[PhasePlan],
     costs_s: Mapping[str, float],
     hardware: Hardware,
-    staying_update_s: float,
+    resident_update_s: float,
     at_home: HomeUpdateTimes,
     replicated: Mapping[int, bool],
     left_s: Mapping[int, float],
@@ -118,9 +118,9 @@ def _replay(
 
     for phase in phases:
         last = {where: group for group, where in phase.last_copies().items()}
-        if phase.phase == UPDATE and staying_update_s > 0:
-            end = now + staying_update_s
-            found.append(TimedEvent(COMPUTE, "update", STAYING, now, end, 0, UPDATE, ""))
+        if phase.phase == UPDATE and resident_update_s > 0:
+            end = now + resident_update_s
+            found.append(TimedEvent(COMPUTE, "update", RESIDENT_UPDATE, now, end, 0, UPDATE, ""))
             now = end
         if phase.phase == UPDATE:
             order = {group: at for at, group in enumerate(needed)}

@@ -24,7 +24,7 @@ from chunkc.ir.shards import ZeroStage, check_zero_stage
 from chunkc.lightning.files import MappedCheckpointIO, own_weights, save_over_ranks
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.options import parse_options
-from chunkc.runtime.store.shards import Part, part_of
+from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.session.session import all_entered, sessions_of
 
 
@@ -191,7 +191,7 @@ class OverDevices:
     ) -> None:
         """Write a checkpoint that has these parameters and their states; all ranks call it."""
         known = list(parameters)
-        everyone = next((part.everyone for p in known if isinstance(part := part_of(p), Part)), None)
+        everyone = next((part.everyone for p in known if isinstance(part := local_shard_of(p), LocalShard)), None)
 
         def write(whole: dict[str, Any]) -> None:
             self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
@@ -223,7 +223,9 @@ def check_states(optimizer: Any) -> None:
     Raises:
         UnsupportedError: its parameters are cut over ranks.
     """
-    if not isinstance(optimizer, ChunkedOptimizer) and any(isinstance(part_of(p), Part) for p in _all_of(optimizer)):
+    if not isinstance(optimizer, ChunkedOptimizer) and any(
+        isinstance(local_shard_of(p), LocalShard) for p in _all_of(optimizer)
+    ):
         raise UnsupportedError(
             f"states of {type(optimizer).__name__} are not loaded with several processes: take an optimizer of "
             "chunkc.optim"
@@ -268,7 +270,7 @@ def replace_parameters(optimizers: Iterable[Any], former: Mapping[str, nn.Parame
         for group in optimizer.param_groups:
             group["params"] = [made.get(parameter, parameter) for parameter in group["params"]]
         if isinstance(optimizer, ChunkedOptimizer):
-            optimizer.lay_out([part_of(parameter) for parameter in _all_of(optimizer)])
+            optimizer.lay_out([local_shard_of(parameter) for parameter in _all_of(optimizer)])
 
 
 def _all_of(optimizer: Any) -> list[nn.Parameter]:

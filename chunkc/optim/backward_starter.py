@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from chunkc.ir.layout import ChunkGroup
 from chunkc.ir.plan import Tile
-from chunkc.optim import resident_updates as staying_updates
+from chunkc.optim import resident_updates as resident_updates
 from chunkc.optim import slot_updates
 from chunkc.optim.update_on import at_home
-from chunkc.passes.planning.update_placement import may_update_where_it_stays
+from chunkc.passes.planning.update_placement import can_update_resident
 from chunkc.session.session import Session
 
 if TYPE_CHECKING:
@@ -47,22 +47,22 @@ class BackwardStarter:
         optimizer, indices = self._optimizer, frozenset(group.index for group in groups)
         home = at_home(session, groups, optimizer.overlap.update_on, optimizer.rule.num_stages)
         num_stages = optimizer.rule.num_stages
-        may_stay = not optimizer.overlap.undoable and may_update_where_it_stays(optimizer.states, num_stages)
+        may_stay = not optimizer.overlap.undoable and can_update_resident(optimizer.states, num_stages)
         staying = indices if may_stay else frozenset[int]()
         return num_stages, indices - home, staying
 
     def stages_in_slots(self, session: Session, group: int) -> int:
         if group in session.store.resident:
-            return int(staying_updates.is_ready(self._optimizer, session, group))
+            return int(resident_updates.is_ready(self._optimizer, session, group))
         ready = slot_updates.is_ready(self._optimizer, session, group)
         return self._optimizer.rule.num_stages if ready else 0
 
     def make_ready(self, session: Session, group: int) -> None:
-        of = staying_updates if group in session.store.resident else slot_updates
+        of = resident_updates if group in session.store.resident else slot_updates
         of.make_ready(self._optimizer, session, group)
 
     def update(self, session: Session, tile: Tile, tiles: Sequence[Tile]) -> None:
         if tile.group in session.store.resident:
-            staying_updates.update_group(self._optimizer, session, tile.group)
+            resident_updates.update_group(self._optimizer, session, tile.group)
         else:
             slot_updates.update_tile(self._optimizer, session, tile, tiles)

@@ -22,7 +22,7 @@ from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
 from chunkc.optim.overlap_mode import OverlapMode
 from chunkc.runtime.store.consumed_gradients import GradientElsewhere
 from chunkc.runtime.store.gradient_sums import asked_by, clock
-from chunkc.runtime.store.shards import part_of
+from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.session import Session, managing, sessions_of
 
 EPS = 1e-6
@@ -178,7 +178,7 @@ class ClipsGradients(Optimizer):
     def has_all_gradients_of(self, parameters: Iterable[torch.Tensor]) -> bool:
         """Whether those of the parameters that have a gradient are this optimizer's."""
         own = set(map(id, self._all_parameters()))
-        return all(id(part_of(parameter)) in own for parameter in parameters if parameter.grad is not None)
+        return all(id(local_shard_of(parameter)) in own for parameter in parameters if parameter.grad is not None)
 
     def clip_factor(self) -> torch.Tensor | None:
         """What the gradients of this step are to be multiplied by: 0-dim fp32; None: nothing.
@@ -222,7 +222,7 @@ class ClipsGradients(Optimizer):
 
     def _all_parameters(self) -> Iterator[torch.Tensor]:
         groups = self.__dict__["param_groups"]  # not a look at them, see `param_groups`
-        return (part_of(parameter) for group in groups for parameter in group["params"])
+        return (local_shard_of(parameter) for group in groups for parameter in group["params"])
 
     def _gradients(self, *, read: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Parameters with their gradients, where there are any.

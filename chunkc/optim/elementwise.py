@@ -26,7 +26,7 @@ from chunkc.kernels.pointer_offsets import Draws
 from chunkc.optim.formats import Formats
 from chunkc.optim.multi_tensor import Batch, SentPointerOffsets, batches, goes_along
 from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, StepScalars, upload
-from chunkc.optim.rule import Extent, Groups, GroupWork, Rule, Spans, Staying, TileUpdate, Updater
+from chunkc.optim.rule import Extent, Groups, GroupWork, ResidentTensor, Rule, Spans, TileUpdate, Updater
 from chunkc.optim.states import put_back
 from chunkc.utils.recent import Recent
 
@@ -95,7 +95,7 @@ class Elementwise(Updater):
 
         return update
 
-    def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
+    def of_tensors(self, tensors: Iterable[ResidentTensor], scale: GradScale) -> None:
         for tensor in tensors:
             flats = tensor.flats()
             self.update(flats, [(0, flats[PARAM].numel(), tensor.hyper)], scale, tensor.extent)
@@ -113,7 +113,7 @@ class OnCpu(Elementwise):
     def update(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent) -> None:
         update_on_cpu(self.rule, flat, spans, scale, extent)
 
-    def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
+    def of_tensors(self, tensors: Iterable[ResidentTensor], scale: GradScale) -> None:
         formats = self.rule.formats
         if scale is not NO_SCALE or formats.stochastic or formats.states.moments != FLOAT32:
             super().of_tensors(tensors, scale)
@@ -160,10 +160,10 @@ class ByTriton(Elementwise):
             self._scalars.row(hyper)
         return super().of_group(work)
 
-    def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
+    def of_tensors(self, tensors: Iterable[ResidentTensor], scale: GradScale) -> None:
         """In launches of many tensors, but for odd ones."""
-        along: list[tuple[Staying, UpdateFormat]] = []
-        alone: list[Staying] = []
+        along: list[tuple[ResidentTensor, UpdateFormat]] = []
+        alone: list[ResidentTensor] = []
         for tensor in tensors:
             gradient = tensor.parameter.grad
             assert gradient is not None
@@ -193,7 +193,7 @@ class ByTriton(Elementwise):
         )
         torch.autograd.graph.increment_version(batch.written)
 
-    def _draws(self, of: Staying) -> Draws:
+    def _draws(self, of: ResidentTensor) -> Draws:
         extent = of.extent
         return Draws(extent.first_element, rounding_key(self.rule.formats.seed, of.hyper.step, extent.chunk))
 

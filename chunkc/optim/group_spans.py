@@ -17,7 +17,7 @@ from chunkc.ir.states import MASTER, is_scale, num_entries
 from chunkc.optim.memory import aliased_by_gradients, check_in_place, check_memory
 from chunkc.optim.states import Dtypes, initialise
 from chunkc.runtime.store.consumed_gradients import gradient_of
-from chunkc.runtime.store.shards import part_of
+from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.session import Session, managing
 
 
@@ -76,7 +76,7 @@ def due_of(optimizer: Any) -> Due:
     due = Due({}, [], [], [])
     checked: set[torch.dtype] = set()
     for index, group in enumerate(optimizer.param_groups):
-        for parameter in map(part_of, group["params"]):
+        for parameter in map(local_shard_of, group["params"]):
             if parameter.grad is None:
                 continue
             check_memory(optimizer, parameter, parameter.grad)
@@ -97,7 +97,10 @@ def due_of(optimizer: Any) -> Due:
     aliased = set(map(id, aliased_by_gradients(optimizer, due.changing)))
     if aliased:
         due.aliased.extend(
-            (p, group) for group in optimizer.param_groups for p in map(part_of, group["params"]) if id(p) in aliased
+            (p, group)
+            for group in optimizer.param_groups
+            for p in map(local_shard_of, group["params"])
+            if id(p) in aliased
         )
     return due
 

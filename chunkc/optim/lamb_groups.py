@@ -25,7 +25,7 @@ from chunkc.optim.multi_tensor import Batch, SentPointerOffsets, batches, goes_a
 from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, upload
 from chunkc.optim.over_ranks import sums_of_tensors
 from chunkc.optim.pending_steps import decided
-from chunkc.optim.rule import GroupWork, OverRanks, Spans, Staying, TileUpdate, Updater
+from chunkc.optim.rule import GroupWork, OverRanks, ResidentTensor, Spans, TileUpdate, Updater
 from chunkc.optim.states import put_back
 from chunkc.utils.recent import Recent
 
@@ -62,10 +62,10 @@ class LambUpdater(Updater):
     def of_group(self, work: GroupWork) -> TileUpdate:
         return GroupLamb(self, work).update
 
-    def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
+    def of_tensors(self, tensors: Iterable[ResidentTensor], scale: GradScale) -> None:
         """By Triton two launches for many tensors, but for odd ones."""
-        along: list[Staying] = []
-        alone: list[Staying] = []
+        along: list[ResidentTensor] = []
+        alone: list[ResidentTensor] = []
         for tensor in tensors:
             (along if self.by_triton and goes_along(tensor) else alone).append(tensor)
         if along:
@@ -92,7 +92,7 @@ class LambUpdater(Updater):
             stage(batch.fmt, slots, work, scalars, partials, scale=scale)
         torch.autograd.graph.increment_version(batch.written)
 
-    def _update_one_by_one(self, staying: Sequence[Staying], scale: GradScale) -> None:
+    def _update_one_by_one(self, staying: Sequence[ResidentTensor], scale: GradScale) -> None:
         ranges = _ranges(staying)
         spans = [(*where, tensor.hyper) for where, tensor in zip(ranges, staying, strict=True)]
         sums = sums_of_tensors({begin: tensor.parameter for (begin, _), tensor in zip(ranges, staying, strict=True)})
@@ -107,7 +107,7 @@ class LambUpdater(Updater):
         lamb_cpu.warm_up(AdamFormat(flat[PARAM].dtype, flat[GRAD].dtype, master=MASTER in flat))
 
 
-def _format(tensor: Staying) -> AdamFormat:
+def _format(tensor: ResidentTensor) -> AdamFormat:
     assert tensor.parameter.grad is not None
     return AdamFormat(tensor.parameter.dtype, tensor.parameter.grad.dtype, master=MASTER in tensor.states)
 
@@ -173,7 +173,7 @@ class GroupLamb:
             self._partials[:, first].copy_(totals[:, number])
 
 
-def _ranges(tensors: Sequence[Staying]) -> list[tuple[int, int]]:
+def _ranges(tensors: Sequence[ResidentTensor]) -> list[tuple[int, int]]:
     """Of tensors that are updated where they are, see `rows_apart`."""
     return rows_apart([of.extent.first_element for of in tensors], [of.parameter.numel() for of in tensors])
 

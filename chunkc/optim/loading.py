@@ -18,7 +18,7 @@ from chunkc.optim.split_masters import load as load_master
 from chunkc.optim.states import converted, empty_state, names_at_home
 from chunkc.runtime.storage.maps import drop_pages, evict_pages
 from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, birthplace_of
-from chunkc.runtime.store.shards import part_of
+from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.session import managing
 
@@ -48,7 +48,7 @@ def checked_state_dict(optimizer: ChunkedOptimizer, state_dict: Mapping[str, Any
     """
     groups = _checked_groups(optimizer, state_dict["param_groups"])
     ids = {number: group for group in groups for number in group["params"]}
-    parameters = [part_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [local_shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     states = state_dict["state"]
     unknown = [number for number in states if number not in ids]
     if unknown:

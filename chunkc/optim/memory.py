@@ -90,7 +90,7 @@ def aliased_by_gradients(optimizer: Any, parameters: Sequence[torch.Tensor]) -> 
     """
     parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not _meet([span_of(parameter) for parameter in parameters], [span_of(gradient) for gradient in gradients]):
+    if not _rendezvous([span_of(parameter) for parameter in parameters], [span_of(gradient) for gradient in gradients]):
         return []
     aliased = []
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -113,7 +113,7 @@ def _same_memory(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
     return gradient.stride() == parameter.stride() or (is_dense(gradient) and is_dense(parameter))
 
 
-def _meet(spans: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+def _rendezvous(spans: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
     """Whether one of the spans of addresses `[begin, end)` may share one with one of the others."""
     begins, ends = np.array([*spans, *others], dtype=np.int64).reshape(-1, 2).T
     order = np.argsort(begins, kind="stable")

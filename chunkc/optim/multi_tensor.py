@@ -14,7 +14,7 @@ from chunkc.ir.strides import is_dense
 from chunkc.kernels.formats import UpdateFormat
 from chunkc.kernels.pointer_offsets import Draws, alignment_of, kinds_of, pointer_offsets_of
 from chunkc.optim.on_device import POINTER_OFFSETS_NBYTES, Sent, upload
-from chunkc.optim.rule import Staying
+from chunkc.optim.rule import ResidentTensor
 from chunkc.utils.recent import Recent
 
 MAX_NUM_ELEMENTS = 1 << 23
@@ -31,7 +31,7 @@ class Batch:
     """
 
     fmt: UpdateFormat
-    tensors: Sequence[Staying]
+    tensors: Sequence[ResidentTensor]
     addresses: np.ndarray
 
     @property
@@ -63,7 +63,7 @@ class SentPointerOffsets:
         return sent.on_device
 
 
-def goes_along(tensor: Staying) -> bool:
+def goes_along(tensor: ResidentTensor) -> bool:
     """Whether a parameter can be updated with others: its data lie alike, without gaps, and are not too many."""
     parameter, gradient = tensor.parameter, tensor.parameter.grad
     assert gradient is not None
@@ -74,12 +74,12 @@ def goes_along(tensor: Staying) -> bool:
     return gradient.stride() == parameter.stride()
 
 
-def batches(tensors: Iterable[tuple[Staying, UpdateFormat]]) -> list[Batch]:
+def batches(tensors: Iterable[tuple[ResidentTensor, UpdateFormat]]) -> list[Batch]:
     """Tensors that go along, as few launches: those of one format whose addresses are aligned alike go together.
 
     Parameters that share memory are updated one after the other, as in `torch.optim`.
     """
-    alike: dict[tuple, list[tuple[Staying, list[int]]]] = {}
+    alike: dict[tuple, list[tuple[ResidentTensor, list[int]]]] = {}
     for tensor, fmt in tensors:
         addresses = _addresses(tensor, fmt)
         places = tuple(address % unit for address, unit in zip(addresses, alignment_of(fmt).tolist()))
@@ -92,16 +92,16 @@ def batches(tensors: Iterable[tuple[Staying, UpdateFormat]]) -> list[Batch]:
     return found
 
 
-def _addresses(tensor: Staying, fmt: UpdateFormat) -> list[int]:
+def _addresses(tensor: ResidentTensor, fmt: UpdateFormat) -> list[int]:
     """In bytes, by `kinds_of` the format; 0 for what there is not."""
     buffers = {PARAM: tensor.parameter, GRAD: tensor.parameter.grad, **tensor.states}
     buffers[MASTER] = buffers.get(MASTER, buffers.get(MASTER_LOW))
     return [0 if (buffer := buffers.get(kind)) is None else buffer.data_ptr() for kind in kinds_of(fmt)]
 
 
-def _parts(members: Sequence[tuple[Staying, list[int]]]) -> Iterable[list[tuple[Staying, list[int]]]]:
+def _parts(members: Sequence[tuple[ResidentTensor, list[int]]]) -> Iterable[list[tuple[ResidentTensor, list[int]]]]:
     """Runs of them that are not too many for a launch."""
-    part: list[tuple[Staying, list[int]]] = []
+    part: list[tuple[ResidentTensor, list[int]]] = []
     num_elements = 0
     for member in members:
         numel = member[0].parameter.numel()

@@ -21,7 +21,7 @@ from chunkc.kernels import sums_cpu, sums_triton
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.optim.on_device import computes_by_triton, upload
 from chunkc.optim.states import flat, real_parts
-from chunkc.runtime.store.shards import Part
+from chunkc.runtime.store.shards import LocalShard
 from chunkc.session.session import managing, owner
 
 
@@ -50,7 +50,7 @@ def sum_of_squares(gradients: Gradients) -> torch.Tensor:
     the first counts, and with tensor parallelism so it is with parameters that ranks of a layer have alike.
     """
     counted = Gradients(
-        [(p, g) for p, g in gradients.of if not isinstance(p, Part) or (p.shards.copy == 0 and p.is_first)],
+        [(p, g) for p, g in gradients.of if not isinstance(p, LocalShard) or (p.shards.copy == 0 and p.is_first)],
         gradients.since,
     )
     session = next((hit[0] for parameter, _ in gradients.of if (hit := owner(parameter)) is not None), None)
@@ -118,7 +118,7 @@ def _total(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 def _over_ranks(own: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
     """All ranks' together, in the order of ranks, where this rank's own is."""
-    part = next((p for p in parameters if isinstance(p, Part)), None)
+    part = next((p for p in parameters if isinstance(p, LocalShard)), None)
     if part is None:
         return own
     of_ranks = together(part.everyone, "the norm of all gradients", partial(float, own), DistributedError)

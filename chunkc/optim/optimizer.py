@@ -35,7 +35,7 @@ from chunkc.optim.states import Dtypes, is_kept, made_on_tier
 from chunkc.optim.step import prepare_step, take_over_changes, update_chunks, update_in_place
 from chunkc.optim.update_on import DEVICE
 from chunkc.optim.update_scheduler import BackwardUpdates
-from chunkc.runtime.store.shards import leaf_of, part_of
+from chunkc.runtime.store.shards import leaf_of, local_shard_of
 from chunkc.session.declared_states import declare_states, declared_states
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.session import lay_out_states, sessions_of, stepping
@@ -199,7 +199,7 @@ class ChunkedOptimizer(ClipsGradients):
         return self._updaters[device, by_triton]
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [part_of(parameter) for group in self.param_groups for parameter in group["params"]]
+        return [local_shard_of(parameter) for group in self.param_groups for parameter in group["params"]]
 
     def lay_out(self, parameters: Iterable[torch.Tensor]) -> None:
         """Make sure that chunks of these parameters have the states that this optimizer keeps.
@@ -279,7 +279,7 @@ class ChunkedOptimizer(ClipsGradients):
         if self._made:
             try:
                 if not self.follow(self.param_groups):
-                    self._lay_out_states([part_of(p) for p in self.param_groups[-1]["params"]])
+                    self._lay_out_states([local_shard_of(p) for p in self.param_groups[-1]["params"]])
             except OptionsError:
                 self.param_groups.pop()
                 raise

@@ -19,7 +19,7 @@ from chunkc.optim.rule import OverRanks
 from chunkc.optim.split_masters import NotedContents, put_masters_together
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.store.consumed_gradients import LocalGradient
-from chunkc.runtime.store.shards import Part, block_of, leaf_of, own_of, part_of
+from chunkc.runtime.store.shards import LocalShard, block_of, leaf_of, local_shard_of, own_of
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.torch_private.dtensor import local_of, with_local
 
@@ -56,8 +56,13 @@ def note_step(optimizer: Any) -> None:
             transport.steps = hashed(f"{transport.steps} {type(optimizer).__name__} {hyper}")
 
 
-def _parts_of(optimizer: Any) -> list[Part]:
-    return [part for group in optimizer.param_groups for p in group["params"] if isinstance(part := part_of(p), Part)]
+def _parts_of(optimizer: Any) -> list[LocalShard]:
+    return [
+        part
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if isinstance(part := local_shard_of(p), LocalShard)
+    ]
 
 
 def refuse_over_ranks(name: str, moments: str) -> None:
@@ -117,15 +122,19 @@ def _sums(parameters: Sequence[tuple[int, torch.Tensor]], tag: int) -> OverRanks
 
     What several of them have alike is counted once.
     """
-    parts = [(offset, part) for offset, part in parameters if isinstance(part, Part)]
+    parts = [(offset, part) for offset, part in parameters if isinstance(part, LocalShard)]
     if not parts:
         return None
     everyone, num_rows = parts[0][1].everyone, parts[0][1].transport.num_copies
     size = everyone.num_ranks // num_rows
     first = everyone.rank // size * size
     blocks = [(offset, _blocks(part, range(first, first + size))) for offset, part in parts]
-    meeting = [first + at for at in range(size) if any(of_ranks[at].numel for _, of_ranks in blocks)]
-    if everyone.rank not in meeting or len(meeting) == 1 or all(b.is_whole for _, of_ranks in blocks for b in of_ranks):
+    rendezvous = [first + at for at in range(size) if any(of_ranks[at].numel for _, of_ranks in blocks)]
+    if (
+        everyone.rank not in rendezvous
+        or len(rendezvous) == 1
+        or all(b.is_whole for _, of_ranks in blocks for b in of_ranks)
+    ):
         return None  # who has nothing of them is not asked, nor who has all
     here = everyone.rank - first
     again = {
@@ -138,12 +147,12 @@ def _sums(parameters: Sequence[tuple[int, torch.Tensor]], tag: int) -> OverRanks
         for number, offset in enumerate(offsets):
             if offset in again:
                 values[:, number].zero_()
-        everyone.add_up(values, meeting, tag)
+        everyone.add_up(values, rendezvous, tag)
 
     return add_up
 
 
-def _blocks(part: Part, ranks: Iterable[int]) -> list[Block]:
+def _blocks(part: LocalShard, ranks: Iterable[int]) -> list[Block]:
     """What ranks have of a parameter."""
     whole: Any = leaf_of(part)
     return [block_of(whole, rank) for rank in ranks]
@@ -176,7 +185,7 @@ _OVERFLOW = "whether a gradient overflowed"
 @contextmanager
 def no_exchange(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, ranks that have whole gradients (`zero_stage=1`) keep their own and exchange none."""
-    found = {id(p.transport): p.transport for p in parameters if isinstance(p, Part)}.values()
+    found = {id(p.transport): p.transport for p in parameters if isinstance(p, LocalShard)}.values()
     before = [(transport, transport.accumulating) for transport in found]
     for transport in found:
         transport.accumulating = True
@@ -198,8 +207,8 @@ def _over_ranks(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(ids, parameters, strict=True):
-        part, state = part_of(parameter), state_dict["state"].get(index)
-        if isinstance(part, Part) and state is not None:
+        part, state = local_shard_of(parameter), state_dict["state"].get(index)
+        if isinstance(part, LocalShard) and state is not None:
             state_dict["state"][index] = {
                 kind: with_local(parameter, value) if kind != "step" else value for kind, value in state.items()
             }
@@ -211,7 +220,7 @@ def of_this_rank(value: Any, parameter: torch.Tensor) -> Any:
     Raises:
         OptionsError: it is cut over ranks, and the parameter is not, or in another way.
     """
-    whole = parameter.distributed if isinstance(parameter, Part) else None
+    whole = parameter.distributed if isinstance(parameter, LocalShard) else None
     if not isinstance(value, DTensor):
         if whole is None or not isinstance(value, torch.Tensor) or value.shape != whole.shape:
             return value

@@ -17,9 +17,9 @@ from chunkc.optim.memory import check_in_place
 from chunkc.optim.running_updates import label_of
 from chunkc.optim.step import update_in_place
 from chunkc.optim.update_scheduler import Begun, interrupted
-from chunkc.passes.planning.update_placement import may_update_where_it_stays
+from chunkc.passes.planning.update_placement import can_update_resident
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient, gradient_of
-from chunkc.runtime.store.shards import part_of
+from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.declared_states import declared
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.session import Session, owner
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StayingGroups:
+class ResidentGroups:
     """The groups of a session that stay and are one optimizer's, as long as the session's layout is this.
 
     Attributes:
@@ -43,7 +43,7 @@ class StayingGroups:
 
 
 @dataclass
-class StayingUpdate:
+class ResidentUpdate:
     """The update of a group by one backward; `done` once all of it is enqueued."""
 
     label: str
@@ -68,7 +68,7 @@ def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
     entries = _known(optimizer, session).groups.get(index)
     if optimizer.in_backward.accumulating or not entries or optimizer.overlap.undoable:
         return False
-    if not may_update_where_it_stays(optimizer.states, optimizer.rule.num_stages):
+    if not can_update_resident(optimizer.states, optimizer.rule.num_stages):
         return False
     if not set(optimizer.rule.states(optimizer.param_groups).kinds) <= set(optimizer.states.kinds):
         return False
@@ -88,7 +88,7 @@ def is_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> bool:
 def update_group(optimizer: ChunkedOptimizer, session: Session, index: int) -> None:
     """Update a group whose gradients are complete, behind what has computed them; they are given back."""
     known = _known(optimizer, session)
-    entries, made = known.groups[index], StayingUpdate(label_of(session, index))
+    entries, made = known.groups[index], ResidentUpdate(label_of(session, index))
     optimizer.in_backward.note(session, index, (), made)  # before it begins: it may be interrupted
     session.store.tier.enqueue(_update, optimizer, session, index, entries, known.numbers, made)
 
@@ -99,7 +99,7 @@ def _update(
     index: int,
     entries: list[tuple[str, torch.Tensor, int]],
     numbers: Mapping[torch.Tensor, int],
-    made: StayingUpdate,
+    made: ResidentUpdate,
 ) -> None:
     update_in_place(optimizer, [(parameter, number) for _, parameter, number in entries], NO_SCALE, numbers)
     noted = []
@@ -119,23 +119,23 @@ def make_ready(optimizer: ChunkedOptimizer, session: Session, index: int) -> Non
         optimizer.contents.follow(parameter, optimizer.kept_states_of(parameter))
 
 
-def _known(optimizer: ChunkedOptimizer, session: Session) -> StayingGroups:
+def _known(optimizer: ChunkedOptimizer, session: Session) -> ResidentGroups:
     """The groups that stay and are this optimizer's, looked up anew where the layout or who stays has changed."""
     staying = session.store.layout.version, session.store.resident
     known = optimizer.in_backward.staying(session)
     if known is None or known.staying != staying:
         known = _found(optimizer, session, staying)
-        optimizer.in_backward.keep_staying(session, known)
+        optimizer.in_backward.keep_resident_groups(session, known)
     return known
 
 
-def _found(optimizer: ChunkedOptimizer, session: Session, staying: tuple[object, ...]) -> StayingGroups:
+def _found(optimizer: ChunkedOptimizer, session: Session, staying: tuple[object, ...]) -> ResidentGroups:
     found: dict[int, list[tuple[str, torch.Tensor, int]]] = {}
     numbers: dict[torch.Tensor, int] = {}
     layout = session.store.layout
     group_of = layout.group_of()
     for index, group in enumerate(optimizer.param_groups):
-        for parameter in map(part_of, group["params"]):
+        for parameter in map(local_shard_of, group["params"]):
             numbers[parameter] = len(numbers)
             other, name = owner(parameter) or (None, "")
             if other is session and (of := group_of.get(name)) in session.store.resident:
@@ -146,7 +146,7 @@ def _found(optimizer: ChunkedOptimizer, session: Session, staying: tuple[object,
         if {name for name, _, _ in entries} == {s.spec.name for s in layout.groups[of].slices}
         and all(_can_be_updated(optimizer, parameter) for _, parameter, _ in entries)
     }
-    return StayingGroups(staying, whole, numbers)
+    return ResidentGroups(staying, whole, numbers)
 
 
 def _can_be_updated(optimizer: ChunkedOptimizer, parameter: torch.Tensor) -> bool:

@@ -65,7 +65,7 @@ class Extent:
 
 
 @dataclass(frozen=True, eq=False)
-class Staying:
+class ResidentTensor:
     """A parameter to be updated where it is, with its hyper-parameters, its states by kind, and its number."""
 
     parameter: torch.Tensor
@@ -112,7 +112,7 @@ class Updater(ABC):
         """The update of a chunk group, tile by tile."""
 
     @abstractmethod
-    def of_tensors(self, tensors: Iterable[Staying], scale: GradScale) -> None:
+    def of_tensors(self, tensors: Iterable[ResidentTensor], scale: GradScale) -> None:
         """Update parameters that do not move. Each is made ready when the iterable comes to it."""
 
     @abstractmethod

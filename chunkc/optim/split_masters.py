@@ -25,7 +25,7 @@ from chunkc.ir.strides import dense_strides
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.split import join_master, split_master
 from chunkc.optim.states import flat, flat_like, put_back, tensor_of
-from chunkc.runtime.store.shards import part_of
+from chunkc.runtime.store.shards import local_shard_of
 
 _PIECE_NUM_ELEMENTS = 1 << 16
 """Elements that are converted at a time: temporary tensors are of the compute tier."""
@@ -134,7 +134,7 @@ def load(noted: NotedContents, master: object, parameter: torch.Tensor, lower: t
 def put_masters_together(noted: NotedContents, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """A hook of `Optimizer.state_dict`: fp32 masters in place of their lower bits."""
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-    parameters = [part_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [local_shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(ids, parameters, strict=True):
         state = state_dict["state"].get(index, {})
         if MASTER_LOW in state:

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from chunkc.distributed.agreement import meeting
+from chunkc.distributed.agreement import rendezvous
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_spans import Due, Task, due_of, flat_home, spans_of
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms, sums_of_group
 from chunkc.optim.overlap_mode import NONE
-from chunkc.optim.rule import GroupWork, OverRanks, Spans, Staying
+from chunkc.optim.rule import GroupWork, OverRanks, ResidentTensor, Spans
 from chunkc.optim.undo import flat_shadow_copies
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
 from chunkc.optim.update_on import groups_at_home
-from chunkc.runtime.store.shards import part_of
+from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.changes import detect_changes, gradients_left_to_autograd
 from chunkc.session.session import Session, managing
 
@@ -64,7 +64,7 @@ def prepare_step(optimizer: ChunkedOptimizer) -> tuple[Due, list[Prepared]]:
     """
     check_over_ranks(optimizer)
     note_step(optimizer)
-    with meeting(ranks_of_norms(optimizer)) as compare:
+    with rendezvous(ranks_of_norms(optimizer)) as compare:
         due, prepared = _prepared(optimizer)
         compare(lambda: order_of_norms(optimizer, prepared))
     return due, prepared
@@ -202,7 +202,7 @@ def update_in_place(
     groups = optimizer.param_groups
     states = [optimizer.state_on_tier(parameter, groups[index]) for parameter, index in tasks]
     if numbers is None:
-        numbers = {p: number for number, p in enumerate(part_of(p) for group in groups for p in group["params"])}
+        numbers = {p: number for number, p in enumerate(local_shard_of(p) for group in groups for p in group["params"])}
     known: dict[tuple[int, int], Any] = {}
 
     def hyper_at(index: int, step: int) -> Any:
@@ -210,14 +210,14 @@ def update_in_place(
             known[index, step] = optimizer.hyper_at(groups[index], step)
         return known[index, step]
 
-    def staying(device: torch.device) -> Iterator[Staying]:
+    def staying(device: torch.device) -> Iterator[ResidentTensor]:
         for (parameter, index), state in zip(tasks, states, strict=True):
             if parameter.device == device:
                 hyper = optimizer.next_hyper(parameter, partial(hyper_at, index))
                 if parameter.numel() == 0 and optimizer.rule.num_stages == 1:  # fewer rows than there are ranks
                     continue
                 kinds = {kind: value for kind, value in state.items() if kind != "step"}
-                yield Staying(parameter, hyper, kinds, numbers[parameter])
+                yield ResidentTensor(parameter, hyper, kinds, numbers[parameter])
 
     for device in dict.fromkeys(parameter.device for parameter, _ in tasks):
         tensors, scale_there = staying(device), on_the_cpu(scale) if device == _CPU else scale

@@ -48,7 +48,7 @@ class PreparedUpdate:
         def update(tile: Tile) -> None:
             compute(store, updates[tile.group], tile)
 
-        plan = self.planned.plan.with_gradients(self.session.staying_gradients())
+        plan = self.planned.plan.with_gradients(self.session.resident_gradients())
         measurement = Measurement.beginning(store, plan.phases[0].begin_nbytes)
         self.executable([], Run(store, measurement, update))
         self.session.records.note(UPDATE, plan, measurement)

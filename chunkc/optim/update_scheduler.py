@@ -25,13 +25,13 @@ from chunkc.optim.undo import AssumedScale, NotCounted, count
 from chunkc.optim.update_on import at_home
 from chunkc.runtime.device.updates import HomeUpdate
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed
-from chunkc.runtime.store.shards import part_of
+from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.in_backward import Starter
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.session import Session, managing
 
 if TYPE_CHECKING:
-    from chunkc.optim.resident_updates import StayingGroups
+    from chunkc.optim.resident_updates import ResidentGroups
 
 _CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ class BackwardUpdates:
         self._overlap, self._under_way, self._starter = overlap, under_way, starter
         self.accumulating, self.assumed = False, AssumedScale()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._staying: weakref.WeakKeyDictionary[Session, StayingGroups] = weakref.WeakKeyDictionary()
+        self._resident_groups: weakref.WeakKeyDictionary[Session, ResidentGroups] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Session, dict[int, list[Entry]]] = weakref.WeakKeyDictionary()
         self._looked_up: weakref.WeakKeyDictionary[Session, tuple[object, ...]] = weakref.WeakKeyDictionary()
         self._at_home: weakref.WeakKeyDictionary[Session, frozenset[int]] = weakref.WeakKeyDictionary()
@@ -106,7 +106,7 @@ class BackwardUpdates:
         self._known.clear()
         self._looked_up.clear()
         self._at_home.clear()
-        self._staying.clear()
+        self._resident_groups.clear()
         self.end()
 
     def prepare(self, optimizer: Any, session: Session, groups: frozenset[int], at_home: frozenset[int]) -> None:
@@ -119,7 +119,7 @@ class BackwardUpdates:
         known, self._at_home[session] = {index: [] for index in groups}, at_home
         self._known[session] = known
         for group in optimizer.param_groups:
-            for parameter in map(part_of, group["params"]):
+            for parameter in map(local_shard_of, group["params"]):
                 found, name = managing(parameter) or (None, "")
                 if found is session:
                     index = session.store.group_index(name)
@@ -149,13 +149,13 @@ class BackwardUpdates:
             return ()
         return self._known.get(session, {}).get(index, ())
 
-    def staying(self, session: Session) -> StayingGroups | None:
-        """What `keep_staying` was told last."""
-        return self._staying.get(session)
+    def staying(self, session: Session) -> ResidentGroups | None:
+        """What `keep_resident_groups` was told last."""
+        return self._resident_groups.get(session)
 
-    def keep_staying(self, session: Session, groups: StayingGroups) -> None:
+    def keep_resident_groups(self, session: Session, groups: ResidentGroups) -> None:
         """Keep which groups of a session stay, and are this optimizer's to update where they are."""
-        self._staying[session] = groups
+        self._resident_groups[session] = groups
         self._sessions.add(session)
 
     def note(self, session: Session, index: int, noted: Sequence[Begun], update: Beginning) -> None:

@@ -117,7 +117,7 @@ class Captured:
         absent: the storages that are at home between forward and backward.
         absence: what is absent in between.
         at_least: what plans are to reckon with, if that is more than it needs.
-        share: what part of the model it is (see `share_of`).
+        share: what part of the model it is (see `graph_fraction`).
     """
 
     forward: PhaseProgram

@@ -33,10 +33,10 @@ from chunkc.passes.planning.residency import (
     choose_whole,
     everything,
     fixed_nbytes,
-    staying_beside,
+    remaining_residents,
     whole_beside,
 )
-from chunkc.passes.planning.updates import check_update, staying_beside_update, whole_beside_update
+from chunkc.passes.planning.updates import check_update, remaining_residents_in_update, whole_beside_update
 from chunkc.policy.activation_search import Mixes, activation_plans, first_or_quickest, leanest_form
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.first_fit import first_that_fits
@@ -94,9 +94,9 @@ def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
     new = layout.groups[num_known:]
     allowed = now.resident | (frozenset(group.index for group in new) - layout.cut)
     may_replicate = now.layout.whole.union(group.index for group in new if group.may_replicate)
-    all_may_stay = len(allowed) == len(layout.groups)
+    all_may_be_resident = len(allowed) == len(layout.groups)
     least = profile(leanest_form(captured, now.activations, layout), layout).all
-    check_minimum(least, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
+    check_minimum(least, layout, now.budget_nbytes, 0, all_may_be_resident=all_may_be_resident)
     after = replace(now, layout=layout, num_graphs=now.num_graphs + 1, trained=now.trained | captured.trained)
 
     # A group with a parameter that gets no gradient here is not updated in this backward, and has its other gradients.
@@ -105,7 +105,7 @@ def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
     def decision(context: PhaseContext) -> StepDecision:
         seen = context.seen_by(captured)
         needs = profile(seen, layout).all
-        check_minimum(needs, layout, now.budget_nbytes, 0, all_may_stay=all_may_stay)
+        check_minimum(needs, layout, now.budget_nbytes, 0, all_may_be_resident=all_may_be_resident)
         resident, transient = choose_resident(needs, layout, now.budget_nbytes, allowed), frozenset[int]()
         if resident != everything(layout) and (transient := context.transient & allowed):
             spending = replace(layout, transient=transient)
@@ -137,7 +137,7 @@ def _beside(
         if now.resident == everything(layout) and _all_stay(needs_of(layout), layout, now, external_nbytes):
             transient = frozenset()
         needs = needs_of(spending := replace(layout, transient=transient))
-        resident, _ = staying_beside(needs, spending, now.budget_nbytes, external_nbytes, now.resident)
+        resident, _ = remaining_residents(needs, spending, now.budget_nbytes, external_nbytes, now.resident)
         after = now if (resident, layout.whole) == now.staying else replace(now, layout=layout, resident=resident)
         asked = _spending(after, transient)
         room_nbytes = external_nbytes if exact else _with_room(asked, needs, external_nbytes)
@@ -218,7 +218,7 @@ def _update(now: PlannerState, event: UpdateDue) -> UpdateDecision:
         check_update(layout, event.groups, *asked)
     except BudgetError:
         trained = now.layout.groups_of(now.trained) - event.transient
-        staying = staying_beside_update(before, event.groups, trained, *asked)
+        staying = remaining_residents_in_update(before, event.groups, trained, *asked)
         if staying == now.resident:
             raise
         return UpdateDecision(replace(now, resident=staying), None)
@@ -238,16 +238,18 @@ def fits_whole(layout: ChunkLayout, budget_nbytes: int, captured: Captured | Non
     one: as far as model data alone tells. A part of a model leaves room for what others save."""
     if layout.cut:
         return False
-    staying_nbytes = fixed_nbytes(layout, everything(layout))
+    all_resident_nbytes = fixed_nbytes(layout, everything(layout))
     positions = () if captured is None else profile(captured, layout).all
     most_nbytes = max((position.non_model_nbytes for position in positions), default=0)
     others_nbytes = 0 if captured is None else captured.others_nbytes
-    return staying_nbytes + most_nbytes + others_nbytes <= budget_nbytes
+    return all_resident_nbytes + most_nbytes + others_nbytes <= budget_nbytes
 
 
 def smallest_budget(captured: Captured, layout: ChunkLayout) -> int:
     """The smallest budget for a graph by itself, of which any group may stay."""
     try:
-        return check_minimum(profile(captured, layout).all, layout.with_whole(()), 0, 0, all_may_stay=not layout.cut)
+        return check_minimum(
+            profile(captured, layout).all, layout.with_whole(()), 0, 0, all_may_be_resident=not layout.cut
+        )
     except BudgetError as error:
         return error.minimum_nbytes

@@ -11,7 +11,7 @@ NEARLY_ALL = 0.8
 """A graph with so much of what a model trains is all of it: the rest may be there for other steps."""
 
 
-def share_of(models: Iterable[nn.Module], inputs: Iterable[Any]) -> float:
+def graph_fraction(models: Iterable[nn.Module], inputs: Iterable[Any]) -> float:
     """The part of what models train that is among a graph's inputs, by elements; 1: all of it, or nothing at all.
 
     The same on all ranks: a distributed parameter counts as a whole.

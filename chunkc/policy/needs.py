@@ -26,11 +26,11 @@ class Needs:
 
     Attributes:
         moving_nbytes: where every chunk moves.
-        staying_nbytes: where none does.
+        all_resident_nbytes: where none does.
     """
 
     moving_nbytes: int = 0
-    staying_nbytes: int = 0
+    all_resident_nbytes: int = 0
 
     @staticmethod
     def of(positions: Sequence[Position], layout: ChunkLayout, external_nbytes: int = 0) -> Needs:
@@ -41,10 +41,12 @@ class Needs:
         return Needs(needed_nbytes(positions, layout.with_whole(())) + external_nbytes, most_nbytes + external_nbytes)
 
     def beside(self, external_nbytes: int) -> Needs:
-        return Needs(self.moving_nbytes + external_nbytes, self.staying_nbytes + external_nbytes)
+        return Needs(self.moving_nbytes + external_nbytes, self.all_resident_nbytes + external_nbytes)
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(max(self.moving_nbytes, other.moving_nbytes), max(self.staying_nbytes, other.staying_nbytes))
+        return Needs(
+            max(self.moving_nbytes, other.moving_nbytes), max(self.all_resident_nbytes, other.all_resident_nbytes)
+        )
 
     def minimum_nbytes(self, layout: ChunkLayout) -> int:
         """The smallest budget with room for this, with all of a layout's chunks moving or none.
@@ -54,7 +56,7 @@ class Needs:
         moving = fixed_nbytes(layout.with_whole(()), frozenset()) + self.moving_nbytes
         if layout.cut:
             return moving
-        staying = fixed_nbytes(layout, everything(layout)) + self.staying_nbytes
+        staying = fixed_nbytes(layout, everything(layout)) + self.all_resident_nbytes
         return min(moving, staying)
 
 
@@ -115,7 +117,7 @@ class NotedNeeds:
         for (phase, context), external_nbytes in self._runs.items():
             step = profile(context.seen_by(cut), layout)
             needs |= Needs.of(step.forward if phase == FORWARD else step.backward, layout, external_nbytes)
-        return Needs(needs.moving_nbytes, min(needs.staying_nbytes, self.most.staying_nbytes))
+        return Needs(needs.moving_nbytes, min(needs.all_resident_nbytes, self.most.all_resident_nbytes))
 
 
 class KnownNeeds:
@@ -160,7 +162,7 @@ class KnownNeeds:
             begins: it is a forward that lacks room.
         """
         for noted in self._noted:
-            needs |= Needs(0, noted.most.staying_nbytes) if noted.whole else noted.most
+            needs |= Needs(0, noted.most.all_resident_nbytes) if noted.whole else noted.most
         self._named_nbytes = max(self._named_nbytes, error.minimum_nbytes, needs.minimum_nbytes(layout))
         evaluates = not trained and any(spec.trainable for spec in layout.specs().values())
         grown = begins and any(noted.has_run(BACKWARD) for noted in self._noted)

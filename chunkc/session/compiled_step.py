@@ -434,7 +434,7 @@ class CompiledGraph:
         for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
             session.known.note(step.noted, planned.needs[due].beside(planned.external_nbytes))
             step.noted.ran(due, planned.request.context, planned.external_nbytes)
-        plan = planned.plan.beginning_with(session.staying_gradients()).beside_less(gone_nbytes)
+        plan = planned.plan.beginning_with(session.resident_gradients()).beside_less(gone_nbytes)
         part = next(part for part in plan.phases if part.phase == phase)
         measurement = Measurement.beginning(session.store, part.begin_nbytes + own_nbytes)
         tiles = part.tiles

@@ -147,9 +147,9 @@ class UpdatesInBackward:
         undoable: set[int] = set()
         for starter, groups in by_starter.items():
             self.join(starter)
-            num_stages, in_slots, where_they_stay = starter.expects(session, groups)
-            updates |= {(group, num_stages) for group in in_slots | where_they_stay}
-            transient |= where_they_stay
+            num_stages, in_slots, in_place = starter.expects(session, groups)
+            updates |= {(group, num_stages) for group in in_slots | in_place}
+            transient |= in_place
             undoable |= in_slots if starter.undoable else set()
         return PhaseContext(
             updates=tuple(sorted(updates)), undoable=frozenset(undoable), transient=frozenset(transient)

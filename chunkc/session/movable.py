@@ -10,7 +10,7 @@ from torch import nn
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.strides import is_dense
 from chunkc.runtime.storage.device_views import home_memory_of
-from chunkc.runtime.store.shards import Part
+from chunkc.runtime.store.shards import LocalShard
 from chunkc.torch_private.engine import storage_use_count
 
 
@@ -18,22 +18,22 @@ def can_move(parameter: nn.Parameter) -> bool:
     """Whether a parameter can live in a chunk: a dense tensor in memory that fills its own storage, and is nobody
     else's (see `shares_memory`)."""
     return (
-        type(parameter) in (nn.Parameter, Part)
+        type(parameter) in (nn.Parameter, LocalShard)
         and parameter.device.type in ("cpu", "cuda")
-        and (is_chunkable(parameter) or (isinstance(parameter, Part) and parameter.numel() == 0))
+        and (is_chunkable(parameter) or (isinstance(parameter, LocalShard) and parameter.numel() == 0))
         and parameter.untyped_storage().nbytes() == parameter.nbytes
         and not shares_memory(parameter)
     )
 
 
-def refuse_staying(named: Mapping[str, nn.Parameter]) -> None:
+def refuse_residents(named: Mapping[str, nn.Parameter]) -> None:
     """Refuse parameters that are cut over ranks and cannot live in chunks, which alone are gathered.
 
     Raises:
         UnsupportedError: there is one.
     """
     for name, parameter in named.items():
-        if isinstance(parameter, Part) and not can_move(parameter):
+        if isinstance(parameter, LocalShard) and not can_move(parameter):
             raise UnsupportedError(
                 f"this rank's part of {name} shares its memory with other tensors (an earlier state_dict, say) or is "
                 "no dense tensor of real numbers: delete the others before the first call"
@@ -48,7 +48,7 @@ def will_move(parameter: nn.Parameter) -> bool:
 def shares_memory(parameter: torch.Tensor) -> bool:
     """Whether others have the parameter's memory, and would not follow it home: tensors over the same storage, such as
     an earlier `state_dict`, or other processes."""
-    if type(parameter) not in (nn.Parameter, Part) or parameter.device.type not in ("cpu", "cuda"):
+    if type(parameter) not in (nn.Parameter, LocalShard) or parameter.device.type not in ("cpu", "cuda"):
         return False
     storage = parameter.untyped_storage()
     own = 2  # the tensor's, and this object's

@@ -90,7 +90,7 @@ def place(
             session.end()
             raise
         named = dict(model.named_parameters())
-    move_staying(model, [named[spec.name] for spec in layout.small], session.store.tier.device)
+    move_residents(model, [named[spec.name] for spec in layout.small], session.store.tier.device)
     session.own(named)
     session.modules.add(model)
     return model
@@ -240,7 +240,7 @@ def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Modu
         yield module
 
 
-def move_staying(model: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
+def move_residents(model: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device) -> None:
     """Move what does not live in chunks to the device: parameters in place, as `nn.Module.to` does, and buffers.
 
     Raises:

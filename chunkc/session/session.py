@@ -36,7 +36,7 @@ from chunkc.runtime.execution.executor import Executable
 from chunkc.runtime.execution.saved import SavedRoom
 from chunkc.runtime.storage.open_compute import open_compute
 from chunkc.runtime.store.consumed_gradients import gradient_of
-from chunkc.runtime.store.shards import Part, part_of
+from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.declared_states import StateKeeper, declare_states, declared, declared_states, state_format_of
 from chunkc.session.in_backward import UpdatesInBackward
@@ -262,7 +262,7 @@ class Session:
         if layout != self.store.layout:
             self.store.place(layout, {}, self.store.resident)
 
-    def staying_gradients(self) -> frozenset[str]:
+    def resident_gradients(self) -> frozenset[str]:
         """Parameters that have a gradient now which stays on the compute tier, and what another thread trains."""
         store = self.store
         readable = store.readable()
@@ -301,7 +301,7 @@ OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
 
 def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     """The session that owns a parameter, and the parameter's name in it."""
-    return _owners.get(part_of(parameter))
+    return _owners.get(local_shard_of(parameter))
 
 
 def readable_parameters() -> list[torch.Tensor]:
@@ -365,6 +365,6 @@ def lay_out_states(
 
 def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
     """What the planner needs to know of a parameter."""
-    shards = parameter.shards if isinstance(parameter, Part) else None
+    shards = parameter.shards if isinstance(parameter, LocalShard) else None
     layout = tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype
     return ParamSpec(name, *layout, parameter.requires_grad, shards=shards)

@@ -82,7 +82,7 @@ class ChunkcArguments:
         if self.torch_compile_backend == BACKEND:
             self.chunkc_options()  # raises now, not at the first step
             check_zero_stage(self.zero_stage)
-            _meet_others(self)
+            _rendezvous_with_others(self)
             self.torch_compile_backend = None  # transformers and accelerate know closed lists of both
         if self.optim in OPTIMIZERS:
             self.optim = "adamw_torch"
@@ -108,7 +108,7 @@ class ChunkcArguments:
         return options
 
 
-def _meet_others(args: Any) -> None:
+def _rendezvous_with_others(args: Any) -> None:
     """Meet the processes that compute on CPUs before accelerate does: what torchrun has started anew can, too."""
     is_alone = int(os.environ.get("WORLD_SIZE") or 1) == 1 or dist.is_initialized()
     if not is_alone and (args.use_cpu or not torch.cuda.is_available()):

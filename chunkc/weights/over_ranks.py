@@ -15,7 +15,7 @@ from chunkc.distributed.agreement import together, transport_of
 from chunkc.ir.errors import FileError
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.runtime.distributed.transport import GATHERS, Message, Transport
-from chunkc.runtime.store.shards import Part, block_of, part_of
+from chunkc.runtime.store.shards import LocalShard, block_of, local_shard_of
 from chunkc.torch_private.dtensor import DTensor, local_of
 
 SAVE, LOAD = "chunkc.save()", "chunkc.load()"
@@ -27,9 +27,9 @@ def transport_of_module(module: nn.Module) -> Transport | None:
     Raises:
         UnsupportedError: some of the parameters are cut over ranks and others are not.
     """
-    parts = {name: part_of(parameter) for name, parameter in module.named_parameters()}
+    parts = {name: local_shard_of(parameter) for name, parameter in module.named_parameters()}
     transport_of(parts)
-    return next((part.everyone for part in parts.values() if isinstance(part, Part)), None)
+    return next((part.everyone for part in parts.values() if isinstance(part, LocalShard)), None)
 
 
 def whole_on_first(tensor: torch.Tensor, transport: Transport | None) -> torch.Tensor:

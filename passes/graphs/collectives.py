@@ -95,7 +95,7 @@ class Exchange:
 def exchange_of(node: fx.Node, hardware: Hardware, shapes: Shapes = AS_TRACED) -> Exchange | None:
     """What ranks exchange in an operation; None where they exchange nothing there.
 
-    Gloo adds up all of what it reduces and scatters on every rank (see `Meeting`).
+    Gloo adds up all of what it reduces and scatters on every rank (see `Rendezvous`).
     """
     if not is_collective(node) or node.target is WAIT:
         return None
@@ -110,7 +110,7 @@ def exchange_of(node: fx.Node, hardware: Hardware, shapes: Shapes = AS_TRACED) -
     return Exchange(nbytes, times=2)
 
 
-class Meeting:
+class Rendezvous:
     """A collective that is over when it returns, and whose memory nobody has any more then but its caller.
 
     Gloo's thread holds what it has exchanged for a moment longer than it is waited for; then a plan would let go of
@@ -178,7 +178,7 @@ def _reduce_scattered(tensor: torch.Tensor, operation: str, num_ranks: int, grou
     """As gloo does it, which adds up all of it on every rank, in memory that is given back here at once."""
     rows = len(tensor) // num_ranks
     return (
-        Meeting(functional_collectives.all_reduce.default)(tensor, operation, group)
+        Rendezvous(functional_collectives.all_reduce.default)(tensor, operation, group)
         .narrow(0, rank_in(group) * rows, rows)
         .clone()
     )

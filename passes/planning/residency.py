@@ -132,7 +132,7 @@ def needed_nbytes(positions: Sequence[Position], layout: ChunkLayout, resident: 
 
 
 @dataclass(frozen=True)
-class StayingData:
+class ResidentData:
     """Model data that never leaves the compute tier, by what it is; gradients by parameter.
 
     What every rank has whole counts with the parameters.
@@ -143,10 +143,10 @@ class StayingData:
     gradients: Mapping[str, int]
 
     @staticmethod
-    def of(layout: ChunkLayout, resident: frozenset[int]) -> StayingData:
+    def of(layout: ChunkLayout, resident: frozenset[int]) -> ResidentData:
         staying = [*layout.small, *(s.spec for index in sorted(resident) for s in layout.groups[index].slices)]
         counters = layout.small_nbytes - sum(spec.nbytes + spec.training_nbytes for spec in layout.small)
-        return StayingData(
+        return ResidentData(
             sum(spec.nbytes for spec in staying) + replicated_nbytes(layout),
             sum(spec.optimizer_nbytes for spec in staying) + counters,
             {spec.name: spec.gradient_nbytes for spec in staying if spec.trainable},
@@ -284,7 +284,7 @@ def choose_leaving(
     return choose(saved, kept.forward, kept.backward, rooms)
 
 
-def staying_beside(
+def remaining_residents(
     positions: Sequence[Position],
     layout: ChunkLayout,
     budget_nbytes: int,
@@ -318,9 +318,9 @@ def check_minimum(
     external_nbytes: int,
     resident: frozenset[int] = frozenset(),
     *,
-    all_may_stay: bool = False,
+    all_may_be_resident: bool = False,
 ) -> int:
-    """The smallest budget that works with these residents; with `all_may_stay`, or with everything resident.
+    """The smallest budget that works with these residents; with `all_may_be_resident`, or with everything resident.
 
     Raises:
         BudgetError: `budget_nbytes` is below it.
@@ -335,7 +335,7 @@ def check_minimum(
 
     worst = max(_tightest(positions), key=total)
     minimum = total(worst)
-    if all_may_stay:  # without the gaps that chunks have, and optimizer tiles, a very small model may need less
+    if all_may_be_resident:  # without the gaps that chunks have, and optimizer tiles, a very small model may need less
         whole = everything(layout)
         minimum = min(minimum, fixed_nbytes(layout, whole) + external_nbytes + needed_nbytes(positions, layout, whole))
     if minimum > budget_nbytes:

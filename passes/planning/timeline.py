@@ -13,7 +13,7 @@ from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Posi
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.passes.planning.eviction import Schedule, schedule
 from chunkc.passes.planning.offload import Saved, copies
-from chunkc.passes.planning.residency import StayingData, check_minimum, chunk_items, fixed_nbytes, moving_only
+from chunkc.passes.planning.residency import ResidentData, check_minimum, chunk_items, fixed_nbytes, moving_only
 
 BETWEEN = "between"
 
@@ -109,7 +109,7 @@ def plan_phases(
     """
     found = _Line.of(phases, layout, budget_nbytes, resident, hardware, external_nbytes, boundary_nbytes, saved)
     line, spans, stops, occupancy = found.positions, found.spans, found.schedule.stops(), found.schedule.occupancy
-    staying = StayingData.of(layout, resident)
+    staying = ResidentData.of(layout, resident)
     made, group_of = {name for position in line for name, _ in position.sunk}, layout.group_of()
     present = {
         n: nbytes for n, nbytes in staying.gradients.items() if n in made or group_of.get(n) not in layout.transient

@@ -17,7 +17,7 @@ from chunkc.ir.states import INT8, StateFormat
 from chunkc.ir.updates import update_stages, update_traffic
 
 
-def may_update_where_it_stays(states: StateFormat, num_stages: int) -> bool:
+def can_update_resident(states: StateFormat, num_stages: int) -> bool:
     """Whether a backward can update a group that stays on the compute tier: an update in one stage that takes no memory
     for itself."""
     return num_stages == 1 and states.moments != INT8

@@ -10,7 +10,7 @@ from chunkc.ir.layout import GRAD, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import UPDATE
 from chunkc.ir.updates import tile_traffic, update_stages
-from chunkc.passes.planning.residency import check_minimum, fixed_nbytes, staying_beside, whole_beside
+from chunkc.passes.planning.residency import check_minimum, fixed_nbytes, remaining_residents, whole_beside
 from chunkc.passes.planning.timeline import plan_phases
 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
@@ -126,7 +126,7 @@ def check_update(
     check_minimum(positions, layout, budget_nbytes, 0, resident)
 
 
-def staying_beside_update(
+def remaining_residents_in_update(
     layout: ChunkLayout,
     groups: Sequence[int],
     trained: frozenset[int],
@@ -142,7 +142,7 @@ def staying_beside_update(
     """
     due = sorted({*groups, *(resident & trained)})
     positions = update_positions(layout, smallest_tiles(layout, due, num_stages), external_nbytes)
-    return staying_beside(positions, layout, budget_nbytes, 0, resident)[0]
+    return remaining_residents(positions, layout, budget_nbytes, 0, resident)[0]
 
 
 def whole_beside_update(

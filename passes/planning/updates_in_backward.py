@@ -106,7 +106,7 @@ def with_updates(
         found.append(position)
         left = [(one.index, one.after[at - one.first]) for one in waiting if one.first <= at <= one.last]
         for one in [one for one in waiting if one.last == at]:
-            found.append(_where_it_stays(layout.groups[one.index], tuple(left), position, hardware))
+            found.append(_in_place(layout.groups[one.index], tuple(left), position, hardware))
             left.remove((one.index, one.after[-1]))
         beside = tuple(left)
         for index in last.get(at, ()):
@@ -132,9 +132,7 @@ def _last_uses(backward: Sequence[Position], layout: ChunkLayout, groups: set[in
     return found
 
 
-def _where_it_stays(
-    group: ChunkGroup, waiting: tuple[tuple[int, int], ...], after: Position, hardware: Hardware
-) -> Position:
+def _in_place(group: ChunkGroup, waiting: tuple[tuple[int, int], ...], after: Position, hardware: Hardware) -> Position:
     """The update of a group that stays, behind the call `after`: nothing moves for it."""
     tile = Tile(group.index, 0, group.numel)
     return Position(

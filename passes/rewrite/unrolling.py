@@ -265,7 +265,7 @@ class _Unrolling:
 
     def _describe(self, node: fx.Node, made: fx.Node, spot: Spot, number: int) -> None:
         """Let a block's node have values in its own block's storages, and that block's modules and lines."""
-        own_part = spot[2]
+        own_shard = spot[2]
         is_new = 2 < number < self._last
         new: dict[int, FakeTensor] = {}
 
@@ -277,12 +277,12 @@ class _Unrolling:
             if owner is None:
                 return leaf  # in a storage that all blocks read
             (kind, at, part), which = owner
-            if part == own_part and not is_new:
+            if part == own_shard and not is_new:
                 return leaf
             if (kind, at, part) == spot:
                 new[key] = like(leaf, new.get(key))
                 return new[key]
-            return like(leaf, tensors_of(self._made[kind, at, number + part - own_part])[which])
+            return like(leaf, tensors_of(self._made[kind, at, number + part - own_shard])[which])
 
         made.meta["val"] = pytree.tree_map(value, node.meta.get("val"))
         if not is_new:

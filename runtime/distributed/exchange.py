@@ -129,12 +129,12 @@ def _sums_in_rows(
             return places[0] if len(places) == 1 else free.pack(places)
 
         own = computed(shards.rank)
-        of_part = {shards.rank: own}
+        of_shard = {shards.rank: own}
         for rank, part in _others_in_row(shards):
             sends.append((rank, computed(part)))
-            of_part[part] = free.take(own.numel())
-            receives.append((rank, of_part[part]))
-        terms.append([of_part[part] for part in range(shards.num_ranks)])
+            of_shard[part] = free.take(own.numel())
+            receives.append((rank, of_shard[part]))
+        terms.append([of_shard[part] for part in range(shards.num_ranks)])
     transport.exchange(SCATTERS, sends, receives)
     return [_sum(of_row) for of_row in terms]
 

@@ -183,7 +183,7 @@ class Transport:
         values = zip(told, rests, lengths, strict=True)
         return [pickle.loads((head[8:] + rest)[:length]) for head, rest, length in values]
 
-    def add_up(self, values: torch.Tensor, meeting: Sequence[int], tag: int) -> None:
+    def add_up(self, values: torch.Tensor, rendezvous: Sequence[int], tag: int) -> None:
         """Sum a tensor over those ranks that are meeting, this one among them, in place: on each the same bits.
 
         The host waits for it. Takes no memory of torch's allocator.
@@ -191,16 +191,16 @@ class Transport:
         Raises:
             DistributedError: as `exchange`.
         """
-        others = [rank for rank in self.others if rank in meeting]
+        others = [rank for rank in self.others if rank in rendezvous]
         total, *rooms = (
             torch.frombuffer(bytearray(values.nbytes), dtype=values.dtype).view(values.shape)
-            for _ in range(len(meeting) + 1)
+            for _ in range(len(rendezvous) + 1)
         )
-        of_rank = dict(zip(meeting, rooms, strict=True))
+        of_rank = dict(zip(rendezvous, rooms, strict=True))
         of_rank[self.rank].copy_(values)
         sends = [(rank, of_rank[self.rank]) for rank in others]
         self.exchange(SUMS, sends, [(rank, of_rank[rank]) for rank in others], tag)
-        for rank in meeting:
+        for rank in rendezvous:
             total.add_(of_rank[rank])
         values.copy_(total)
 

@@ -1,7 +1,8 @@
 """Parameters that are cut over ranks: what a user has is a `DTensor`, and what chunks hold is this rank's part of it.
 
 Dynamo, autograd and the user see the `DTensor`. The store, the optimizers and everything that asks where data lies see
-the `Part`, which is the `DTensor`'s local tensor: an ordinary tensor that has the parameter's gradient as its own.
+the `LocalShard`, which is the `DTensor`'s local tensor: an ordinary tensor that has the parameter's gradient as its
+own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from chunkc.torch_private.dtensor import (
 )
 
 
-class Part(nn.Parameter):
+class LocalShard(nn.Parameter):
     """This rank's part of a parameter, which knows the parameter weakly.
 
     Attributes:
@@ -49,9 +50,9 @@ class Part(nn.Parameter):
     _distributed: weakref.ref[DTensor]
 
     @staticmethod
-    def of(local: torch.Tensor, shards: Shards, transport: Transport) -> Part:
+    def of(local: torch.Tensor, shards: Shards, transport: Transport) -> LocalShard:
         """The part that lies in a tensor's memory; `attach` says of what."""
-        part = as_subclass_without_grad(Part, local)
+        part = as_subclass_without_grad(LocalShard, local)
         part.shards, part.transport = shards, transport
         return part
 
@@ -119,20 +120,20 @@ class Part(nn.Parameter):
 
 
 @overload
-def part_of(value: nn.Parameter) -> nn.Parameter: ...
+def local_shard_of(value: nn.Parameter) -> nn.Parameter: ...
 
 
 @overload
-def part_of(value: torch.Tensor) -> torch.Tensor: ...
+def local_shard_of(value: torch.Tensor) -> torch.Tensor: ...
 
 
 @overload
-def part_of(value: Any) -> Any: ...
+def local_shard_of(value: Any) -> Any: ...
 
 
-def part_of(value: Any) -> Any:
+def local_shard_of(value: Any) -> Any:
     """Of a parameter that `chunkc.distribute` has cut, this rank's part; anything else as it is."""
-    if type(value) is DTensor and isinstance(found := local_of(value), Part):
+    if type(value) is DTensor and isinstance(found := local_of(value), LocalShard):
         return found
     return value
 
@@ -143,7 +144,7 @@ def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedError: that is gone.
     """
-    if type(parameter) is not Part:  # `isinstance` asks nn.Parameter's metaclass, which takes four times as long
+    if type(parameter) is not LocalShard:  # `isinstance` asks nn.Parameter's metaclass, which takes four times as long
         return parameter
     found = parameter.distributed
     if found is None:

@@ -31,7 +31,7 @@ import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.machines.devices import overhead_of
 from chunkc.machines.presets import load_hardware
-from chunkc.passes.graphs.collectives import Meeting
+from chunkc.passes.graphs.collectives import Rendezvous
 from chunkc.runtime.device.cuda import CudaExchangeLink, CudaMark
 from chunkc.runtime.distributed import nccl
 from chunkc.runtime.distributed.transport import GATHERS, SCATTERS, Transport
@@ -339,7 +339,7 @@ def killed_beside_layers() -> Result:
 
 def killed_in_a_layer() -> Result:
     """And one where it meets the other rank of a layer."""
-    return ended_by(of_layers(), fault_at(30, kill, Meeting, "__call__"))
+    return ended_by(of_layers(), fault_at(30, kill, Rendezvous, "__call__"))
 
 
 def hung_beside_layers() -> Result:
@@ -347,12 +347,12 @@ def hung_beside_layers() -> Result:
 
 
 def hung_in_a_layer() -> Result:
-    return ended_by(of_layers(), fault_at(30, hang, Meeting, "__call__"))
+    return ended_by(of_layers(), fault_at(30, hang, Rendezvous, "__call__"))
 
 
 def failed_in_a_layer() -> Result:
     """A rank raises an error there, and stays."""
-    return ended_by(of_layers(), fault_at(30, fail, Meeting, "__call__"))
+    return ended_by(of_layers(), fault_at(30, fail, Rendezvous, "__call__"))
 
 
 def kill() -> None:

@@ -20,7 +20,7 @@ from rank_cases import HUGE, Result, adamw, batches, compiled, made, mesh, own
 import chunkc
 from chunkc.ir.shards import ZeroStage
 from chunkc.runtime.device import cpu_allocator
-from chunkc.runtime.store.shards import part_of
+from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.session import owner, sessions_of
 
 
@@ -68,7 +68,7 @@ def came_to(said: chunkc.Explanation, model: Any, run: Any, tokens: torch.Tensor
     """What was said of a model's steps on this rank, and what they came to; `foreign_nbytes` are nobody's here."""
     report = chunkc.report(model)
     refusal = attempted(lambda: chunkc.explain(run, tokens))
-    parts = [part_of(parameter) for parameter in model.parameters()]
+    parts = [local_shard_of(parameter) for parameter in model.parameters()]
     foreign_nbytes += sum(part.nbytes for part in parts if owner(part) is None)  # of which no graph knows
     return {
         "explained": {

@@ -52,7 +52,7 @@ def killed_in_a_layer() -> Result:
     """A rank ends in the middle of a forward."""
 
     def action(run: Any, model: nn.Module) -> None:
-        meet, calls = collectives.Meeting.__call__, [0]
+        meet, calls = collectives.Rendezvous.__call__, [0]
 
         def ends(*args: Any) -> Any:
             calls[0] += 1
@@ -60,7 +60,7 @@ def killed_in_a_layer() -> Result:
                 os.kill(os.getpid(), signal.SIGKILL)
             return meet(*args)
 
-        with patch.object(collectives.Meeting, "__call__", ends if dist.get_rank() == 1 else meet):
+        with patch.object(collectives.Rendezvous, "__call__", ends if dist.get_rank() == 1 else meet):
             run(own(batches(0)[0]))
         run(own(batches(0)[0]))
 

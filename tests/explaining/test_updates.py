@@ -17,7 +17,7 @@ from chunkc.ir.explanation import AT_HOME, Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import PREFETCH
 from chunkc.ir.program import FORWARD, UPDATE
-from chunkc.ir.simulate import STAYING
+from chunkc.ir.simulate import RESIDENT_UPDATE
 from chunkc.machines.presets import load_hardware
 
 
@@ -45,7 +45,7 @@ def test_a_step_updates_in_the_order_in_which_the_next_forward_reads() -> None:
     found = explained("device", "none", memory_budget="280MiB")
     fetched = [e.name for e in found.events if e.phase == FORWARD and e.kind == PREFETCH]
     updated = [e.name for e in found.events if e.phase == UPDATE and e.kind == "update"]
-    assert updated[0] == STAYING, "what is on the device for good comes first: the forward begins with it"
+    assert updated[0] == RESIDENT_UPDATE, "what is on the device for good comes first: the forward begins with it"
     groups = [name.partition(":")[2] for name in dict.fromkeys(fetched)]
     of_tiles = [name.removeprefix("update.").partition("[")[0] for name in updated[1:]]
     assert found.chunks.resident > 0

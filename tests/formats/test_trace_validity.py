@@ -23,7 +23,7 @@ from chunkc.explaining.formats import render_trace
 from chunkc.explaining.formats.trace import MEASURED, PREDICTED
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.links import TO_DEVICE
-from chunkc.ir.simulate import STAYING
+from chunkc.ir.simulate import RESIDENT_UPDATE
 from chunkc.runtime.device import cpu_allocator
 
 ALLOWED = {
@@ -192,6 +192,6 @@ def test_a_run_stands_beside_its_prediction() -> None:
         for pid in (PREDICTED, MEASURED)
     }
     assert len(calls[MEASURED]) > 6
-    moving = [name for name in calls[PREDICTED] if name != f"update {STAYING}"]
+    moving = [name for name in calls[PREDICTED] if name != f"update {RESIDENT_UPDATE}"]
     assert moving == calls[MEASURED], "the same calls, in the same order"
     assert any(e["ph"] == "C" and e["pid"] == MEASURED for e in events)

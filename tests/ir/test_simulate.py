@@ -39,7 +39,7 @@ from chunkc.ir.plan import (
     PhasePlan,
 )
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
-from chunkc.ir.simulate import STAYING, link_nbytes, simulate, step_time, traffic
+from chunkc.ir.simulate import RESIDENT_UPDATE, link_nbytes, simulate, step_time, traffic
 
 MACHINE = Hardware(flops_per_s=1.0, memory_bytes_per_s=280.0, links=host_links(100.0, 50.0))
 """100 bytes a second in, 50 out."""
@@ -163,10 +163,10 @@ def test_gradients_are_read_from_home_once_the_step_has_written_them() -> None:
 
 def test_what_stays_is_updated_first() -> None:
     update = phase(UPDATE, [(PREFETCH, "param:0", 100), (WAIT, "param:0", 0)], [])
-    events = simulate([phase(FORWARD, [], []), update], {"forward.0": 1, "update.0": 2}, MACHINE, staying_update_s=4)
+    events = simulate([phase(FORWARD, [], []), update], {"forward.0": 1, "update.0": 2}, MACHINE, resident_update_s=4)
     assert spans(events, COMPUTE) == [
         ("call", "forward.0", 0, 1),
-        ("update", STAYING, 1, 5),
+        ("update", RESIDENT_UPDATE, 1, 5),
         ("stall", "param:0", 5, 6),
         ("update", "update.0", 6, 8),
     ]
@@ -181,12 +181,12 @@ def test_nothing_at_all() -> None:
 def test_updates_say_their_bytes_and_nothing_else_does() -> None:
     update = phase(UPDATE, [(PREFETCH, "param:0", 100), (WAIT, "param:0", 0)], [])
     events = simulate(
-        [phase(FORWARD, [], []), update], {"forward.0": 1, "update.0": 2}, MACHINE, staying_update_s=4,
-        update_nbytes={"update.0": 56, STAYING: 112, "param:0": 7, "forward.0": 9},
+        [phase(FORWARD, [], []), update], {"forward.0": 1, "update.0": 2}, MACHINE, resident_update_s=4,
+        update_nbytes={"update.0": 56, RESIDENT_UPDATE: 112, "param:0": 7, "forward.0": 9},
     )  # fmt: skip
     assert [(e.kind, e.name, e.nbytes) for e in events] == [
         ("call", "forward.0", 0),
-        ("update", STAYING, 112),
+        ("update", RESIDENT_UPDATE, 112),
         (PREFETCH, "param:0", 100),
         ("stall", "param:0", 0),
         ("update", "update.0", 56),
@@ -200,14 +200,14 @@ stops_ = st.lists(st.lists(events_, max_size=4), min_size=1, max_size=6)
 
 
 @given(st.lists(stops_, min_size=3, max_size=3), st.lists(st.floats(0, 10), min_size=20, max_size=20), st.floats(0, 5))
-def test_time_is_conserved(stops: list[list[Stop]], costs: list[float], staying_s: float) -> None:
+def test_time_is_conserved(stops: list[list[Stop]], costs: list[float], resident_s: float) -> None:
     phases = [phase(name, *s) for name, s in zip((FORWARD, BACKWARD, UPDATE), stops)]
     names = [moment.name for p in phases for moment in p.moments]
     costs_s: Mapping[str, float] = dict(zip(names, costs))
-    events = simulate(phases, costs_s, MACHINE, staying_update_s=staying_s)
+    events = simulate(phases, costs_s, MACHINE, resident_update_s=resident_s)
     time = step_time(events)
     assert time.total == pytest.approx(time.compute + time.optimizer + time.stall)
-    assert time.compute + time.optimizer == pytest.approx(sum(costs_s.values()) + staying_s)
+    assert time.compute + time.optimizer == pytest.approx(sum(costs_s.values()) + resident_s)
     assert [e.start_s for e in events] == sorted(e.start_s for e in events)
     for stream in STREAMS:  # one thing after another, and nothing backwards
         on_stream = sorted((e for e in events if e.stream == stream), key=lambda e: (e.start_s, e.end_s))

@@ -18,7 +18,7 @@ from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.links import GATHER, SCATTER, TO_DEVICE
 from chunkc.ir.plan import Position
 from chunkc.ir.shards import Shards, ZeroStage
-from chunkc.ir.verify.resident import nbytes_that_stay
+from chunkc.ir.verify.resident import resident_data_nbytes
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.planning.layout import lay_out
 from chunkc.passes.planning.residency import chunk_items, fixed_nbytes
@@ -122,12 +122,12 @@ def test_what_every_rank_has_whole_counts_at_all_times(zero_stage: ZeroStage | N
     (group,) = laid_out.groups
     replicated = 4 * group.gathered_numel * len(kinds)
     assert fixed_nbytes(laid_out, frozenset()) == fixed_nbytes(in_parts, frozenset()) + replicated
-    assert nbytes_that_stay(laid_out, ()) == nbytes_that_stay(in_parts, ()) + replicated
+    assert resident_data_nbytes(laid_out, ()) == resident_data_nbytes(in_parts, ()) + replicated
     for kind in (PARAM, GRAD):
         chunk = Chunk(kind, 0)
         whole = in_parts.chunk_nbytes_of(chunk)
         assert laid_out.chunk_nbytes_of(chunk) == whole - (4 * group.gathered_numel if kind in kinds else 0)
-        needed = nbytes_that_stay(laid_out, ()) + laid_out.chunk_nbytes_of(chunk)
+        needed = resident_data_nbytes(laid_out, ()) + laid_out.chunk_nbytes_of(chunk)
         assert not violations(GATHER, needed, chunk, zero_stage)
         assert violations(GATHER, needed - 1, chunk, zero_stage)
         position = Position("forward.0", "forward", 0, "mm", "h", frozenset({chunk}), frozenset(), 0.0)
@@ -145,8 +145,8 @@ def test_room_for_what_goes_in_one_message_counts(zero_stage: ZeroStage | None) 
     laid_out = laid_out.with_whole([0]) if zero_stage is None else laid_out
     (group,) = laid_out.groups
     assert group.packing_numel == 2 * 3 * -(-ROWS // 3)
-    assert fixed_nbytes(laid_out, frozenset()) == nbytes_that_stay(laid_out, ())
-    stands, moves = nbytes_that_stay(laid_out, ()), laid_out.chunk_nbytes_of(WHOLE)
+    assert fixed_nbytes(laid_out, frozenset()) == resident_data_nbytes(laid_out, ())
+    stands, moves = resident_data_nbytes(laid_out, ()), laid_out.chunk_nbytes_of(WHOLE)
     assert (moves > 0) == (zero_stage == 3)
     counters_nbytes = 2 * 4
     assert stands + moves >= counters_nbytes + 4 * (group.gathered_numel + group.packing_numel)
@@ -158,11 +158,11 @@ def test_room_for_what_goes_in_one_message_counts(zero_stage: ZeroStage | None) 
 def test_a_plan_for_what_is_whole_is_none_for_what_is_not() -> None:
     """Whichever of the two the verifier is told: the bytes are others."""
     whole = layout(zero_stage=None)
-    needed = nbytes_that_stay(whole, ()) + whole.chunk_nbytes_of(WHOLE)
+    needed = resident_data_nbytes(whole, ()) + whole.chunk_nbytes_of(WHOLE)
     apart = whole.with_whole(())
     assert not violations(GATHER, needed, zero_stage=None)
-    assert nbytes_that_stay(apart, ()) + apart.chunk_nbytes_of(WHOLE) == needed, "as long as the chunk has a slot"
-    assert nbytes_that_stay(apart, ()) < nbytes_that_stay(whole, ())
+    assert resident_data_nbytes(apart, ()) + apart.chunk_nbytes_of(WHOLE) == needed, "as long as the chunk has a slot"
+    assert resident_data_nbytes(apart, ()) < resident_data_nbytes(whole, ())
     assert whole.whole == {0}
     assert whole.with_whole([0]) is whole
     assert layout(zero_stage=2).whole == frozenset(), "what is forced is no choice"

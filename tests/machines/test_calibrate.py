@@ -122,9 +122,9 @@ def test_the_share_of_a_slow_link_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_no_thread_starts_inside_a_sample_of_both_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And both copies are under way at once: each waits for the other to have begun."""
-    meeting = threading.Barrier(2)
+    rendezvous = threading.Barrier(2)
     for name in ("read", "write"):
-        monkeypatch.setattr(module.DiskHome, name, lambda *args: meeting.wait(10))
+        monkeypatch.setattr(module.DiskHome, name, lambda *args: rendezvous.wait(10))
     started: list[threading.Thread] = []
     real = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (started.append(thread), real(thread))[1])

@@ -12,7 +12,7 @@ from harness import differences
 from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, trained
 
 import chunkc
-from chunkc.optim import resident_updates as staying_updates
+from chunkc.optim import resident_updates as resident_updates
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 
 pytestmark = pytest.mark.timeout(120)
@@ -131,7 +131,7 @@ def test_it_begins_with_the_first_backward() -> None:
 def test_an_update_that_is_interrupted_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Subject("backward", WITHOUT_GRADIENTS)
     made.step(0)
-    loss, update, ran = made.compiled(**made.case.batch(1)), staying_updates.update_in_place, []
+    loss, update, ran = made.compiled(**made.case.batch(1)), resident_updates.update_in_place, []
 
     def interrupted(*args: Any) -> None:
         ran.append(args)
@@ -140,7 +140,7 @@ def test_an_update_that_is_interrupted_is_said_once(monkeypatch: pytest.MonkeyPa
         update(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(staying_updates, "update_in_place", interrupted)
+        patch.setattr(resident_updates, "update_in_place", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loss.backward()
     with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):

@@ -21,7 +21,7 @@ from chunkc.kernels.pointer_offsets import alignment_of, kinds_of, pointer_offse
 from chunkc.kernels.sgd import SgdFormat
 from chunkc.optim import multi_tensor as together
 from chunkc.optim import on_device, rule
-from chunkc.optim.rule import Staying
+from chunkc.optim.rule import ResidentTensor
 
 FORMATS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "fp32": lambda p: chunkc.optim.AdamW(p, lr=0.1),
@@ -126,10 +126,10 @@ FP32 = AdamFormat(torch.float32, torch.float32)
 HYPER = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
 
 
-def staying(parameter: Tensor, gradient: Tensor | None = None) -> Staying:
+def staying(parameter: Tensor, gradient: Tensor | None = None) -> ResidentTensor:
     parameter = nn.Parameter(parameter)
     parameter.grad = torch.empty_like(parameter) if gradient is None else gradient
-    return Staying(parameter, HYPER, {kind: torch.empty_like(parameter) for kind in FP32.kinds}, 0)
+    return ResidentTensor(parameter, HYPER, {kind: torch.empty_like(parameter) for kind in FP32.kinds}, 0)
 
 
 def aligned(numel: int, offset: int = 0) -> Tensor:
@@ -139,14 +139,14 @@ def aligned(numel: int, offset: int = 0) -> Tensor:
     return room[first : first + numel]
 
 
-def sizes(tensors: list[Staying]) -> list[list[int]]:
+def sizes(tensors: list[ResidentTensor]) -> list[list[int]]:
     along = [(tensor, FP32) for tensor in tensors if together.goes_along(tensor)]
     return [[of.parameter.numel() for of in batch.tensors] for batch in together.batches(along)]
 
 
-def on_units(numel: int, offset: int = 0) -> Staying:
+def on_units(numel: int, offset: int = 0) -> ResidentTensor:
     found = staying(aligned(numel, offset), aligned(numel))
-    return Staying(found.parameter, HYPER, {kind: aligned(numel) for kind in FP32.kinds}, 0)
+    return ResidentTensor(found.parameter, HYPER, {kind: aligned(numel) for kind in FP32.kinds}, 0)
 
 
 def test_what_is_aligned_alike_is_one_launch() -> None:
@@ -161,7 +161,7 @@ def test_a_launch_has_not_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_shares_memory_is_updated_in_turn() -> None:
     one = on_units(64)
-    other = Staying(nn.Parameter(one.parameter.detach()[48:]), HYPER, {k: aligned(16) for k in FP32.kinds}, 1)
+    other = ResidentTensor(nn.Parameter(one.parameter.detach()[48:]), HYPER, {k: aligned(16) for k in FP32.kinds}, 1)
     other.parameter.grad = aligned(16)
     assert sizes([one, on_units(5), other]) == [[64], [5], [16]]
 

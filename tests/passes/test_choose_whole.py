@@ -14,7 +14,7 @@ from verify_cases import HARDWARE, MEMORIES, MODULES, NUM_LAYERS, backward_progr
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.layout import ChunkLayout, ParamSpec
 from chunkc.ir.shards import Shards, ZeroStage
-from chunkc.ir.verify.resident import nbytes_that_stay
+from chunkc.ir.verify.resident import resident_data_nbytes
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning.layout import lay_out
 from chunkc.passes.planning.residency import check_minimum, choose_whole, whole_beside
@@ -97,7 +97,7 @@ def test_for_an_update_what_is_whole_gives_its_room_back_for_a_while() -> None:
     roomy = decide(now, UpdateDue(groups, 0))
     assert roomy.request is not None
     assert roomy.request.planner_state == now
-    external_nbytes = now.budget_nbytes - nbytes_that_stay(now.layout, ())
+    external_nbytes = now.budget_nbytes - resident_data_nbytes(now.layout, ())
     tight = decide(now, UpdateDue(groups, external_nbytes))
     assert tight.planner_state is now, "afterwards it is as before"
     assert tight.request is not None

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from chunkc.ir.hardware import CPU
 from chunkc.ir.links import BETWEEN_DEVICES, LinkSpec, host_links
 from chunkc.machines.presets import load_hardware
-from chunkc.passes.graphs.collectives import WAIT, Meeting, exchange_of, wait_at_once, without_group_names
+from chunkc.passes.graphs.collectives import WAIT, Rendezvous, exchange_of, wait_at_once, without_group_names
 from chunkc.passes.graphs.cost import cost_s
 from chunkc.passes.graphs.graphs import is_compute, returned
 from chunkc.passes.memory.scratch.cpu import scratch_nbytes
@@ -142,7 +142,7 @@ def test_a_collective_takes_what_is_predicted_and_holds_nothing(
     for _ in range(400):  # gloo's thread, which lets go late, is met in one of some hundred
         before = cpu_allocator.current_nbytes()
         cpu_allocator.reset_peak()
-        result = Meeting(target)(given, *more, group)
+        result = Rendezvous(target)(given, *more, group)
         assert cpu_allocator.current_nbytes() == before + result.nbytes
         taken = cpu_allocator.peak_nbytes() - before - result.nbytes
         assert taken == scratch_nbytes(target, (given, *more, group), {}, result, 1)

@@ -23,7 +23,7 @@ from chunkc.passes.planning.residency import (
     choose_resident,
     evenly_spread,
     fixed_nbytes,
-    staying_beside,
+    remaining_residents,
 )
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import update_positions, update_tiles
@@ -160,7 +160,7 @@ def test_residents_make_room_for_what_is_held() -> None:
     everything = frozenset({0, 1, 2})
     minimum = check_minimum(STEP.passes, LAYOUT, HUGE, 0)
     for spare in range(0, 120_000, 1024):
-        found, needed = staying_beside(STEP.passes, LAYOUT, minimum + spare, spare // 2, everything)
+        found, needed = remaining_residents(STEP.passes, LAYOUT, minimum + spare, spare // 2, everything)
         check_minimum(STEP.passes, LAYOUT, minimum + spare, spare // 2, found)
         assert found == everything or needed == minimum + spare // 2
     assert found == everything
@@ -168,9 +168,9 @@ def test_residents_make_room_for_what_is_held() -> None:
 
 def test_where_no_room_can_be_made_the_minimum_is_without_residents() -> None:
     minimum = check_minimum(STEP.passes, LAYOUT, HUGE, 4096)
-    assert staying_beside(STEP.passes, LAYOUT, minimum, 4096, frozenset({0, 2})) == (frozenset(), minimum)
+    assert remaining_residents(STEP.passes, LAYOUT, minimum, 4096, frozenset({0, 2})) == (frozenset(), minimum)
     with pytest.raises(BudgetError) as error:
-        staying_beside(STEP.passes, LAYOUT, minimum - 1, 4096, frozenset({0, 2}))
+        remaining_residents(STEP.passes, LAYOUT, minimum - 1, 4096, frozenset({0, 2}))
     assert error.value.minimum_nbytes == minimum
 
 
@@ -273,7 +273,7 @@ def test_with_the_residents_chosen_there_is_a_plan(case, more: int) -> None:
 def test_below_the_minimum_no_choice_of_residents_fits(numels: tuple[int, ...]) -> None:
     layout = layout_of(*numels)
     step = step_of(layout, [50] * len(numels))
-    minimum = check_minimum(step.all, layout, HUGE, 0, all_may_stay=True)
+    minimum = check_minimum(step.all, layout, HUGE, 0, all_may_be_resident=True)
     for size in range(len(numels) + 1):
         for resident in combinations(range(len(numels)), size):
             with pytest.raises(BudgetError):

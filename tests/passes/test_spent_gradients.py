@@ -27,7 +27,7 @@ from verify_cases import (
 from chunkc.ir import chunk_ops
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.plan import Plan, Position, gradients_at
-from chunkc.ir.verify.resident import nbytes_that_stay
+from chunkc.ir.verify.resident import resident_data_nbytes
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.planning.layout import lay_out
 from chunkc.passes.planning.residency import check_minimum, choose_resident, fixed_nbytes
@@ -172,8 +172,8 @@ def test_more_groups_stay_without_their_gradients() -> None:
 def test_the_verifier_counts_to_the_byte() -> None:
     _, backward = step_positions()
     most = max(p.non_model_nbytes + p.waiting_nbytes(ALL) for p in with_waiting(backward, SPENT))
-    needed = nbytes_that_stay(SPENT, ALL) + most
-    assert nbytes_that_stay(LAYOUT, ALL) - nbytes_that_stay(SPENT, ALL) == NUM_LAYERS * GRADIENT_NBYTES
+    needed = resident_data_nbytes(SPENT, ALL) + most
+    assert resident_data_nbytes(LAYOUT, ALL) - resident_data_nbytes(SPENT, ALL) == NUM_LAYERS * GRADIENT_NBYTES
     assert not rules(case(), budget_nbytes=needed)
     assert "budget" in rules(case(), budget_nbytes=needed - 1)
 

@@ -24,8 +24,8 @@ from chunkc.passes.planning.updates import (
     TILES_AT_ONCE,
     check_update,
     plan_update,
+    remaining_residents_in_update,
     smallest_tiles,
-    staying_beside_update,
     update_positions,
     update_tiles,
 )
@@ -50,10 +50,10 @@ def test_residents_make_room_for_an_update(num_stages: int) -> None:
     everything = frozenset({0, 1, 2})
     positions = update_positions(LAYOUT, smallest_tiles(LAYOUT, [0, 1, 2], num_stages), 700)
     minimum = check_minimum(positions, LAYOUT, HUGE, 0)
-    assert staying_beside_update(LAYOUT, [], everything, minimum, 700, everything, num_stages) < everything
-    assert staying_beside_update(LAYOUT, [], everything, HUGE, 700, everything, num_stages) == everything
+    assert remaining_residents_in_update(LAYOUT, [], everything, minimum, 700, everything, num_stages) < everything
+    assert remaining_residents_in_update(LAYOUT, [], everything, HUGE, 700, everything, num_stages) == everything
     with pytest.raises(BudgetError):
-        staying_beside_update(LAYOUT, [], everything, minimum - 1, 700, everything, num_stages)
+        remaining_residents_in_update(LAYOUT, [], everything, minimum - 1, 700, everything, num_stages)
 
 
 def test_update_tiles_cover_every_element_once() -> None:

@@ -11,7 +11,7 @@ from chunkc.ir.layout import STEP_NBYTES, ChunkGroup, ChunkLayout, ParamSpec
 from chunkc.ir.states import num_entries
 
 
-def nbytes_that_stay(layout: ChunkLayout, resident: Collection[int]) -> int:
+def resident_data_nbytes(layout: ChunkLayout, resident: Collection[int]) -> int:
     """The overhead, all step counters, small parameters and residents, and what every rank has whole, each tensor as
     the allocator gives it."""
     total_nbytes, transient = layout.overhead_nbytes, _transient(layout)
@@ -26,7 +26,7 @@ def nbytes_that_stay(layout: ChunkLayout, resident: Collection[int]) -> int:
     return total_nbytes + sum(map(_whole_nbytes, layout.groups))
 
 
-class StayingGradients:
+class ResidentGradients:
     """Gradients of residents that are spent: each is there from the call that makes it to its group's update.
 
     Attributes:

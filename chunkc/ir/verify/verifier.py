@@ -36,7 +36,7 @@ from chunkc.ir.layout import CASTS, GRAD, PARAM, Chunk, ChunkLayout
 from chunkc.ir.program import SegmentMemory
 from chunkc.ir.updates import update_stages
 from chunkc.ir.verify.offload import SavedStorages
-from chunkc.ir.verify.resident import StayingGradients, nbytes_that_stay
+from chunkc.ir.verify.resident import ResidentGradients, resident_data_nbytes
 from chunkc.ir.verify.updates import UpdatedGroups
 
 
@@ -55,14 +55,14 @@ class _Checker:
         graph: fx.Graph,
         layout: ChunkLayout,
         memories: Mapping[str, SegmentMemory],
-        staying_nbytes: int,
+        all_resident_nbytes: int,
         budget_nbytes: int,
         present: Collection[Chunk],
         at_home: Collection[str],
         resident: Collection[int],
     ) -> None:
         self.graph, self.layout, self.memories = graph, layout, memories
-        self.staying_nbytes, self.budget_nbytes = staying_nbytes, budget_nbytes
+        self.all_resident_nbytes, self.budget_nbytes = all_resident_nbytes, budget_nbytes
         self.violations: list[str] = []
         self.generations = self.value_nbytes = self.peak_nbytes = 0
         self.slots: dict[Chunk, _Slot] = {}
@@ -81,7 +81,7 @@ class _Checker:
         self.sunk: Counter[str] = Counter()
         self.updated = UpdatedGroups(layout)
         self.settled: set[int] = set()
-        self.waiting = StayingGradients(layout, resident)
+        self.waiting = ResidentGradients(layout, resident)
         medium = "disk" if layout.is_on_disk(PARAM) else "RAM"
         self.saved = SavedStorages(self, at_home, {way: _LINKS[medium, way] for way in ("in", "out")})
         self.is_backward = any(node.target is chunk_ops.sink for node in graph.nodes)
@@ -108,7 +108,7 @@ class _Checker:
             self.value_nbytes -= self.storage_nbytes[storage]
 
     def check_budget(self, node: fx.Node | None, extra_nbytes: int = 0) -> None:
-        nbytes = self.staying_nbytes + self.waiting.nbytes + self.value_nbytes + self.slot_nbytes + extra_nbytes
+        nbytes = self.all_resident_nbytes + self.waiting.nbytes + self.value_nbytes + self.slot_nbytes + extra_nbytes
         self.peak_nbytes = max(self.peak_nbytes, nbytes)
         if nbytes > self.budget_nbytes:
             self.fail("budget", node, f"{nbytes:,} bytes are in use, {self.budget_nbytes:,} allowed")
@@ -379,8 +379,8 @@ def verify_phase(
         undoable: those of them whose gradients are not used up, and have to get home.
         at_home: saved storages that are at home between the forward and the backward.
     """
-    staying_nbytes = nbytes_that_stay(layout, resident) + external_nbytes
-    checker = _Checker(graph, layout, memories, staying_nbytes, budget_nbytes, present, at_home, resident)
+    all_resident_nbytes = resident_data_nbytes(layout, resident) + external_nbytes
+    checker = _Checker(graph, layout, memories, all_resident_nbytes, budget_nbytes, present, at_home, resident)
     checker.updated.undoable = undoable
     checker.walk()
     for name in sorted(checker.waiting.left):

@@ -22,7 +22,7 @@ from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.memory.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
 
 
-def own_parts(arguments: Mapping[str, Any], outputs: Sequence[Tensor]) -> list[int] | None:
+def own_shards(arguments: Mapping[str, Any], outputs: Sequence[Tensor]) -> list[int] | None:
     """Allocations of a convolution, or its backward, beside its results; None where they are not known.
 
     Args:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION
-from chunkc.passes.memory.scratch.cuda_convolution import own_parts
+from chunkc.passes.memory.scratch.cuda_convolution import own_shards
 from chunkc.passes.memory.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
 
 CONVOLUTION_NBYTES = 1 << 30
@@ -312,7 +312,7 @@ def convolution(call: Call) -> list[int]:
     much, but at most CONVOLUTION_NBYTES, for the workspace. Under a memory limit cuDNN makes do with less, by another
     algorithm. Who knows better declares `aten::convolution` and `aten::convolution_backward`.
     """
-    own = None if torch.backends.cudnn.enabled else own_parts(call.arguments, call.outputs)
+    own = None if torch.backends.cudnn.enabled else own_shards(call.arguments, call.outputs)
     if own is not None:
         return own
     copies = [4 * tensor.numel() for tensor in (*call.inputs, *call.outputs)]
