@@ -127,7 +127,7 @@ class BackwardUpdates:
                         known[index].append((parameter, name, group))
         self._sessions.add(session)
         self._under_way.watch(session)
-        session.early.join(self._starter)
+        session.in_backward.join(self._starter)
 
     def look_up(self, optimizer: Any, session: Session) -> None:
         """Before the first step: what is declared to be this optimizer's may be updated in slots in the first backward.
@@ -311,7 +311,7 @@ class BackwardUpdates:
         """What began in the backward is the optimizer's step's from now on: the next may begin."""
         self._begun.clear()
         for session in list(self._sessions):
-            session.early.stepped(self._starter)
+            session.in_backward.stepped(self._starter)
 
 
 _LATE = (

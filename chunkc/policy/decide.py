@@ -138,7 +138,7 @@ def _beside(
             transient = frozenset()
         needs = needs_of(spending := replace(layout, transient=transient))
         resident, _ = remaining_residents(needs, spending, now.budget_nbytes, external_nbytes, now.resident)
-        after = now if (resident, layout.whole) == now.staying else replace(now, layout=layout, resident=resident)
+        after = now if (resident, layout.whole) == now.residency else replace(now, layout=layout, resident=resident)
         asked = _spending(after, transient)
         room_nbytes = external_nbytes if exact else _with_room(asked, needs, external_nbytes)
         return StepDecision(after, captured, StepRequest(asked, room_nbytes, room_nbytes - external_nbytes, context))

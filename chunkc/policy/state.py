@@ -47,11 +47,11 @@ class PlannerState:
     @property
     def key(self) -> Key:
         """What plans depend on."""
-        return self.budget_nbytes, self.layout.version, *self.staying, self.activations
+        return self.budget_nbytes, self.layout.version, *self.residency, self.activations
 
     @property
-    def staying(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Groups that stay on the compute tier, and those that are cut over ranks and stand there whole."""
+    def residency(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The resident groups, and the groups that are sharded over ranks but replicated on the compute tier."""
         return self.resident, self.layout.whole
 
     def gone_nbytes(self, others_nbytes: int) -> int:

@@ -70,7 +70,7 @@ def planned_step(session: Session, captured: Captured, request: StepRequest) -> 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
     """
-    options, settling = session.options, session.early.wanted
+    options, settling = session.options, session.in_backward.wanted
     made = step_plan(captured, request, session.hardware, settling=settling, verified=options.verify)
     log_plan(made.plan, made.graphs)
     runs = {name: segment.run for name, segment in captured.segments.items()}
@@ -84,7 +84,7 @@ def planned_step(session: Session, captured: Captured, request: StepRequest) -> 
 
 def plan_key(session: Session, key: Key) -> Key:
     """What finds a step's plan again, of a request with this key."""
-    return *key, session.early.wanted
+    return *key, session.in_backward.wanted
 
 
 @dataclass
@@ -129,7 +129,7 @@ class CompiledGraph:
         session, step = self.session, self._step(INPUTS, inputs)
         if self.code is not None:
             return  # nothing stays that could leave, and what fits is said where ranks meet
-        if step.admitted != session.planner_state.staying:
+        if step.admitted != session.planner_state.residency:
             try:
                 decision = decide(
                     session.planner_state, SizesCalled(step.captured, self._phase_context(frozenset()).transient)
@@ -138,7 +138,7 @@ class CompiledGraph:
                 raise self._named(FORWARD, error, step, ExternalBytes(0, 0)) from None
             if session.transport is None:  # ranks let go together, when the forward begins
                 stay(session, decision.planner_state)
-            step.admitted = session.planner_state.staying
+            step.admitted = session.planner_state.residency
 
     def _step(self, where: str, arguments: Sequence[Any]) -> SizedStep:
         return self.steps.at(where, arguments, can_skip_segmentation=self.session.planner_state.can_skip_segmentation)
@@ -197,9 +197,9 @@ class CompiledGraph:
         thing that a phase runs beside."""
         with before_layers(self.session, self._title(phase), self._groups):
             while True:
-                staying = self.session.planner_state.staying
+                before = self.session.planner_state.residency
                 planned = plan()
-                if self.session.planner_state.staying == staying:
+                if self.session.planner_state.residency == before:
                     return planned
 
     def _decided(
@@ -262,7 +262,7 @@ class CompiledGraph:
             gc.collect()
         session, step = self.session, self._step(FORWARD, arguments)
         self._called_in = threading.get_ident()
-        session.early.enter_forward(session, self._groups)
+        session.in_backward.enter_forward(session, self._groups)
         session.store.release_slots()
         detect_changes(session, self._names)
         if session.transport is not None:
@@ -291,7 +291,7 @@ class CompiledGraph:
         if captured.backward is None:
             session.store.release_slots()
         else:
-            session.early.leave_forward(self._groups)
+            session.in_backward.leave_forward(self._groups)
         return outputs
 
     def _given(self, gradients: Sequence[object]) -> None:
@@ -316,7 +316,7 @@ class CompiledGraph:
         asked = self._asked()
         hooked_nodes = self._node_hooks.hooked(asked.nodes)
         store.trainers.claim(self._all_names, None if store.tier.device.type == "cpu" else self._called_in)
-        session.early.enter_backward(session, self._groups, is_last=asked.adds_all or not keeps_graph())
+        session.in_backward.enter_backward(session, self._groups, is_last=asked.adds_all or not keeps_graph())
         if detect_changes(session, self._names):
             store.release_slots()  # what was kept there is not what the user has
         if not asked.returned:
@@ -365,7 +365,7 @@ class CompiledGraph:
         if saved is not None:
             arguments += saved.take(again=keeps_graph())
         own_nbytes = seen.between_nbytes + seen.tangent_nbytes
-        settled = partial(session.early.settled, session) if asked.adds_all else _leave_alone
+        settled = partial(session.in_backward.settled, session) if asked.adds_all else _leave_alone
         outputs = self._run(BACKWARD, step, planned, arguments, saved, own_nbytes, gone_nbytes, settled)
         if hooked:
             # Autograd will keep these as `.grad`, on the compute tier, until the next phase takes them home.
@@ -381,10 +381,10 @@ class CompiledGraph:
         if not asked.adds_all:
             return PhaseContext(hooked=hooked - asked.returned - asked.left_out, left_out=asked.left_out)
         session, made = self.session, {name for _, _, name in self._sunk()}
-        updates = session.early.updates_in_slots(session, self._groups)
-        transient = session.early.transient(session, made, hooked, updates)
+        updates = session.in_backward.updates_in_slots(session, self._groups)
+        transient = session.in_backward.transient(session, made, hooked, updates)
         return PhaseContext(
-            hooked=hooked, updates=updates, undoable=session.early.undoable(updates), transient=transient
+            hooked=hooked, updates=updates, undoable=session.in_backward.undoable(updates), transient=transient
         )
 
     def _hooked(self) -> frozenset[str]:
@@ -442,7 +442,7 @@ class CompiledGraph:
             consumed = part.consumes - planned.request.context.undoable
             sunk = {name for _, _, name in self._sunk()} - planned.request.context.left_out
             session.store.reserve_gradients(session.store.layout.groups_of(sunk) - consumed)
-        update = session.early.updating(session, tiles.values()) if tiles else None
+        update = session.in_backward.updating(session, tiles.values()) if tiles else None
         run = Run(session.store, measurement, update, settled, saved)
         outputs = planned.phases[phase].executable(arguments, run)
         session.records.note(phase, plan, measurement)

@@ -86,7 +86,7 @@ class Session:
         update_plans: the latest plans of the optimizer's step, by what was asked for.
         keepers: whose states are at home.
         modules: those that were placed, or called when a graph was compiled: what has its parameters. Held weakly.
-        early: updates that begin during the backward.
+        in_backward: updates that begin during the backward.
         estimates: operators of every graph so far whose inner memory is a guess.
         is_over: whether it has ended: everything was given back, and what was compiled for it refuses.
         number: the sessions' own, in the order in which they were made.
@@ -120,7 +120,7 @@ class Session:
         self.update_plans: Recent[Key, tuple[UpdatePlan, Executable]] = Recent(MAX_UPDATE_PLANS)
         self.keepers = StateKeepers(self.store)
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.early = UpdatesInBackward()
+        self.in_backward = UpdatesInBackward()
         self.estimates: tuple[EstimatedOperator, ...] = ()
         self._lock = threading.RLock()
         self._num_entered = 0

@@ -48,7 +48,7 @@ class SizedStep:
         described_in_segments: of a step that is whole: what it would need in segments. Compiles nothing, so that where
             Inductor compiles, these are upper bounds.
         plans: by what they depend on.
-        admitted: what stayed on the compute tier when it was found to fit (`PlannerState.staying`).
+        admitted: the residency under which it was found to fit (`PlannerState.residency`).
         noted: the most that it has needed.
         history: where ranks train one model: of what plans it has come from; where that is the same on all of them, all
             find a plan or none does. None: of nothing yet.
