@@ -142,8 +142,8 @@ def _refusing(error: ChunkcError, inputs: Sequence[Any]) -> Callable[..., Any]:
     parts = (part for value in inputs if isinstance(part := local_shard_of(value), LocalShard))
     if (first := next(parts, None)) is not None:
         refuse(first.transport, error)
-        if first.is_of_layers:
-            refuse(first.everyone, error)
+        if first.is_tensor_parallel:
+            refuse(first.world, error)
     return _raising(error)
 
 

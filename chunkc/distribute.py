@@ -25,7 +25,12 @@ from chunkc.ir.shards import ZeroStage, check_zero_stage
 from chunkc.machines.devices import parse_device
 from chunkc.options import parse_options
 from chunkc.runtime.distributed.transport import Transport
-from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, UnassignedMemory, note_birth, unassigned_memory_at
+from chunkc.runtime.storage.unassigned import (
+    SMALLEST_NBYTES,
+    UnassignedMemory,
+    note_unassigned_memory,
+    unassigned_memory_at,
+)
 from chunkc.runtime.store.shards import LocalShard, local_shard_of, shards_on
 from chunkc.session.movable import can_move, is_chunkable
 from chunkc.session.place import move_residents, place_parts
@@ -93,17 +98,17 @@ def distribute(
     parallel = _layers_of(model, mesh)
     if parallel is not None:
         transport.join_layers(_transport_on(parallel.joint, timeout_s, check), parallel.mesh.get_all_groups())
-    everyone = transport.everyone
-    together(everyone, "chunkc.distribute()", check, DistributedError)
+    world = transport.world
+    together(world, "chunkc.distribute()", check, DistributedError)
     named = dict(model.named_parameters())
     shapes = [(name, tuple(local(p).shape), p.dtype) for name, p in named.items()]
     options = parse_options({"home": home, "disk_holds": disk_holds})
-    device = _connected(transport, everyone) if mesh.device_type == "cuda" else torch.device("cpu")
+    device = _connected(transport, world) if mesh.device_type == "cuda" else torch.device("cpu")
     at_home = f"{options.home_kind}, which holds {options.on_disk(device.type)}"
     in_common = {"zero_stage": str(zero_stage), "the kind of home": at_home}
     if parallel is not None:
         both = {"the mesh of both": str(parallel.joint.mesh.tolist())}
-        agree(everyone, {"the parameters of the model": repr(list(named)), **both, **in_common})
+        agree(world, {"the parameters of the model": repr(list(named)), **both, **in_common})
     agree(transport, {"the parameters of the model": repr(shapes), "the mesh": str(mesh.mesh.tolist()), **in_common})
     made: dict[int, nn.Parameter] = {}
 
@@ -119,9 +124,9 @@ def distribute(
             place_parts(model, {name: local_shard_of(made[id(p)]) for name, p in named.items()}, transport, options)
         return socket.gethostname()
 
-    hosts = dict(zip(everyone.ranks, together(everyone, "chunkc.distribute()", cut_all, DistributedError), strict=True))
+    hosts = dict(zip(world.ranks, together(world, "chunkc.distribute()", cut_all, DistributedError), strict=True))
     transport.num_hosts = len({hosts[rank] for rank in transport.ranks})
-    everyone.num_hosts = len(set(hosts.values()))
+    world.num_hosts = len(set(hosts.values()))
     for module in model.modules():
         if module._parameters:
             _distribute_module(module, made, parallel)
@@ -141,7 +146,7 @@ def _layers_of(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None:
         return None
 
 
-def _connected(transport: Transport, everyone: Transport) -> torch.device:
+def _connected(transport: Transport, world: Transport) -> torch.device:
     """The GPU of this rank, connected with those of the others that it exchanges parts with.
 
     Raises:
@@ -151,8 +156,8 @@ def _connected(transport: Transport, everyone: Transport) -> torch.device:
     device = torch.device("cuda", torch.cuda.current_device())
     properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack its number
     own = socket.gethostname(), str(properties.uuid)
-    of_all = together(everyone, "chunkc.distribute()", lambda: own, DistributedError)
-    transport.num_hosts = len({of_all[everyone.ranks.index(rank)][0] for rank in transport.ranks})
+    of_all = together(world, "chunkc.distribute()", lambda: own, DistributedError)
+    transport.num_hosts = len({of_all[world.ranks.index(rank)][0] for rank in transport.ranks})
     for rank, found in enumerate(of_all):
         first = of_all.index(found)
         if first != rank:
@@ -250,7 +255,7 @@ def _cut(
     if parallel is not None:
         part.is_first = parallel.is_first(parameter)
     if unassigned_memory is not None:
-        note_birth(part, unassigned_memory)
+        note_unassigned_memory(part, unassigned_memory)
     copied: list[Placement] = [Replicate()] * (mesh.ndim - 1)
     placements = [*copied, Shard(0) if is_cut else Replicate()]
     # On a GPU the part goes there later, and the parameter is there already. PyTorch asks it for the shape of a scalar.

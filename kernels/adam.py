@@ -53,7 +53,7 @@ def new_values(
     l2: bool,
     root: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The update itself, see `chunkc.kernels.formats.UpdateFormat.values`."""
+    """The update itself, see `chunkc.kernels.formats.UpdateFormat.new_values`."""
     wide = wide * scalars.grad_sign
     if l2:
         wide = wide + target * scalars.l2

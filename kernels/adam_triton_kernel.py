@@ -12,13 +12,13 @@ import triton.language as tl
 from chunkc.kernels.formats import UNIT
 from chunkc.kernels.hyperparameters import AdamScalars
 from chunkc.kernels.triton_formats import (
-    draws_of_tensor,
     factors_of,
     load_moment,
     load_target,
     load_wide,
-    of_tensor,
-    scale_of_tensor,
+    pointer_of_tensor,
+    rounding_seed_of_tensor,
+    scale_pointer_of_tensor,
     scattered_indices,
     store_moment,
     store_target,
@@ -33,7 +33,7 @@ _NUM_KINDS = tl.constexpr(7)
 @triton.jit(
     do_not_specialize=["first_element", "key_low", "key_high"],
     do_not_specialize_on_alignment=[
-        "exp_avg_scale", "exp_avg_sq_scale", "code_tables", "work", "distances", "scalars", "unscale", "clip",
+        "exp_avg_scale", "exp_avg_sq_scale", "code_tables", "work", "pointer_offsets", "scalars", "unscale", "clip",
         "found_inf",
     ],
 )  # fmt: skip
@@ -47,7 +47,7 @@ def adam_kernel(
     exp_avg_sq_scale,
     code_tables,
     work,
-    distances,
+    pointer_offsets,
     scalars,
     unscale,
     clip,
@@ -61,9 +61,9 @@ def adam_kernel(
     NUM_COLUMNS: tl.constexpr,
     NUM_POINTER_OFFSETS: tl.constexpr,
 ):
-    """One program per row of `work`, int64: begin, end, group, and the tensor where there are `distances`.
+    """One program per row of `work`, int64: begin, end, group, and the tensor where there are `pointer_offsets`.
 
-    Slots are the first tensor's; `distances` says where each tensor has its own, by kind in the slots' order (see
+    Slots are the first tensor's; `pointer_offsets` says where each tensor has its own, by kind in the slots' order (see
     `chunkc.kernels.pointer_offsets.pointer_offsets_of`). Without it there is one tensor.
 
     `code_tables` is fp32 `[4, 256]`: values, then midpoints, of signed codes, then of unsigned ones.
@@ -72,19 +72,19 @@ def adam_kernel(
     begin = tl.load(row)
     end = tl.load(row + 1)
     group_scalars = scalars + tl.load(row + 2) * _NUM_SCALARS
-    if distances is not None:
-        distances += tl.load(row + 3) * NUM_POINTER_OFFSETS
-        param = of_tensor(param, distances, 0)
-        grad = of_tensor(grad, distances, 1)
-        exp_avg = of_tensor(exp_avg, distances, 2)
-        exp_avg_sq = of_tensor(exp_avg_sq, distances, 3)
+    if pointer_offsets is not None:
+        pointer_offsets += tl.load(row + 3) * NUM_POINTER_OFFSETS
+        param = pointer_of_tensor(param, pointer_offsets, 0)
+        grad = pointer_of_tensor(grad, pointer_offsets, 1)
+        exp_avg = pointer_of_tensor(exp_avg, pointer_offsets, 2)
+        exp_avg_sq = pointer_of_tensor(exp_avg_sq, pointer_offsets, 3)
         if master is not None:
-            master = of_tensor(master, distances, 4)
+            master = pointer_of_tensor(master, pointer_offsets, 4)
         if exp_avg_scale is not None:
-            exp_avg_scale = scale_of_tensor(exp_avg_scale, distances, 5)
-            exp_avg_sq_scale = scale_of_tensor(exp_avg_sq_scale, distances, 6)
-        draws = distances + _NUM_KINDS
-        first_element, key_low, key_high = draws_of_tensor(draws, first_element, key_low, key_high, STOCHASTIC)
+            exp_avg_scale = scale_pointer_of_tensor(exp_avg_scale, pointer_offsets, 5)
+            exp_avg_sq_scale = scale_pointer_of_tensor(exp_avg_sq_scale, pointer_offsets, 6)
+        seed = pointer_offsets + _NUM_KINDS
+        first_element, key_low, key_high = rounding_seed_of_tensor(seed, first_element, key_low, key_high, STOCHASTIC)
     if found_inf is not None:
         end = tl.where(tl.load(found_inf) == 0, end, begin)
     factor, second_factor = factors_of(unscale, clip)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chunkc.kernels.formats import UpdateFormat
-from chunkc.kernels.fused_pass import Pass, a_compiler_needed
+from chunkc.kernels.fused_pass import Pass, compiler_required
 from chunkc.torch_private.inductor import CppCodeCache, patched
 
 OPTIONS: dict[str, Any] = {
@@ -145,7 +145,7 @@ def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     names["new_moments"] = "\n".join(f"    store(&{kind}[i], new_{kind});" for kind in fmt.kinds)
     names["before"], names["inside"] = fmt.loop
     source = _SOURCE.substitute(names, l2=str(l2).lower(), scaled=str(scaled).lower())
-    with patched(OPTIONS), a_compiler_needed():
+    with patched(OPTIONS), compiler_required():
         loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=FLAGS)
     loaded.update.argtypes = [*[ctypes.c_void_p] * (6 + len(fmt.kinds)), ctypes.c_int64, ctypes.c_int]
     loaded.update.restype = None

@@ -110,7 +110,7 @@ def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
         ]
     else:
         old = [moment.to(fmt.wide_dtype) for moment in moments]
-    new_target, new_moments = fmt.values(
+    new_target, new_moments = fmt.new_values(
         wide, target.to(fmt.wide_dtype), old, scalars, l2=key.l2, root=torch.Tensor.sqrt
     )
 

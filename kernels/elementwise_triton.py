@@ -118,7 +118,7 @@ def update(
     scale: GradScale = NO_SCALE,
     key: RoundingKey | None = None,
     first_element: int = 0,
-    distances: Tensor | None = None,
+    pointer_offsets: Tensor | None = None,
 ) -> None:
     """One update of a tile of a chunk group, or of many tensors, in place, in one launch on the current stream.
 
@@ -130,7 +130,7 @@ def update(
         scalars: `[num_groups, num_scalars]` fp32 on the slots' device, see
             `chunkc.kernels.hyperparameters.scalar_table`.
         scale, key, first_element: as for the reference.
-        distances: of several tensors, see `chunkc.kernels.pointer_offsets`; slots, key and first element are the
+        pointer_offsets: of several tensors, see `chunkc.kernels.pointer_offsets`; slots, key and first element are the
             first one's.
             Others are not checked, and whoever calls this marks all as written.
 
@@ -139,7 +139,7 @@ def update(
         UnsupportedError: Triton is not installed, or the slots are not on a device that it compiles for.
     """
     arguments = launch_arguments(
-        fmt, slots, work, scalars, scale=scale, key=key, first_element=first_element, distances=distances
+        fmt, slots, work, scalars, scale=scale, key=key, first_element=first_element, pointer_offsets=pointer_offsets
     )
     num_programs = len(work.rows)
     if num_programs:
@@ -147,7 +147,7 @@ def update(
         kernel = pkgutil.resolve_name(fmt.triton_kernel)
         with torch.cuda.device_of(slots.param):
             kernel[(num_programs,)](**arguments, **launch_options_on(slots.param.device))
-        if distances is None:
+        if pointer_offsets is None:
             mark_written(slots)
 
 
@@ -160,7 +160,7 @@ def launch_arguments(
     scale: GradScale = NO_SCALE,
     key: RoundingKey | None = None,
     first_element: int = 0,
-    distances: Tensor | None = None,
+    pointer_offsets: Tensor | None = None,
 ) -> dict[str, Any]:
     """The checked arguments of the kernel, by name, as `update` launches it.
 
@@ -178,15 +178,17 @@ def launch_arguments(
     if work.rows.device != slots.param.device:
         raise ValueError(f"the work table is on {work.rows.device}, param on {slots.param.device}; use work.to(device)")
     num_columns = work.rows.shape[1]
-    if (num_columns == 4) != (distances is not None):
-        raise ValueError("distances go with a work table of several tensors, from work_of_tensors, and with no other")
+    if (num_columns == 4) != (pointer_offsets is not None):
+        raise ValueError(
+            "pointer offsets go with a work table of several tensors, from work_of_tensors, and with no other"
+        )
     return {
         "param": slots.param.detach(),
         "grad": slots.grad,
         **{kind: slots[kind] for kind in (*fmt.kinds, MASTER, *map(scale_of, fmt.kinds))},
         "code_tables": _code_tables(slots.param.device) if fmt.quantised else None,
         "work": work.rows,
-        "distances": distances,
+        "pointer_offsets": pointer_offsets,
         "scalars": scalars,
         "unscale": scale.unscale,
         "clip": scale.clip,
@@ -198,7 +200,7 @@ def launch_arguments(
         "BLOCK": BLOCK,
         "RAGGED_BLOCK": RAGGED_BLOCK,
         "NUM_COLUMNS": num_columns,
-        "NUM_POINTER_OFFSETS": 0 if distances is None else distances.shape[1],
+        "NUM_POINTER_OFFSETS": 0 if pointer_offsets is None else pointer_offsets.shape[1],
     }
 
 

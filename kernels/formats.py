@@ -167,7 +167,7 @@ class UpdateFormat(ABC):
         """The moments, by the names of their buffers; of those in `UNSIGNED` no element is negative."""
 
     @abstractmethod
-    def values(
+    def new_values(
         self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """The update itself: gradient (scaled), parameter and moments, all of the `wide_dtype`, in; the new ones out.
@@ -246,7 +246,7 @@ class AdamFormat(UpdateFormat):
     def kinds(self) -> tuple[str, ...]:
         return (EXP_AVG, EXP_AVG_SQ)
 
-    def values(
+    def new_values(
         self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
     ) -> tuple[Tensor, Sequence[Tensor]]:
         return adam.new_values(wide, target, moments, scalars, l2=l2, root=root)
@@ -277,7 +277,7 @@ class AmsgradFormat(AdamFormat):
     def kinds(self) -> tuple[str, ...]:
         return (EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ)
 
-    def values(
+    def new_values(
         self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
     ) -> tuple[Tensor, Sequence[Tensor]]:
         return adam.new_values_amsgrad(wide, target, moments, scalars, l2=l2, root=root)

@@ -111,14 +111,14 @@ def compile_pass(
                 length, *inputs
             )
         options = _INDUCTOR_OPTIONS | (_PARALLEL_OPTIONS if parallel else _SERIAL_OPTIONS)
-        with patched(options), a_compiler_needed():
+        with patched(options), compiler_required():
             compiled = compile_fx_inner(graph, [length, *inputs])
     assert not shape_env.guards, f"the pass holds for some lengths only: {shape_env.guards}"
     return FusedPass(compiled, source_of(compiled))
 
 
 @contextlib.contextmanager
-def a_compiler_needed() -> Iterator[None]:
+def compiler_required() -> Iterator[None]:
     """What is inside has C++ compiled.
 
     Raises:

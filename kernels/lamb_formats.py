@@ -126,7 +126,7 @@ class LambWork:
         num_elements: of the tile.
         num_groups: the scalars have at least so many rows.
         num_partials: of all tiles.
-        distances: of several tensors that one launch updates, see `lamb_work_of_tensors`; the slots are the first
+        pointer_offsets: of several tensors that one launch updates, see `lamb_work_of_tensors`; the slots are the first
             one's. Others are not checked, and whoever updates them marks all as written.
     """
 
@@ -137,7 +137,7 @@ class LambWork:
     num_elements: int
     num_groups: int
     num_partials: int
-    distances: Tensor | None = None
+    pointer_offsets: Tensor | None = None
 
     def with_rows(self, rows: Tensor) -> LambWork:
         """The same work, its rows in another place."""
@@ -208,8 +208,8 @@ def lamb_work(tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tupl
 def lamb_work_of_tensors(tensors: Sequence[Span]) -> LambWork:
     """What both stages do with tensors that lie anywhere and are updated by one launch each, on the CPU.
 
-    Only Triton does that. The work lacks `distances` (`chunkc.kernels.pointer_offsets`), which may change at every
-    step. Its rows are int64 `[num_rows, 6]`: begin and end in elements of the tensor, whose number is last.
+    Only Triton does that. The work lacks `pointer_offsets` (`chunkc.kernels.pointer_offsets`), which may change at
+    every step. Its rows are int64 `[num_rows, 6]`: begin and end in elements of the tensor, whose number is last.
 
     Args:
         tensors: apart, in a space in which their rows end where they should. None is empty.
@@ -238,8 +238,10 @@ def check_lamb(
     if fmt.moments != "float32" or fmt.rounding != "nearest" or fmt.split:
         raise ValueError(f"LAMB needs moments='float32', rounding='nearest' and split=False, got {fmt}")
     check_slots(fmt, slots, scale)
-    if (work.rows.shape[1] == 6) != (work.distances is not None):
-        raise ValueError("distances go with the work of several tensors, from lamb_work_of_tensors, and with no other")
+    if (work.rows.shape[1] == 6) != (work.pointer_offsets is not None):
+        raise ValueError(
+            "pointer offsets go with the work of several tensors, from lamb_work_of_tensors, and with no other"
+        )
     if slots.param.numel() != work.num_elements:
         raise ValueError(f"the work is for a tile of {work.num_elements} elements, the slots have {len(slots.param)}")
     for name, tensor, dtype, shape in (

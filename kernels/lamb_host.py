@@ -44,7 +44,7 @@ def _stage(kernel: Kernel, written: Callable[[AdamSlots, Tensor], tuple[Tensor |
     ) -> None:
         check_lamb(fmt, slots, work, scalars, partials, scale)
         kernel(fmt, slots, work, scalars, partials, scale)
-        if work.distances is not None:
+        if work.pointer_offsets is not None:
             return
         changed = [tensor for tensor in written(slots, partials) if tensor is not None]
         torch.autograd.graph.increment_version(changed)

@@ -79,11 +79,11 @@ def apply_arguments(
         "partials": partials,
         "found_inf": scale.found_inf,
         "num_partials": work.num_partials,
-        "distances": work.distances,
+        "pointer_offsets": work.pointer_offsets,
         "BLOCK": BLOCK,
         "RAGGED_BLOCK": RAGGED_BLOCK,
         "NUM_COLUMNS": work.rows.shape[1],
-        "NUM_POINTER_OFFSETS": 0 if work.distances is None else work.distances.shape[1],
+        "NUM_POINTER_OFFSETS": 0 if work.pointer_offsets is None else work.pointer_offsets.shape[1],
     }
 
 

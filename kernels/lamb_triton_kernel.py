@@ -12,12 +12,12 @@ import triton.language as tl
 from chunkc.kernels.adam_triton_kernel import new_moments
 from chunkc.kernels.formats import UNIT
 from chunkc.kernels.lamb_formats import LambScalars
-from chunkc.kernels.triton_formats import factors_of, load_target, load_wide, of_tensor, store_target
+from chunkc.kernels.triton_formats import factors_of, load_target, load_wide, pointer_of_tensor, store_target
 
 _UNIT = tl.constexpr(UNIT)
 _NUM_SCALARS = tl.constexpr(len(LambScalars._fields))
 
-_UNSPECIALIZED = ["work", "distances", "scalars", "partials", "unscale", "clip", "found_inf"]
+_UNSPECIALIZED = ["work", "pointer_offsets", "scalars", "partials", "unscale", "clip", "found_inf"]
 
 
 @triton.jit(
@@ -31,7 +31,7 @@ def lamb_moments_kernel(
     exp_avg_sq,
     master,
     work,
-    distances,
+    pointer_offsets,
     scalars,
     partials,
     unscale,
@@ -46,21 +46,21 @@ def lamb_moments_kernel(
 ):
     """One program per row (begin, end, group, first, last) of `work`, int64: new moments, and two sums of squares.
 
-    Where there are `distances`, a row's tensor comes last; they are what Adam's kernel has.
+    Where there are `pointer_offsets`, a row's tensor comes last; they are what Adam's kernel has.
     """
     program = tl.program_id(0).to(tl.int64)
     row = work + program * NUM_COLUMNS
     begin = tl.load(row)
     end = tl.load(row + 1)
     group = scalars + tl.load(row + 2) * _NUM_SCALARS
-    if distances is not None:
-        distances += tl.load(row + 5) * NUM_POINTER_OFFSETS
-        param = of_tensor(param, distances, 0)
-        grad = of_tensor(grad, distances, 1)
-        exp_avg = of_tensor(exp_avg, distances, 2)
-        exp_avg_sq = of_tensor(exp_avg_sq, distances, 3)
+    if pointer_offsets is not None:
+        pointer_offsets += tl.load(row + 5) * NUM_POINTER_OFFSETS
+        param = pointer_of_tensor(param, pointer_offsets, 0)
+        grad = pointer_of_tensor(grad, pointer_offsets, 1)
+        exp_avg = pointer_of_tensor(exp_avg, pointer_offsets, 2)
+        exp_avg_sq = pointer_of_tensor(exp_avg_sq, pointer_offsets, 3)
         if master is not None:
-            master = of_tensor(master, distances, 4)
+            master = pointer_of_tensor(master, pointer_offsets, 4)
     place = partials + partial + program
     update = tl.full((), True, tl.int1)
     if found_inf is not None:
@@ -99,7 +99,7 @@ def lamb_apply_kernel(
     exp_avg_sq,
     master,
     work,
-    distances,
+    pointer_offsets,
     scalars,
     partials,
     found_inf,
@@ -114,13 +114,13 @@ def lamb_apply_kernel(
     begin = tl.load(row)
     end = tl.load(row + 1)
     group = scalars + tl.load(row + 2) * _NUM_SCALARS
-    if distances is not None:
-        distances += tl.load(row + 5) * NUM_POINTER_OFFSETS
-        param = of_tensor(param, distances, 0)
-        exp_avg = of_tensor(exp_avg, distances, 2)
-        exp_avg_sq = of_tensor(exp_avg_sq, distances, 3)
+    if pointer_offsets is not None:
+        pointer_offsets += tl.load(row + 5) * NUM_POINTER_OFFSETS
+        param = pointer_of_tensor(param, pointer_offsets, 0)
+        exp_avg = pointer_of_tensor(exp_avg, pointer_offsets, 2)
+        exp_avg_sq = pointer_of_tensor(exp_avg_sq, pointer_offsets, 3)
         if master is not None:
-            master = of_tensor(master, distances, 4)
+            master = pointer_of_tensor(master, pointer_offsets, 4)
     first = tl.load(row + 3)
     last = tl.load(row + 4)
     update = tl.full((), True, tl.int1)

@@ -15,7 +15,7 @@ from chunkc.ir.states import MASTER, is_scale
 from chunkc.kernels.formats import UNIT, RoundingKey, UpdateFormat
 
 
-class Draws(NamedTuple):
+class RoundingSeed(NamedTuple):
     """What the random bits of a tensor derive from: its first element in its chunk group, and the key of the update."""
 
     first_element: int
@@ -23,26 +23,26 @@ class Draws(NamedTuple):
 
 
 def kinds_of(fmt: UpdateFormat) -> list[str]:
-    """The kinds of data that an update may have, in the order that its slots and the columns of distances have."""
+    """Kinds of data of an update, in the order of its slots and of the columns of pointer offsets."""
     return [field.name for field in fields(fmt.slots)]  # type: ignore[arg-type]
 
 
-def pointer_offsets_of(addresses: np.ndarray, fmt: UpdateFormat, draws: Sequence[Draws] = ()) -> Tensor:
+def pointer_offsets_of(addresses: np.ndarray, fmt: UpdateFormat, seeds: Sequence[RoundingSeed] = ()) -> Tensor:
     """Where each tensor of a launch has its data, from where the first one has its own; on the CPU.
 
     Args:
         addresses: int64 `[num_tensors, num_kinds]`, in bytes, by `kinds_of`; 0 where the format has no such data. Those
             of one kind differ by whole units, of 16 elements (`alignment_of`).
-        draws: of a stochastic format, what each tensor's random bits derive from.
+        seeds: of a stochastic format, what each tensor's random bits derive from.
 
     Returns:
-        int64 `[num_tensors, num_kinds]`: in units, of scales in elements. With draws, their three numbers follow.
+        int64 `[num_tensors, num_kinds]`: in units, of scales in elements. With seeds, their three numbers follow.
     """
-    distances = (addresses - addresses[0]) // alignment_of(fmt)
+    pointer_offsets = (addresses - addresses[0]) // alignment_of(fmt)
     if fmt.stochastic:
-        own = np.array([(of.first_element, *of.key) for of in draws], dtype=np.int64)
-        distances = np.concatenate([distances, own], axis=1)
-    return torch.from_numpy(distances)
+        own = np.array([(of.first_element, *of.key) for of in seeds], dtype=np.int64)
+        pointer_offsets = np.concatenate([pointer_offsets, own], axis=1)
+    return torch.from_numpy(pointer_offsets)
 
 
 def alignment_of(fmt: UpdateFormat) -> np.ndarray:

@@ -112,7 +112,7 @@ def _update_span(
         target = join_master(slots.param[part], slots.master[part])
     moments = [load_moment(kind) for kind in fmt.kinds]
     l2 = bool(scalars.l2 != 0)
-    new_target, new_moments = fmt.values(wide, target, moments, scalars, l2=l2, root=exact_root)
+    new_target, new_moments = fmt.new_values(wide, target, moments, scalars, l2=l2, root=exact_root)
     for stream, (kind, value) in enumerate(zip(fmt.kinds, new_moments, strict=True), start=FIRST_MOMENT_STREAM):
         store_moment(kind, value, stream)
     if slots.master is not None:

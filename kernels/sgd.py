@@ -103,7 +103,7 @@ class SgdFormat(UpdateFormat):
     def kinds(self) -> tuple[str, ...]:
         return ()
 
-    def values(
+    def new_values(
         self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
     ) -> tuple[Tensor, Sequence[Tensor]]:
         return target + scalars.neg_lr * _gradient(wide, target, scalars, l2=l2), ()
@@ -125,7 +125,7 @@ class MomentumFormat(SgdFormat):
     def kinds(self) -> tuple[str, ...]:
         return (MOMENTUM_BUFFER,)
 
-    def values(
+    def new_values(
         self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
     ) -> tuple[Tensor, Sequence[Tensor]]:
         wide = _gradient(wide, target, scalars, l2=l2)

@@ -12,13 +12,13 @@ import triton.language as tl
 from chunkc.kernels.formats import UNIT
 from chunkc.kernels.sgd import SgdScalars
 from chunkc.kernels.triton_formats import (
-    draws_of_tensor,
     factors_of,
     load_moment,
     load_target,
     load_wide,
-    of_tensor,
-    scale_of_tensor,
+    pointer_of_tensor,
+    rounding_seed_of_tensor,
+    scale_pointer_of_tensor,
     scattered_indices,
     store_moment,
     store_target,
@@ -32,7 +32,7 @@ _NUM_KINDS = tl.constexpr(5)
 @triton.jit(
     do_not_specialize=["first_element", "key_low", "key_high"],
     do_not_specialize_on_alignment=[
-        "momentum_buffer_scale", "code_tables", "work", "distances", "scalars", "unscale", "clip", "found_inf",
+        "momentum_buffer_scale", "code_tables", "work", "pointer_offsets", "scalars", "unscale", "clip", "found_inf",
     ],
 )  # fmt: skip
 def sgd_kernel(
@@ -41,7 +41,7 @@ def sgd_kernel(
     master,
     code_tables,
     work,
-    distances,
+    pointer_offsets,
     scalars,
     unscale,
     clip,
@@ -57,7 +57,7 @@ def sgd_kernel(
     momentum_buffer=None,
     momentum_buffer_scale=None,
 ):
-    """One program per row of `work`; `work` and `distances` as Adam's kernel has them.
+    """One program per row of `work`; `work` and `pointer_offsets` as Adam's kernel has them.
 
     Without momentum there is no buffer.
     """
@@ -65,18 +65,18 @@ def sgd_kernel(
     begin = tl.load(row)
     end = tl.load(row + 1)
     group_scalars = scalars + tl.load(row + 2) * _NUM_SCALARS
-    if distances is not None:
-        distances += tl.load(row + 3) * NUM_POINTER_OFFSETS
-        param = of_tensor(param, distances, 0)
-        grad = of_tensor(grad, distances, 1)
+    if pointer_offsets is not None:
+        pointer_offsets += tl.load(row + 3) * NUM_POINTER_OFFSETS
+        param = pointer_of_tensor(param, pointer_offsets, 0)
+        grad = pointer_of_tensor(grad, pointer_offsets, 1)
         if master is not None:
-            master = of_tensor(master, distances, 2)
+            master = pointer_of_tensor(master, pointer_offsets, 2)
         if momentum_buffer is not None:
-            momentum_buffer = of_tensor(momentum_buffer, distances, 3)
+            momentum_buffer = pointer_of_tensor(momentum_buffer, pointer_offsets, 3)
         if momentum_buffer_scale is not None:
-            momentum_buffer_scale = scale_of_tensor(momentum_buffer_scale, distances, 4)
-        draws = distances + _NUM_KINDS
-        first_element, key_low, key_high = draws_of_tensor(draws, first_element, key_low, key_high, STOCHASTIC)
+            momentum_buffer_scale = scale_pointer_of_tensor(momentum_buffer_scale, pointer_offsets, 4)
+        seed = pointer_offsets + _NUM_KINDS
+        first_element, key_low, key_high = rounding_seed_of_tensor(seed, first_element, key_low, key_high, STOCHASTIC)
     if found_inf is not None:
         end = tl.where(tl.load(found_inf) == 0, end, begin)
     factor, second_factor = factors_of(unscale, clip)

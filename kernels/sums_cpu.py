@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chunkc.ir.sums import ROW
 from chunkc.kernels.cpu_loop import FLAGS, OPTIONS, TYPES, WIDENING
-from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, a_compiler_needed
+from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, compiler_required
 from chunkc.torch_private.inductor import CppCodeCache, patched
 
 _SOURCE = Template(
@@ -81,7 +81,7 @@ def library(dtype: torch.dtype) -> ctypes.CDLL:
     """
     element, widen = ("double", "double") if dtype == torch.float64 else TYPES[dtype]
     names = {"type": element, "widen": widen, "wide": "double" if dtype == torch.float64 else "float"}
-    with patched(OPTIONS), a_compiler_needed():
+    with patched(OPTIONS), compiler_required():
         loaded: ctypes.CDLL = CppCodeCache.load(_SOURCE.substitute(names), extra_flags=FLAGS)
     loaded.sum_squares.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int]
     loaded.sum_squares.restype = None

@@ -18,23 +18,23 @@ _UNIT = tl.constexpr(UNIT)
 
 
 @triton.jit
-def of_tensor(place, distances, KIND: tl.constexpr):
-    """Where a row's tensor has what the first one has at `place`; `distances` are those of the tensor, in units."""
+def pointer_of_tensor(first, pointer_offsets, KIND: tl.constexpr):
+    """Pointer to a tensor's data, from the first tensor's; `pointer_offsets` are the tensor's row, in units."""
     # Multiplied to show the compiler that both are aligned alike.
-    return place + tl.load(distances + KIND) * _UNIT
+    return first + tl.load(pointer_offsets + KIND) * _UNIT
 
 
 @triton.jit
-def scale_of_tensor(place, distances, KIND: tl.constexpr):
-    """The same of 8-bit moments' scales, whose distances are in elements."""
-    return place + tl.load(distances + KIND)
+def scale_pointer_of_tensor(first, pointer_offsets, KIND: tl.constexpr):
+    """As `pointer_of_tensor`, for scales of 8-bit moments: their pointer offsets are in elements."""
+    return first + tl.load(pointer_offsets + KIND)
 
 
 @triton.jit
-def draws_of_tensor(draws, first_element, key_low, key_high, STOCHASTIC: tl.constexpr):
-    """What a tensor's random bits derive from: the `draws` behind its distances, or without them what is given."""
+def rounding_seed_of_tensor(seed, first_element, key_low, key_high, STOCHASTIC: tl.constexpr):
+    """Load a tensor's rounding seed, which follows its pointer offsets; return the arguments where nothing draws."""
     if STOCHASTIC:
-        return tl.load(draws), tl.load(draws + 1), tl.load(draws + 2)
+        return tl.load(seed), tl.load(seed + 1), tl.load(seed + 2)
     else:
         return first_element, key_low, key_high
 

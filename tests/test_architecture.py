@@ -262,7 +262,7 @@ MEANINGS = {
     "Capture": set[str](),
     "Captured": {"Captured", "GraphCaptured", "PartlyCapturedError"},
     "Settle": {"_Settle"},
-    "Place": {"_Place"},
+    "Place": set[str](),
 }
 """Words that ARCHITECTURE.md defines -> the classes and types that are called so, or after it. All mean the same."""
 

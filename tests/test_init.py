@@ -148,15 +148,15 @@ def test_nothing_else_is_touched(home: str) -> None:
 def test_home_memory_goes_with_the_model(tmp_path: Path) -> None:
     from chunkc.runtime.storage import unassigned as unassigned_memory
 
-    before = len(unassigned_memory._born)
+    before = len(unassigned_memory._memory_by_address)
     with chunkc.init(home=f"disk:{tmp_path}"):
         model = built(encoder)
         shadow = copy.deepcopy(model)
     assert not differences(values(shadow), values(model))
-    assert len(unassigned_memory._born) > before
+    assert len(unassigned_memory._memory_by_address) > before
     del model, shadow
     gc.collect()
-    assert len(unassigned_memory._born) == before
+    assert len(unassigned_memory._memory_by_address) == before
 
 
 @pytest.mark.parametrize(("dtype", "moments"), [(torch.float32, "float32"), (torch.bfloat16, "int8")], ids=str)

@@ -23,10 +23,10 @@ class Heard:
 
     num_ranks = 3
 
-    def __init__(self, *others: Any, everyone: Heard | None = None) -> None:
-        self.others, self.said, self.everyone = others, [], everyone or self
+    def __init__(self, *others: Any, world: Heard | None = None) -> None:
+        self.others, self.said, self.world = others, [], world or self
 
-    def tell_all(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
+    def all_gather(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
         self.said.append(value)
         return [value, *(other(value) if callable(other) else other for other in self.others)]
 
@@ -107,8 +107,8 @@ def test_an_error_after_the_meeting_is_no_part_of_it() -> None:
 
 @pytest.mark.parametrize("is_met", [False, True])
 def test_ranks_that_share_layers_hear_of_an_error_where_a_phase_begins(is_met: bool) -> None:
-    everyone = Heard(same)
-    own = Heard(same, same, everyone=everyone)
+    world = Heard(same)
+    own = Heard(same, same, world=world)
 
     def fails() -> None:
         with rendezvous(own) as compare:  # type: ignore[arg-type]
@@ -118,7 +118,7 @@ def test_ranks_that_share_layers_hear_of_an_error_where_a_phase_begins(is_met: b
 
     with pytest.raises(ValueError, match="no room"):
         fails()
-    (refusal,) = everyone.said
+    (refusal,) = world.said
     with pytest.raises(DistributedError, match=r"cannot go on. ValueError: no room"):
         agree(Heard(refusal), {"the code": "a"})  # type: ignore[arg-type]
 

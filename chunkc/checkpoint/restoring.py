@@ -31,7 +31,7 @@ from chunkc.ir.errors import CheckpointError
 from chunkc.optim.loading import checked_state_dict
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.runtime.storage.maps import drop_pages, evict_pages
-from chunkc.runtime.store.shards import own_of
+from chunkc.runtime.store.shards import shard_like
 from chunkc.torch_private.dtensor import DTensor, local_of, with_local
 
 _SUFFIX = ".safetensors"
@@ -231,7 +231,7 @@ def _state_dict(
                 laid_out = torch.empty_strided(tensor.shape, value["strides"], dtype=tensor.dtype, device="cpu")
                 return laid_out.copy_(tensor)
             if isinstance(parameter, DTensor) and parameter.shape == tensor.shape:
-                own = own_of(tensor, parameter)
+                own = shard_like(tensor, parameter)
                 return own if is_chunked else with_local(parameter, local_of(own).contiguous().clone())
             return tensor if is_chunked else tensor.clone()
         return decoded(value, loose)
@@ -253,7 +253,7 @@ def _state_dict(
 
 def _fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     if isinstance(tensor, DTensor):
-        local_of(tensor).detach().copy_(local_of(own_of(whole, tensor)))
+        local_of(tensor).detach().copy_(local_of(shard_like(whole, tensor)))
     else:
         tensor.detach().copy_(whole)
     drop_pages(local_of(tensor) if isinstance(tensor, DTensor) else tensor)

@@ -65,10 +65,10 @@ class Parts:
             for key, parameter in model.named_parameters()
         }
         first, transport = next(
-            ((key, part.everyone) for key, part in found.items() if isinstance(part, LocalShard)), ("", None)
+            ((key, part.world) for key, part in found.items() if isinstance(part, LocalShard)), ("", None)
         )
         for key, part in found.items():
-            if transport is not None and (not isinstance(part, LocalShard) or part.everyone.ranks != transport.ranks):
+            if transport is not None and (not isinstance(part, LocalShard) or part.world.ranks != transport.ranks):
                 raise UnsupportedError(
                     f"{key} is not distributed as {first} is: ranks save what is cut over all of them, as "
                     "chunkc.distribute does it"
@@ -78,7 +78,7 @@ class Parts:
     def ranks_of_a_layer(self) -> int:
         """Count the ranks that compute a layer together on the same data (see `chunkc.distributed.tensor_parallel`)."""
         part = next((part for part in self.parameters() if isinstance(part, LocalShard)), None)
-        return 1 if part is None else part.everyone.num_ranks // part.transport.num_ranks
+        return 1 if part is None else part.world.num_ranks // part.transport.num_ranks
 
 
 @dataclass(frozen=True)
@@ -153,8 +153,8 @@ def ranks_that_save(parts: Parts) -> Transport | None:
         UnsupportedError: there are several processes, but the models are not distributed over them.
     """
     transport, distributed = parts.transport(), torch.distributed
-    is_one_of_several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-    if transport is None and is_one_of_several:
+    has_other_ranks = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+    if transport is None and has_other_ranks:
         raise UnsupportedError(
             "there are several processes, and the model is not distributed over them: save after chunkc.distribute, or "
             "before the process group is initialised"

@@ -95,15 +95,15 @@ def rendezvous(
         if transport is not None and not isinstance(error, not_final):
             if not met:
                 refuse(transport, error)
-            if transport.everyone is not transport:  # they wait where a phase begins
-                refuse(transport.everyone, error)
+            if transport.world is not transport:  # they wait where a phase begins
+                refuse(transport.world, error)
         raise
 
 
 def refuse(transport: Transport, error: Exception) -> None:
     """Instead of coming to an agreement, a rank says why it cannot: the others raise that."""
     with suppress(DistributedError):
-        transport.tell_all(_Refusal(f"{type(error).__name__}: {str(error) or error.__cause__}"))
+        transport.all_gather(_Refusal(f"{type(error).__name__}: {str(error) or error.__cause__}"))
 
 
 def agree(transport: Transport, facts: Facts) -> None:
@@ -167,7 +167,7 @@ def _shown(problem: BaseException) -> str:
 
 
 def _heard(transport: Transport, own: _Said, channel: str = AGREEMENTS) -> list[_Said]:
-    said = transport.tell_all(own, channel)
+    said = transport.all_gather(own, channel)
     for rank, value in enumerate(said):
         if isinstance(value, _Refusal):
             raise DistributedError(f"rank {rank} of {transport.num_ranks} cannot go on. {value.message}")

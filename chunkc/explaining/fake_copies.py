@@ -39,7 +39,7 @@ class FakeCopy:
     elsewhere_numel: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def is_of_layers(self) -> bool:
+    def is_tensor_parallel(self) -> bool:
         """Whether ranks compute layers together."""
         return bool(self.elsewhere_numel)
 

@@ -132,7 +132,7 @@ def capture_offline(
     model = unwrapped(model)
     mode = mode_of(model, pytree.tree_leaves((tuple(args), dict(kwargs))))
     copied = fake_copy(model, mode)
-    if dynamic and copied.is_of_layers:
+    if dynamic and copied.is_tensor_parallel:
         raise UnsupportedError(
             "PyTorch traces no DTensors whose sizes are symbols: explain a model that parallelize_module has cut for "
             "one size at a time, without torch._dynamo.mark_dynamic"

@@ -25,7 +25,7 @@ from chunkc.distributed.agreement import agree, together
 from chunkc.ir.errors import CheckpointError, HomeError
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.storage.maps import NamelessFile, drop_pages
-from chunkc.runtime.store.shards import own_of
+from chunkc.runtime.store.shards import shard_like
 from chunkc.torch_private.dtensor import DTensor
 from chunkc.weights.load import place_of
 from chunkc.weights.over_ranks import send_to_first, whole_on_first
@@ -178,5 +178,5 @@ def own_weights(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str
     for name, tensor in state_dict.items():
         like = own.get(name)
         if isinstance(like, DTensor) and not isinstance(tensor, DTensor) and tensor.shape == like.shape:
-            cut[name] = own_of(tensor, like)
+            cut[name] = shard_like(tensor, like)
     return cut

@@ -191,17 +191,17 @@ class OverDevices:
     ) -> None:
         """Write a checkpoint that has these parameters and their states; all ranks call it."""
         known = list(parameters)
-        everyone = next((part.everyone for p in known if isinstance(part := local_shard_of(p), LocalShard)), None)
+        world = next((part.world for p in known if isinstance(part := local_shard_of(p), LocalShard)), None)
 
         def write(whole: dict[str, Any]) -> None:
             self.checkpoint_io.save_checkpoint(whole, path, storage_options=storage_options)
 
-        if everyone is not None:
+        if world is not None:
             sessions = sessions_of(known)
             with all_entered(sessions):
                 for session in sessions:
                     session.store.updates.finish()
-                save_over_ranks(checkpoint, path, everyone, write)
+                save_over_ranks(checkpoint, path, world, write)
         elif self.is_global_zero:
             write(checkpoint)
 

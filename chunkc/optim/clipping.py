@@ -20,8 +20,8 @@ from chunkc.kernels.fused_pass import host_tensor
 from chunkc.optim.memory import check_memory
 from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
 from chunkc.optim.overlap_mode import OverlapMode
-from chunkc.runtime.store.consumed_gradients import GradientElsewhere
-from chunkc.runtime.store.gradient_sums import asked_by, clock
+from chunkc.runtime.store.consumed_gradients import GradientPlaceholder
+from chunkc.runtime.store.gradient_sums import clock, request_sums
 from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.session import Session, managing, sessions_of
 
@@ -157,7 +157,7 @@ class ClipsGradients(Optimizer):
         found = self._gradients()
         self._asked = True
         for session in sessions_of(self._all_parameters()):
-            asked_by(self, [session.store.sums], summing_on(session.device))
+            request_sums(self, [session.store.sums], summing_on(session.device))
         return sum_of_squares(Gradients(found, self._looked_at)).sqrt()
 
     @torch.no_grad()
@@ -202,7 +202,7 @@ class ClipsGradients(Optimizer):
         """Take no more sums where nobody has asked for a norm since the step before."""
         if not self._asked:
             for session in sessions:
-                session.store.sums.askers.pop(self, None)
+                session.store.sums.requesters.pop(self, None)
         self._asked = False
 
     def _is_clipped(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -235,7 +235,7 @@ class ClipsGradients(Optimizer):
             gradient = parameter.grad
             if gradient is None:
                 continue
-            if read and isinstance(gradient, GradientElsewhere):
+            if read and isinstance(gradient, GradientPlaceholder):
                 raise gradient.refusal()
             check_memory(self, parameter, gradient)
             found.append((parameter, gradient))

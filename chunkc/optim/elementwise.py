@@ -22,7 +22,7 @@ from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
 from chunkc.kernels.elementwise_triton import WorkTable, work_of_tensors, work_table
 from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Slots, Span, UpdateFormat, rounding_key
 from chunkc.kernels.hyperparameters import COMPLEX_DTYPES, GRAD_DTYPES
-from chunkc.kernels.pointer_offsets import Draws
+from chunkc.kernels.pointer_offsets import RoundingSeed
 from chunkc.optim.formats import Formats
 from chunkc.optim.multi_tensor import Batch, SentPointerOffsets, batches, goes_along
 from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, StepScalars, upload
@@ -140,8 +140,8 @@ class ByTriton(Elementwise):
 
     Attributes:
         tables: of work on the device, by their spans, or by the tensors of a launch.
-        order: of all launches, which share tables, distances and scalars.
-        distances: of the tensors of a launch (see `together`).
+        order: of all launches, which share tables, pointer offsets and scalars.
+        pointer_offsets: of the tensors of a launch (see `together`).
     """
 
     def __init__(self, rule: ElementwiseRule, device: torch.device) -> None:
@@ -149,7 +149,7 @@ class ByTriton(Elementwise):
         self.device = device
         self.tables: Recent[tuple, WorkTable] = Recent(TABLE_NBYTES, lambda table: table.rows.nbytes)
         self.order = LaunchOrder(device)
-        self.distances = SentPointerOffsets(device)
+        self.sent_pointer_offsets = SentPointerOffsets(device)
         self._scalars = StepScalars(device)
 
     def begin_step(self) -> None:
@@ -184,18 +184,18 @@ class ByTriton(Elementwise):
     def _update_together(self, batch: Batch, scale: GradScale) -> None:
         sizes = tuple((of.parameter.numel(), self._scalars.row(of.hyper)) for of in batch.tensors)
         work = self._kept(sizes, lambda: work_of_tensors(sizes, batch.fmt), batch.fmt)
-        draws = [self._draws(of) for of in batch.tensors] if batch.fmt.stochastic else []
-        distances = self.order.reads(self.distances.of(batch, sizes, draws))
+        seeds = [self._rounding_seed(of) for of in batch.tensors] if batch.fmt.stochastic else []
+        pointer_offsets = self.order.reads(self.sent_pointer_offsets.of(batch, sizes, seeds))
         slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self.order.reads(self._scalars.table(batch.fmt))
-        first, key = draws[0] if draws else (0, None)
+        first, key = seeds[0] if seeds else (0, None)
         elementwise_triton.update(
-            batch.fmt, slots, work, scalars, scale=scale, key=key, first_element=first, distances=distances
+            batch.fmt, slots, work, scalars, scale=scale, key=key, first_element=first, pointer_offsets=pointer_offsets
         )
         torch.autograd.graph.increment_version(batch.written)
 
-    def _draws(self, of: ResidentTensor) -> Draws:
+    def _rounding_seed(self, of: ResidentTensor) -> RoundingSeed:
         extent = of.extent
-        return Draws(extent.first_element, rounding_key(self.rule.formats.seed, of.hyper.step, extent.chunk))
+        return RoundingSeed(extent.first_element, rounding_key(self.rule.formats.seed, of.hyper.step, extent.chunk))
 
     def table_of(self, spans: Sequence[Span], fmt: UpdateFormat) -> WorkTable:
         """The table of work for these spans, made on the first call."""

@@ -85,7 +85,7 @@ class LambUpdater(Updater):
         """Both stages of a batch, whose tensors are updated with these rows of scalars."""
         spans = tuple(Span(*where, row) for where, row in zip(_ranges(batch.tensors), rows, strict=True))
         (work,) = self._kept((spans,), lambda: (lamb_work_of_tensors(spans),))
-        work = replace(work, distances=self.order.reads(self._pointer_offsets.of(batch, spans)))
+        work = replace(work, pointer_offsets=self.order.reads(self._pointer_offsets.of(batch, spans)))
         self.order.reads(work.rows)
         slots, partials = AdamSlots.of(batch.tensors[0].flats()), new_partials(work, self.device)
         for stage in (self.kernels.lamb_moments, self.kernels.lamb_apply):

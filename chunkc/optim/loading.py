@@ -17,7 +17,7 @@ from chunkc.optim.over_ranks import of_this_rank
 from chunkc.optim.split_masters import load as load_master
 from chunkc.optim.states import converted, empty_state, names_at_home
 from chunkc.runtime.storage.maps import drop_pages, evict_pages
-from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, birthplace_of
+from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, unassigned_memory_of_parameter
 from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.session import managing
@@ -124,7 +124,7 @@ def _room_before_chunks(parameter: torch.Tensor, kind: str, dtype: torch.dtype) 
     Raises:
         HomeError: the home has no room.
     """
-    born = birthplace_of(parameter)
+    born = unassigned_memory_of_parameter(parameter)
     if born is None or is_scale(kind) or parameter.numel() * dtype.itemsize < SMALLEST_NBYTES:
         return empty_state(parameter, kind, dtype)
     return born.room_for_state(dtype, parameter.shape, dense_strides(parameter))

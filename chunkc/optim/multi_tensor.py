@@ -12,7 +12,7 @@ from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.ir.strides import is_dense
 from chunkc.kernels.formats import UpdateFormat
-from chunkc.kernels.pointer_offsets import Draws, alignment_of, kinds_of, pointer_offsets_of
+from chunkc.kernels.pointer_offsets import RoundingSeed, alignment_of, kinds_of, pointer_offsets_of
 from chunkc.optim.on_device import POINTER_OFFSETS_NBYTES, Sent, upload
 from chunkc.optim.rule import ResidentTensor
 from chunkc.utils.recent import Recent
@@ -43,21 +43,21 @@ class Batch:
 class SentPointerOffsets:
     """Distances on a device; those used last are kept, `POINTER_OFFSETS_NBYTES` of them.
 
-    Gradients may lie elsewhere in each step, and what distances take on the device stays the same.
+    Gradients may lie elsewhere in each step, and what pointer offsets take on the device stays the same.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sent: Recent[tuple, Sent] = Recent(POINTER_OFFSETS_NBYTES, lambda sent: sent.on_device.nbytes)
 
-    def of(self, batch: Batch, sizes: tuple, draws: Sequence[Draws] = ()) -> torch.Tensor:
+    def of(self, batch: Batch, sizes: tuple, seeds: Sequence[RoundingSeed] = ()) -> torch.Tensor:
         """Those of a batch, as they are now.
 
         Args:
             sizes: what tells the batch from others of its format.
-            draws: see `chunkc.kernels.pointer_offsets.pointer_offsets_of`.
+            seeds: see `chunkc.kernels.pointer_offsets.pointer_offsets_of`.
         """
-        key, now = (batch.fmt, *sizes), pointer_offsets_of(batch.addresses, batch.fmt, draws)
+        key, now = (batch.fmt, *sizes), pointer_offsets_of(batch.addresses, batch.fmt, seeds)
         sent = self._sent.find(key) or self._sent.keep(key, Sent(now, upload(now, self._device)))
         sent.follow(now)
         return sent.on_device

@@ -121,5 +121,5 @@ def _over_ranks(own: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.
     part = next((p for p in parameters if isinstance(p, LocalShard)), None)
     if part is None:
         return own
-    of_ranks = together(part.everyone, "the norm of all gradients", partial(float, own), DistributedError)
+    of_ranks = together(part.world, "the norm of all gradients", partial(float, own), DistributedError)
     return torch.from_numpy(np.array(np.add.reduce(of_ranks))).to(own.device)

@@ -26,7 +26,7 @@ POINTER_OFFSETS_NBYTES = 1 << 20
 """Distances between tensors that one launch updates, in bytes: those used last, beside the tables."""
 
 TEMPORARIES_NBYTES = 1 << 20
-"""Temporary tensors of an update without a kernel, in bytes, beside the tables and distances."""
+"""Temporary tensors of an update without a kernel, in bytes, beside the tables and pointer offsets."""
 
 
 def computes_by_triton(device: torch.device) -> bool:

@@ -19,7 +19,7 @@ from chunkc.optim.rule import OverRanks
 from chunkc.optim.split_masters import NotedContents, put_masters_together
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.store.consumed_gradients import LocalGradient
-from chunkc.runtime.store.shards import LocalShard, block_of, leaf_of, local_shard_of, own_of
+from chunkc.runtime.store.shards import LocalShard, block_of, leaf_of, local_shard_of, shard_like
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.torch_private.dtensor import local_of, with_local
 
@@ -52,7 +52,7 @@ def note_step(optimizer: Any) -> None:
         hyper = [optimizer.hyper_at(group, 1) for group in optimizer.param_groups]
         for transport in transports.values():
             transport.check()
-            transport.everyone.check()
+            transport.world.check()
             transport.steps = hashed(f"{transport.steps} {type(optimizer).__name__} {hyper}")
 
 
@@ -82,7 +82,7 @@ def ranks_of_norms(optimizer: Any) -> Transport | None:
     """By which ranks meet before a step that adds up norms, where they do not plan together: those of tensor
     parallelism. None: they need not."""
     part = next(iter(_parts_of(optimizer)), None)
-    return part.everyone if part is not None and part.is_of_layers and optimizer.rule.num_stages > 1 else None
+    return part.world if part is not None and part.is_tensor_parallel and optimizer.rule.num_stages > 1 else None
 
 
 def order_of_norms(optimizer: Any, prepared: Iterable[Any]) -> Facts:
@@ -125,18 +125,18 @@ def _sums(parameters: Sequence[tuple[int, torch.Tensor]], tag: int) -> OverRanks
     parts = [(offset, part) for offset, part in parameters if isinstance(part, LocalShard)]
     if not parts:
         return None
-    everyone, num_rows = parts[0][1].everyone, parts[0][1].transport.num_copies
-    size = everyone.num_ranks // num_rows
-    first = everyone.rank // size * size
+    world, num_rows = parts[0][1].world, parts[0][1].transport.num_copies
+    size = world.num_ranks // num_rows
+    first = world.rank // size * size
     blocks = [(offset, _blocks(part, range(first, first + size))) for offset, part in parts]
     rendezvous = [first + at for at in range(size) if any(of_ranks[at].numel for _, of_ranks in blocks)]
     if (
-        everyone.rank not in rendezvous
+        world.rank not in rendezvous
         or len(rendezvous) == 1
         or all(b.is_whole for _, of_ranks in blocks for b in of_ranks)
     ):
         return None  # who has nothing of them is not asked, nor who has all
-    here = everyone.rank - first
+    here = world.rank - first
     again = {
         offset
         for offset, of_ranks in blocks
@@ -147,7 +147,7 @@ def _sums(parameters: Sequence[tuple[int, torch.Tensor]], tag: int) -> OverRanks
         for number, offset in enumerate(offsets):
             if offset in again:
                 values[:, number].zero_()
-        everyone.add_up(values, rendezvous, tag)
+        world.add_up(values, rendezvous, tag)
 
     return add_up
 
@@ -172,9 +172,9 @@ def agree_on_overflow(optimizer: Any, scale: GradScale) -> None:
     if first is None or first.distributed is None:
         return
     found = str(bool(scale.found_inf.cpu()))
-    if first.is_of_layers:
+    if first.is_tensor_parallel:
         if any(p == Replicate() for p in first.distributed.placements):
-            agree(first.everyone, {f"{_OVERFLOW} (take chunkc.GradScaler, which asks all ranks)": found})
+            agree(first.world, {f"{_OVERFLOW} (take chunkc.GradScaler, which asks all ranks)": found})
     elif first.shards.num_ranks == 1 and first.transport.num_ranks > 1:
         agree(first.transport, {f"{_OVERFLOW} (give the optimizer no scalar as its first parameter)": found})
 
@@ -224,7 +224,7 @@ def of_this_rank(value: Any, parameter: torch.Tensor) -> Any:
     if not isinstance(value, DTensor):
         if whole is None or not isinstance(value, torch.Tensor) or value.shape != whole.shape:
             return value
-        return local_of(own_of(value, whole))
+        return local_of(shard_like(value, whole))
     if whole is None or (tuple(value.placements), value.shape) != (tuple(whole.placements), whole.shape):
         raise OptionsError("a state is cut over ranks in another way than the parameter: redistribute it before")
     return local_of(value)

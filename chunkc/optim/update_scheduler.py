@@ -24,7 +24,7 @@ from chunkc.optim.step import group_spans, job_of
 from chunkc.optim.undo import AssumedScale, NotCounted, count
 from chunkc.optim.update_on import at_home
 from chunkc.runtime.device.updates import HomeUpdate
-from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed_error
 from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.in_backward import Starter
 from chunkc.session.pending_readers import await_readers
@@ -239,7 +239,7 @@ class BackwardUpdates:
                 for tasks_left in by_group.values():
                     for task in tasks_left:
                         if isinstance(task.parameter.grad, ConsumedGradient):
-                            raise consumed(task.name)
+                            raise consumed_error(task.name)
             for parameter, _ in staying.values():
                 if isinstance(parameter.grad, ConsumedGradient):
                     raise parameter.grad.refusal()

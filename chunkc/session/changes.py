@@ -46,7 +46,7 @@ def detect_changes(session: Session, names: Iterable[str]) -> bool:
     replaced = store.replaced(names)
     if not replaced:
         return False
-    await_readers(p for name in replaced for p in store.beside(name).values())  # they have views
+    await_readers(p for name in replaced for p in store.parameters_in_chunk_of(name).values())  # they have views
     for name in replaced:
         _check_replacement(session, name)
     _check_views(session, frozenset(replaced))
@@ -97,7 +97,7 @@ def _check_views(session: Session, replaced: frozenset[str]) -> None:
     """Where somebody keeps views of what a parameter was, the others of its chunk need another home as well."""
     store = session.store
     for name in replaced:
-        for other, parameter in store.beside(name).items() if store.is_viewed(name) else ():
+        for other, parameter in store.parameters_in_chunk_of(name).items() if store.has_external_views(name) else ():
             if other not in replaced and shares_memory(parameter):
                 raise UnsupportedError(
                     f"the data of {name} was replaced, while somebody keeps views of its former data and of {other} "
@@ -161,6 +161,6 @@ def gradients_left_to_autograd(session: Session, names: Collection[str]) -> froz
     Raises:
         HomeError: there is no room for another home of gradients that somebody has views of.
     """
-    left = session.store.leave_to_autograd()
+    left = session.store.find_autograd_owned()
     session.live.watch(session.store.take_gradients_home())
     return left & frozenset(names)

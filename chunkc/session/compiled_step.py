@@ -322,7 +322,7 @@ class CompiledGraph:
         if not asked.returned:
             return self._backward_as(asked, step, arguments, hooked_nodes)
         gradients_left_to_autograd(session, asked.returned)  # frees room
-        with store.gradients_apart(asked.returned) as aside_nbytes:
+        with store.gradients_set_aside(asked.returned) as aside_nbytes:
             outputs = self._backward_as(asked, step, arguments, hooked_nodes, aside_nbytes)
             for position, _, name in self._sunk():
                 if name in asked.returned:

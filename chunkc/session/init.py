@@ -28,7 +28,7 @@ from chunkc.runtime.storage.maps import drop_span, evict_pages
 from chunkc.runtime.storage.unassigned import (
     SMALLEST_NBYTES,
     UnassignedMemory,
-    note_birth,
+    note_unassigned_memory,
     unassigned_memory_at,
     unassigned_memory_of,
 )
@@ -165,7 +165,7 @@ class _Builder(TorchFunctionMode):
         if can_move(parameter):
             former = parameter.data
             parameter.data = self._unassigned_memory.copy_of(former)
-            note_birth(parameter, self._unassigned_memory)
+            note_unassigned_memory(parameter, self._unassigned_memory)
             if self._unassigned_memory.opened.is_shared_with_forks:
                 refuse_in_forks(parameter)
             evict_pages(former)  # `from_pretrained` maps files, and keeps them to its end

@@ -13,7 +13,7 @@ from chunkc.distributed.agreement import refuse_moved_activations
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.options import Options
 from chunkc.runtime.distributed.transport import Transport
-from chunkc.runtime.storage.unassigned import birthplace_of, unassigned_memory_of
+from chunkc.runtime.storage.unassigned import unassigned_memory_of, unassigned_memory_of_parameter
 from chunkc.session.movable import present_nbytes
 from chunkc.session.session import DEFAULTS, OPEN, Session, owner, sessions_of
 
@@ -43,7 +43,7 @@ def session_for(
         )
     source = DEFAULTS if source is None else source
     session = next(iter(found), None) or _serving(source, device)
-    find = birthplace_of if session is None else unassigned_memory_of
+    find = unassigned_memory_of_parameter if session is None else unassigned_memory_of
     nurseries = {
         unassigned_memory for p in parameters if owner(p) is None and (unassigned_memory := find(p)) is not None
     }
@@ -104,8 +104,8 @@ def join(session: Session, transport: Transport | None, options: Options) -> Non
         )
     session.store.transport = transport
     session.store.arena.launches_only = session.device.type == "cuda"
-    machine, everyone = session.hardware, transport.everyone
-    num_ranks, num_hosts = everyone.num_ranks, everyone.num_hosts
+    machine, world = session.hardware, transport.world
+    num_ranks, num_hosts = world.num_ranks, world.num_hosts
     if session.device.type == "cuda":  # one device is known: its neighbours are alike
         machine = machine.times(-(-num_ranks // num_hosts)).on_hosts(num_hosts)
     of_a_layer = num_ranks // transport.num_ranks

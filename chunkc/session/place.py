@@ -13,7 +13,7 @@ from chunkc.ir.layout import PARAM, ChunkLayout
 from chunkc.machines.devices import parse_device
 from chunkc.options import Options, parse_options
 from chunkc.runtime.distributed.transport import Transport
-from chunkc.runtime.storage.unassigned import birthplace_of
+from chunkc.runtime.storage.unassigned import unassigned_memory_of_parameter
 from chunkc.session.lookup import join
 from chunkc.session.movable import can_move, will_move
 from chunkc.session.pending_readers import await_readers
@@ -75,7 +75,7 @@ def place(
         _check(name, parameter, init)
     present = {name: parameter for name, parameter in named.items() if not parameter.is_meta}
     initialise = _initialiser(model, init) if len(present) < len(named) else None
-    born = next(filter(None, map(birthplace_of, present.values())), None)
+    born = next(filter(None, map(unassigned_memory_of_parameter, present.values())), None)
     home = home or (born.home if born else None)
     disk_holds = disk_holds or (born.disk_holds if born else "auto")
     given = {"disk_holds": disk_holds, "chunk_size": chunk_size, "debug": debug}

@@ -169,20 +169,20 @@ def before_layers(session: Session, name: str, groups: Collection[int]) -> Itera
         DistributedError: ranks have come to other phases, or with other options, or one is gone or cannot go on.
     """
     transport = session.transport
-    if transport is None or transport.everyone is transport or not groups:
+    if transport is None or transport.world is transport or not groups:
         yield
         return
     try:
         yield
     except BudgetError as error:  # those that plan together all raise it, and tell the others
-        refuse(transport.everyone, error)
+        refuse(transport.world, error)
         raise
     facts = {
         "the phase": name,
         OPTIMIZER_STEPS: transport.steps,
         "the options": repr(session.options.in_common.model_copy(update={"memory_budget": "auto"})),
     }
-    agree(transport.everyone, facts)
+    agree(transport.world, facts)
 
 
 def _refuse_to_keep(session: Session, groups: Collection[int]) -> None:

@@ -82,4 +82,4 @@ def stay(session: Session, planner_state: PlannerState) -> None:
     if planner_state.resident != store.resident:
         place(session, store.layout, {}, planner_state.resident)
     if planner_state.layout.whole != store.layout.whole:
-        store.stand(planner_state.layout)
+        store.set_replicated(planner_state.layout)

@@ -250,7 +250,7 @@ class Session:
             for old, new in zip(store.layout.groups, layout.groups, strict=True):
                 if old.states != new.states:
                     self.keepers.leave(old.index)
-            store.restate(layout)
+            store.set_state_kinds(layout)
 
     def unfreeze(self, names: Collection[str]) -> None:
         """Make room at home for the gradients of parameters that were frozen when they were laid out, if there are any.

@@ -31,11 +31,11 @@ class StateKeepers:
         if self.has(optimizer, names):
             return
         if any(name in self._keepers and self._keepers[name]() is not optimizer for name in names):
-            self._store.leave_states(group)
+            self._store.release_states(group)
         self._keepers.update(dict.fromkeys(names, weakref.ref(optimizer)))
 
     def leave(self, group: int) -> None:
         """The states of a group at home are no longer in a chunk: they are their optimizer's alone."""
-        self._store.leave_states(group)
+        self._store.release_states(group)
         for of_group in self._store.layout.groups[group].slices:
             self._keepers.pop(of_group.spec.name, None)

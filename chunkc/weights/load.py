@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from chunkc.distributed.agreement import together
 from chunkc.ir.errors import FileError, UnsupportedError
 from chunkc.runtime.storage.maps import drop_pages, evict_pages
-from chunkc.runtime.store.shards import own_of
+from chunkc.runtime.store.shards import shard_like
 from chunkc.session.session import all_entered, sessions_of
 from chunkc.torch_private.dtensor import DTensor, local_of
 from chunkc.torch_private.dynamo import unwrapped
@@ -114,7 +114,7 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _as_cut(tensor: torch.Tensor, own: object) -> torch.Tensor:
     """What this rank has of a tensor, if its own one is cut over ranks; else, and where shapes differ, all of it."""
-    return own_of(tensor, own) if isinstance(own, DTensor) and own.shape == tensor.shape else tensor
+    return shard_like(tensor, own) if isinstance(own, DTensor) and own.shape == tensor.shape else tensor
 
 
 def _shared(module: nn.Module) -> list[list[str]]:

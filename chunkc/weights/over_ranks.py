@@ -29,7 +29,7 @@ def transport_of_module(module: nn.Module) -> Transport | None:
     """
     parts = {name: local_shard_of(parameter) for name, parameter in module.named_parameters()}
     transport_of(parts)
-    return next((part.everyone for part in parts.values() if isinstance(part, LocalShard)), None)
+    return next((part.world for part in parts.values() if isinstance(part, LocalShard)), None)
 
 
 def whole_on_first(tensor: torch.Tensor, transport: Transport | None) -> torch.Tensor:

@@ -175,7 +175,7 @@ def _call(driver: ctypes.CDLL, name: str, *arguments: Any) -> None:
 
 
 @contextlib.contextmanager
-def _beside_captures() -> Iterator[None]:
+def _relaxed_capture_mode() -> Iterator[None]:
     """Let the calling thread do what could not be captured, while another one captures a graph."""
     driver, mode = _driver(), ctypes.c_int(_RELAXED)
     if driver is None:
@@ -277,7 +277,7 @@ class TorchGpu:
         return problem
 
     def unpin(self, address: int) -> str | None:
-        with torch.cuda.device(self.device), _beside_captures():
+        with torch.cuda.device(self.device), _relaxed_capture_mode():
             problem = self._await_streams()
             problem = _problem(torch.cuda.cudart().cudaHostUnregister(address)) or problem
             if problem is not None:

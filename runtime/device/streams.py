@@ -262,7 +262,7 @@ class WorkerStream:
     def _living_worker(self) -> _Worker:
         if self._worker is not None and self._worker.thread.is_alive():
             return self._worker
-        self._bury_worker()
+        self._discard_dead_worker()
         worker = _Worker(self.name, self._ledger, self._delay)
         self._end_worker = weakref.finalize(self, worker.wakes.put, False)
         self._end_worker.atexit = False
@@ -273,7 +273,7 @@ class WorkerStream:
             raise StreamError(f"cannot start the worker thread of stream '{self.name}': {error}") from error
         return worker
 
-    def _bury_worker(self) -> None:
+    def _discard_dead_worker(self) -> None:
         """If the worker thread is dead, fail the jobs that it left behind, and forget it. Holds the lock."""
         if self._worker is None or self._worker.thread.is_alive():
             return
@@ -286,7 +286,7 @@ class WorkerStream:
 
     def _raise_first(self) -> None:
         with self._lock:
-            self._bury_worker()
+            self._discard_dead_worker()
             failed = [event for event in self._ledger.failed if not event._reported]
             self._ledger.failed.clear()
         if failed:

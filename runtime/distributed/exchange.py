@@ -41,12 +41,12 @@ def gather(
     packed: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     free = _Room(room)
     for parcel in group.parcels:
-        own = [part_in_slot(slot, where) for where in parcel]
+        own = [shard_in_slot(slot, where) for where in parcel]
         for where, place in zip(parcel, own, strict=True):
             place.copy_(home[where.offset : where.end], non_blocking=True)
         sent = own[0] if len(parcel) == 1 else free.pack(own)
-        for rank, part in _others_in_row(shards_of_slice(parcel[0])):
-            received, *others = places = [part_in_slot(slot, where, part) for where in parcel]
+        for rank, part in _row_peers(shards_of_slice(parcel[0])):
+            received, *others = places = [shard_in_slot(slot, where, part) for where in parcel]
             if others:
                 received = free.take(sum(place.numel() for place in places))
                 packed.append((received, places))
@@ -125,12 +125,12 @@ def _sums_in_rows(
         shards = shards_of_slice(parcel[0])
 
         def computed(part: int, parcel: tuple[TensorSlice, ...] = parcel) -> torch.Tensor:
-            places = [part_in_slot(slot, where, part) for where in parcel]
+            places = [shard_in_slot(slot, where, part) for where in parcel]
             return places[0] if len(places) == 1 else free.pack(places)
 
         own = computed(shards.rank)
         of_shard = {shards.rank: own}
-        for rank, part in _others_in_row(shards):
+        for rank, part in _row_peers(shards):
             sends.append((rank, computed(part)))
             of_shard[part] = free.take(own.numel())
             receives.append((rank, of_shard[part]))
@@ -153,7 +153,7 @@ def _sums_of_copies(
     for shards, of_tensor in zip(of_all, pieces, strict=True):
         own = of_tensor[shards.copy]
         of_copy = {shards.copy: own}
-        for copy, rank in _other_copies(shards):
+        for copy, rank in _copy_peers(shards):
             sends.append((rank, of_tensor[copy]))
             of_copy[copy] = free.take(own.numel())
             receives.append((rank, of_copy[copy]))
@@ -166,7 +166,7 @@ def _sums_of_copies(
         own, total = of_tensor[shards.copy], _sum(of_row)
         if total is not own:
             own.copy_(total)
-        for copy, rank in _other_copies(shards):
+        for copy, rank in _copy_peers(shards):
             sends.append((rank, own))
             receives.append((rank, of_tensor[copy]))
     transport.exchange(SCATTERS, sends, receives)
@@ -178,14 +178,14 @@ def _pieces(tensor: torch.Tensor, num_pieces: int) -> list[torch.Tensor]:
     return [tensor[min(n * each, numel) : min((n + 1) * each, numel)] for n in range(num_pieces)]
 
 
-def _others_in_row(shards: Shards) -> Iterator[tuple[int, int]]:
+def _row_peers(shards: Shards) -> Iterator[tuple[int, int]]:
     """The other ranks of this one's row with their parts, beginning with the next one: not all send to one at first."""
     for step in range(1, shards.num_ranks):
         part = (shards.rank + step) % shards.num_ranks
         yield shards.row[part], part
 
 
-def _other_copies(shards: Shards) -> Iterator[tuple[int, int]]:
+def _copy_peers(shards: Shards) -> Iterator[tuple[int, int]]:
     """The other rows' numbers, with the ranks in them that have this one's part."""
     for step in range(1, shards.num_copies):
         copy = (shards.copy + step) % shards.num_copies
@@ -206,7 +206,7 @@ def shards_of_slice(where: TensorSlice) -> Shards:
     return where.spec.shards
 
 
-def part_in_slot(slot: torch.Tensor, where: TensorSlice, part: int | None = None) -> torch.Tensor:
+def shard_in_slot(slot: torch.Tensor, where: TensorSlice, part: int | None = None) -> torch.Tensor:
     """A part of a parameter, or of its gradient, in a slot; None: this rank's."""
     shards = shards_of_slice(where)
     begin, end = shards.span(shards.rank if part is None else part)

@@ -31,7 +31,7 @@ _FOREVER = timedelta(days=365)
 _POLL_S = 0.1
 
 
-class _UnderWay:
+class _InFlight:
     """What has been enqueued and is not over, in order."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class GpuMessages:
         ranks: of the default process group; all of them come here together.
         device: this rank's.
         timeout_s: how long messages may take from when their turn in the stream has come.
-        too_late: called by another thread before what is under way is aborted.
+        on_timeout: called by another thread before what is under way is aborted.
         layers: groups in which ranks compute layers together.
 
     Raises:
@@ -79,12 +79,12 @@ class GpuMessages:
         ranks: Sequence[int],
         device: torch.device,
         timeout_s: float,
-        too_late: Callable[[], None],
+        on_timeout: Callable[[], None],
         layers: Sequence[dist.ProcessGroup] = (),
     ) -> None:
         self.device = device
-        self._ranks, self._timeout_s, self._too_late = tuple(ranks), timeout_s, too_late
-        self._under_way, self._in_layers = _UnderWay(), _UnderWay()
+        self._ranks, self._timeout_s, self._on_timeout = tuple(ranks), timeout_s, on_timeout
+        self._under_way, self._in_layers = _InFlight(), _InFlight()
         self._layers = tuple(layers)
         for group in self._layers:
             look_after(group, self._in_layers.noted)
@@ -128,7 +128,7 @@ class GpuMessages:
     def look(self) -> None:
         """Abort where the other ranks' messages have not come in time."""
         if any(one.is_late(self._timeout_s) for one in (self._under_way, self._in_layers)):
-            self._too_late()
+            self._on_timeout()
             self.abort()
 
 

@@ -84,11 +84,11 @@ class Transport:
             }
         except RuntimeError as error:
             raise self._lost("addresses", "another rank") from error
-        self._everyone: Transport | None = None
+        self._world: Transport | None = None
         self._layers: tuple[dist.ProcessGroup, ...] = ()
         self._failed_checkpoint: BaseException | None = None
         self._gpus: GpuMessages | None = None
-        self._beside: GpuMessages | None = None  # of who fails with this one
+        self._linked_gpus: GpuMessages | None = None  # of who fails with this one
 
     def connect_gpus(self, device: torch.device) -> None:
         """All ranks compute on GPUs, of which this one's is `device`: what lies there is exchanged by NCCL.
@@ -99,25 +99,25 @@ class Transport:
         lost = self._lost("parts between GPUs", "another rank")
         me = weakref.ref(self)
 
-        def too_late() -> None:
+        def on_timeout() -> None:
             if (transport := me()) is not None and transport.failure is None:
                 transport.failure = lost
 
         try:
-            self._gpus = GpuMessages(self.ranks, device, self.timeout_s, too_late, self._layers)
+            self._gpus = GpuMessages(self.ranks, device, self.timeout_s, on_timeout, self._layers)
         except RuntimeError as error:
             raise DistributedError(f"rank {self.rank} of {self.num_ranks} has no NCCL: {error}. {_ANEW}") from error
         self.device = device
-        self.everyone._beside = self._gpus
+        self.world._linked_gpus = self._gpus
 
     @property
-    def everyone(self) -> Transport:
+    def world(self) -> Transport:
         """By which all ranks meet that train the model: with tensor parallelism more than these."""
-        return self if self._everyone is None else self._everyone
+        return self if self._world is None else self._world
 
-    def join_layers(self, everyone: Transport, layers: Sequence[dist.ProcessGroup]) -> None:
-        """Ranks compute layers together, and meet in groups of their own there; all of them meet by `everyone`."""
-        self._everyone, self._layers = everyone, tuple(layers)
+    def join_layers(self, world: Transport, layers: Sequence[dist.ProcessGroup]) -> None:
+        """Ranks compute layers together, and meet in groups of their own there; all of them meet by `world`."""
+        self._world, self._layers = world, tuple(layers)
 
     @property
     def num_ranks(self) -> int:
@@ -166,7 +166,7 @@ class Transport:
                 self._fail(lost)
             raise copy(lost) from error
 
-    def tell_all(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
+    def all_gather(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
         """Every rank's value, in the order of the ranks; all of them call this. Takes no memory of torch's allocator.
 
         Raises:
@@ -231,8 +231,8 @@ class Transport:
             for channel, group in self._groups.items():
                 if channel != CHECKPOINTS:
                     _close(group)
-        if self._everyone is not None:
-            self._everyone.give_up(cause)
+        if self._world is not None:
+            self._world.give_up(cause)
         layers, self._layers = self._layers, ()
         for group in layers:
             _close(group)
@@ -240,7 +240,7 @@ class Transport:
     def _fail(self, cause: BaseException) -> None:
         """Nothing is exchanged any more. What is under way between GPUs ends, so that nobody waits for it."""
         self.failure = self.failure or cause
-        for gpus in (self._gpus, self._beside):
+        for gpus in (self._gpus, self._linked_gpus):
             if gpus is not None:
                 gpus.abort()
 

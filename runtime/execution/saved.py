@@ -163,7 +163,7 @@ class _Bytes(bytearray):
     saved: SavedValues
 
 
-_known: weakref.WeakValueDictionary[int, _Bytes] = weakref.WeakValueDictionary()
+_stand_in_buffers: weakref.WeakValueDictionary[int, _Bytes] = weakref.WeakValueDictionary()
 _numbers = itertools.count(1)
 
 
@@ -235,7 +235,7 @@ class SavedValues:
         """The saved values of a storage, in one that has its bytes again: the one `buffer` lies in."""
         return [form.over(buffer) for form in self._forms[storage].values]
 
-    def remade(self, storage: str, made: torch.Tensor) -> list[torch.Tensor]:
+    def recomputed(self, storage: str, made: torch.Tensor) -> list[torch.Tensor]:
         """The saved values of a storage that a call has made again, `made` being one that lies in it."""
         if made.untyped_storage().nbytes() != self._forms[storage].nbytes:
             raise AssertionError(f"{storage} was made again with another number of bytes")
@@ -246,7 +246,7 @@ class SavedValues:
         number = next(_numbers)
         held = _Bytes(struct.pack("=dd", number, 0.0))
         held.saved = self
-        _known[number] = held
+        _stand_in_buffers[number] = held
         base = torch.frombuffer(held, dtype=STAND_IN, count=1)
         return [base.as_strided(form.size, (0,) * len(form.size)) for form in self._forms[storage].values]
 
@@ -280,7 +280,7 @@ def saved_values(arguments: Iterable[object]) -> SavedValues | None:
     if first is None:
         return None
     number = int(first.as_strided((1,), (1,)).item().real)
-    found = _known.get(number)
+    found = _stand_in_buffers.get(number)
     if found is None:
         raise UnsupportedError(
             "the forward's saved values are absent, and hooks on saved tensors have copied and "

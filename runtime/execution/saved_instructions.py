@@ -130,7 +130,7 @@ class Again:
         run.store.tier.enqueue(self._take, registers, _saved(run))
 
     def _take(self, registers: Registers, saved: SavedValues) -> None:
-        values = saved.remade(self.storage, registers[self.source])
+        values = saved.recomputed(self.storage, registers[self.source])
         for index in self.cleared:
             registers[index] = None
         for index, place in self.targets:

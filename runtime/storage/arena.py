@@ -15,7 +15,7 @@ from chunkc.runtime.storage.homes import Home, Region
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Allocation:
     """Where a chunk's home is."""
 
     home: Home
@@ -27,7 +27,7 @@ class PutAside:
     """What chunks have had as their homes (see `Arena.put_aside`)."""
 
     wanted: tuple[tuple[Chunk, int], ...]
-    places: Mapping[Chunk, _Place]
+    places: Mapping[Chunk, _Allocation]
     untouched: Set[Chunk] = frozenset()
 
 
@@ -45,23 +45,23 @@ class Arena:
     home: Home
     state_home: Home | None = None
     launches_only: bool = False
-    _places: dict[Chunk, _Place] = field(default_factory=dict)
-    _shadow_copies: dict[Chunk, _Place] = field(default_factory=dict)
+    _allocations: dict[Chunk, _Allocation] = field(default_factory=dict)
+    _shadow_copies: dict[Chunk, _Allocation] = field(default_factory=dict)
     _promised: dict[Chunk, int] = field(default_factory=dict)
     _untouched: set[Chunk] = field(default_factory=set)
     _used_nbytes: int = 0
 
     def __contains__(self, chunk: object) -> bool:
-        return chunk in self._places or chunk in self._promised
+        return chunk in self._allocations or chunk in self._promised
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        return (*self._places, *self._promised)
+        return (*self._allocations, *self._promised)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all room that there is."""
-        return sum(place.region.nbytes for place in (*self._places.values(), *self._shadow_copies.values()))
+        return sum(place.region.nbytes for place in (*self._allocations.values(), *self._shadow_copies.values()))
 
     @property
     def used_nbytes(self) -> int:
@@ -74,8 +74,8 @@ class Arena:
         Raises:
             HomeError: the home tier has no room, or none of the kind that it must be.
         """
-        places = self._allocated(wanted)
-        self._places.update(places)
+        places = self._allocate(wanted)
+        self._allocations.update(places)
         self._untouched.update(places)
         for chunk in places:
             self._promised.pop(chunk, None)
@@ -103,14 +103,14 @@ class Arena:
         Raises:
             HomeError: as `reserve`.
         """
-        self._shadow_copies.update(self._allocated(wanted))
+        self._shadow_copies.update(self._allocate(wanted))
 
-    def _allocated(self, wanted: Mapping[Chunk, int]) -> dict[Chunk, _Place]:
-        places: dict[Chunk, _Place] = {}
+    def _allocate(self, wanted: Mapping[Chunk, int]) -> dict[Chunk, _Allocation]:
+        places: dict[Chunk, _Allocation] = {}
         try:
             for chunk, nbytes in wanted.items():
                 home = self._home_of(chunk.kind)
-                place = places[chunk] = _Place(home, home.allocate(nbytes))
+                place = places[chunk] = _Allocation(home, home.allocate(nbytes))
                 is_launched = home.is_in_reach or home.only_launches(place.region)
                 if self.launches_only and not is_state(chunk.kind) and not is_launched:
                     raise HomeError(
@@ -128,7 +128,7 @@ class Arena:
 
     def swap(self, chunk: Chunk) -> None:
         """Make a chunk's second room its home, and its home the second. Views stay with the bytes that they are of."""
-        self._places[chunk], self._shadow_copies[chunk] = self._shadow_copies[chunk], self._touched(chunk)
+        self._allocations[chunk], self._shadow_copies[chunk] = self._shadow_copies[chunk], self._touched(chunk)
 
     def is_zero(self, chunk: Chunk) -> bool:
         """Whether a chunk is all zeros still, since nobody has been given a way to write it."""
@@ -141,7 +141,7 @@ class Arena:
         """
         if chunk in self._promised:
             return
-        place = self._places[chunk]
+        place = self._allocations[chunk]
         if chunk not in self._untouched and place.home.forget(place.region):
             self._untouched.add(chunk)
             self._used_nbytes -= place.region.nbytes
@@ -155,7 +155,7 @@ class Arena:
         for chunk in chunks:
             place = self._touched(chunk)
             self._used_nbytes -= place.region.nbytes
-        _free([self._places.pop(chunk) for chunk in chunks])
+        _free([self._allocations.pop(chunk) for chunk in chunks])
         _free([self._shadow_copies.pop(chunk) for chunk in chunks if chunk in self._shadow_copies])
 
     def replace(self, chunk: Chunk, nbytes: int) -> None:
@@ -171,7 +171,7 @@ class Arena:
 
     def put_aside(self, wanted: Mapping[Chunk, int]) -> PutAside:
         """Let chunks of the given bytes have no room yet; what they have is kept for `put_back`."""
-        aside = PutAside(tuple(wanted.items()), {c: self._places.pop(c) for c in wanted if c in self._places})
+        aside = PutAside(tuple(wanted.items()), {c: self._allocations.pop(c) for c in wanted if c in self._allocations})
         self._promised.update({chunk: nbytes for chunk, nbytes in wanted.items() if chunk in aside.places})
         return replace(aside, untouched=self._untouched.intersection(aside.places))
 
@@ -186,7 +186,7 @@ class Arena:
                     self._used_nbytes -= 0 if chunk in aside.untouched else place.region.nbytes
                     _free([place])
             elif place is not None:
-                self._places[chunk] = place
+                self._allocations[chunk] = place
                 self._untouched.update(aside.untouched & {chunk})
             else:
                 self._promised[chunk] = nbytes
@@ -204,7 +204,7 @@ class Arena:
 
     def address(self, chunk: Chunk) -> int:
         """Where a chunk's home views begin: the address of its first byte."""
-        place = self._place(chunk)
+        place = self._allocation(chunk)
         return place.home.address(place.region)
 
     def host_view(self, chunk: Chunk, dtype: torch.dtype, numel: int, *, shadow: bool = False) -> torch.Tensor:
@@ -217,18 +217,18 @@ class Arena:
 
     def reader(self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that fills `buffer` with a chunk's bytes from `offset_nbytes`."""
-        place = self._place(chunk)
+        place = self._allocation(chunk)
         job = Launch if place.home.only_launches(place.region) else partial
         return job(place.home.read, place.region, offset_nbytes, buffer)
 
     def only_launches(self, chunk: Chunk) -> bool:
         """Whether copies from and to a chunk have only to be launched (see `Launch`)."""
-        place = self._place(chunk)
+        place = self._allocation(chunk)
         return place.home.only_launches(place.region)
 
     def caster(self, chunk: Chunk, dtype: torch.dtype, buffer: torch.Tensor) -> Callable[[], None]:
         """A job that fills `buffer` with a chunk's elements, which are of `dtype`, cast to its own."""
-        place = self._place(chunk)
+        place = self._allocation(chunk)
         return partial(place.home.read_cast, place.region, dtype, buffer)
 
     def writer(
@@ -239,20 +239,20 @@ class Arena:
         job = Launch if place.home.only_launches(place.region) else partial
         return job(place.home.write, place.region, offset_nbytes, buffer)
 
-    def _touched(self, chunk: Chunk) -> _Place:
+    def _touched(self, chunk: Chunk) -> _Allocation:
         """Where a chunk is, for somebody who may write it."""
-        place = self._place(chunk)
+        place = self._allocation(chunk)
         if chunk in self._untouched:
             self._untouched.discard(chunk)
             self._used_nbytes += place.region.nbytes
         return place
 
-    def _place(self, chunk: Chunk) -> _Place:
+    def _allocation(self, chunk: Chunk) -> _Allocation:
         """Where a chunk is, which has room from now on."""
         self.keep_promises((chunk,))
-        return self._places[chunk]
+        return self._allocations[chunk]
 
 
-def _free(places: Iterable[_Place]) -> None:
+def _free(places: Iterable[_Allocation]) -> None:
     for place in places:
         place.home.free(place.region)

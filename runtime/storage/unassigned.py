@@ -46,8 +46,8 @@ class UnassignedMemory:
         """
         found, memory = _room(self.opened, values.dtype, tuple(values.shape), values.stride())
         address = found.data_ptr()
-        _born[address] = self
-        weakref.finalize(memory, _born.pop, address, None).atexit = False
+        _memory_by_address[address] = self
+        weakref.finalize(memory, _memory_by_address.pop, address, None).atexit = False
         found.copy_(values)
         drop_pages(found)
         return found
@@ -80,26 +80,26 @@ def _room(home: Home, dtype: torch.dtype, shape: Sequence[int], stride: Sequence
         home.free(region)  # from now on the tensor alone keeps it
 
 
-_born: dict[int, UnassignedMemory] = {}
+_memory_by_address: dict[int, UnassignedMemory] = {}
 """By the address of their storage, which is their own: tensors that are still where they were born."""
 
 
 def unassigned_memory_of(tensor: torch.Tensor) -> UnassignedMemory | None:
     """Where a tensor was born, if it still lies there, or is a view of one that does."""
-    if not _born or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if not _memory_by_address or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
-    return _born.get(tensor.untyped_storage().data_ptr())
+    return _memory_by_address.get(tensor.untyped_storage().data_ptr())
 
 
-_births: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_memory_by_parameter: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The nursery of each parameter that was born in one, wherever its data lies."""
 
 
-def note_birth(parameter: torch.Tensor, unassigned_memory: UnassignedMemory) -> None:
+def note_unassigned_memory(parameter: torch.Tensor, unassigned_memory: UnassignedMemory) -> None:
     """Remember where a parameter was born."""
-    _births[parameter] = unassigned_memory
+    _memory_by_parameter[parameter] = unassigned_memory
 
 
-def birthplace_of(parameter: torch.Tensor) -> UnassignedMemory | None:
+def unassigned_memory_of_parameter(parameter: torch.Tensor) -> UnassignedMemory | None:
     """Where a parameter was born, though its data has been replaced since (`model.half()`)."""
-    return unassigned_memory_of(parameter) or _births.get(parameter)
+    return unassigned_memory_of(parameter) or _memory_by_parameter.get(parameter)

@@ -17,7 +17,7 @@ from chunkc.torch_private.engine import is_zero_tensor
 from chunkc.torch_private.fake import without_values
 
 
-class GradientElsewhere(torch.Tensor):
+class GradientPlaceholder(torch.Tensor):
     """A gradient's shape, dtype and device, without its values.
 
     Every operation on it raises UnsupportedError.
@@ -26,7 +26,7 @@ class GradientElsewhere(torch.Tensor):
     _name: str
 
     @staticmethod
-    def __new__(cls, parameter: torch.Tensor, name: str) -> GradientElsewhere:
+    def __new__(cls, parameter: torch.Tensor, name: str) -> GradientPlaceholder:
         made = without_values(cls, parameter)
         made._name = name
         return made
@@ -46,17 +46,17 @@ class GradientElsewhere(torch.Tensor):
         raise next(_found((args, kwargs))).refusal()
 
 
-class ConsumedGradient(GradientElsewhere):
+class ConsumedGradient(GradientPlaceholder):
     """Of a gradient that an update in the backward has used up: it never got home."""
 
     def refusal(self) -> UnsupportedError:
-        return consumed(self._name)
+        return consumed_error(self._name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"<the gradient of {self._name}, used up by an update in the backward>"
 
 
-class LocalGradient(GradientElsewhere):
+class LocalGradient(GradientPlaceholder):
     """Of a gradient that ranks have not exchanged yet: each has what it has computed itself, whole."""
 
     def refusal(self) -> UnsupportedError:
@@ -76,9 +76,9 @@ class LocalGradient(GradientElsewhere):
         return f"<the gradient of {self._name}, not exchanged between ranks yet>"
 
 
-def _found(values: Any) -> Iterator[GradientElsewhere]:
+def _found(values: Any) -> Iterator[GradientPlaceholder]:
     """Those among an operation's arguments."""
-    if isinstance(values, GradientElsewhere):
+    if isinstance(values, GradientPlaceholder):
         yield values
     elif isinstance(values, Mapping):
         yield from _found(list(values.values()))
@@ -87,7 +87,7 @@ def _found(values: Any) -> Iterator[GradientElsewhere]:
             yield from _found(value)
 
 
-def consumed(name: str) -> UnsupportedError:
+def consumed_error(name: str) -> UnsupportedError:
     """The error for whoever wants a gradient that was used up."""
     return UnsupportedError(
         f'the gradient of {name} was used up: with overlap="backward" the backward has updated {name} itself, and its '
@@ -99,7 +99,7 @@ def consumed(name: str) -> UnsupportedError:
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     """A parameter's gradient, if it has one whose values are there; they are what its memory has, if it has any."""
     gradient = parameter.grad
-    if gradient is None or isinstance(gradient, GradientElsewhere):
+    if gradient is None or isinstance(gradient, GradientPlaceholder):
         return None
     if is_zero_tensor(gradient) or gradient.is_neg():
         # Autograd makes such tensors: zeros without memory (of `sgn`), and memory of which the elements are the

@@ -77,7 +77,7 @@ class GradientSums:
     """
 
     home: Home
-    askers: weakref.WeakKeyDictionary[object, SumSquares] = field(default_factory=weakref.WeakKeyDictionary)
+    requesters: weakref.WeakKeyDictionary[object, SumSquares] = field(default_factory=weakref.WeakKeyDictionary)
     written: Counter[int] = field(default_factory=Counter)
     read_nbytes: int = 0
     _rooms: dict[int, _Room] = field(default_factory=dict)
@@ -85,14 +85,14 @@ class GradientSums:
     _is_logged: bool = False
 
     @contextmanager
-    def unasked(self) -> Iterator[None]:
+    def without_requests(self) -> Iterator[None]:
         """Inside, gradients that go home are none of those that anybody asks about; afterwards all is as before."""
-        askers, written, taken = self.askers, self.written.copy(), dict(self._taken)
-        self.askers = weakref.WeakKeyDictionary()
+        requesters, written, taken = self.requesters, self.written.copy(), dict(self._taken)
+        self.requesters = weakref.WeakKeyDictionary()
         try:
             yield
         finally:
-            self.askers, self.written, self._taken = askers, written, taken
+            self.requesters, self.written, self._taken = requesters, written, taken
 
     def forget(self, group: ChunkGroup) -> None:
         """The group's gradients go home, and nobody takes their sums."""
@@ -107,7 +107,7 @@ class GradientSums:
             gradients: by parameter, the home views that are `.grad`.
         """
         self.forget(group)
-        sum_squares = next(iter(self.askers.values()), None)
+        sum_squares = next(iter(self.requesters.values()), None)
         if sum_squares is None or group.is_cut:  # a rank's share of them: ranks add theirs up on the way
             return
         if (room := self._room(group)) is None:
@@ -151,7 +151,7 @@ class GradientSums:
         return taken.sums if is_true and taken is not None else None
 
 
-def asked_by(asker: object, of: Iterable[GradientSums], sum_squares: SumSquares) -> None:
+def request_sums(asker: object, of: Iterable[GradientSums], sum_squares: SumSquares) -> None:
     """From now on sums are taken for somebody."""
     for sums in of:
-        sums.askers.setdefault(asker, sum_squares)
+        sums.requesters.setdefault(asker, sum_squares)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from chunkc.ir.strides import is_dense
-from chunkc.runtime.store.consumed_gradients import GradientElsewhere, LocalGradient, gradient_of, without_memory
+from chunkc.runtime.store.consumed_gradients import GradientPlaceholder, LocalGradient, gradient_of, without_memory
 from chunkc.runtime.store.shards import leaf_of
 from chunkc.torch_private.engine import storage_use_count
 
@@ -31,7 +31,7 @@ def add_later(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
     target.add_(take())
 
 
-def note_whole(
+def note_replicated(
     name: str, parameter: nn.Parameter, adds: dict[str, bool], hand_out: Callable[[], object], *, is_last: bool
 ) -> Callable[[torch.Tensor, Callable[[], torch.Tensor]], None]:
     """Note a gradient that every rank computes, whole, on its way into a slot; how it gets there.
@@ -82,7 +82,7 @@ def _fits_exactly(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
     )
 
 
-def of_several(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
+def parameters_sharing_gradients(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
     """Those of the parameters whose `.grad` lies in another one's memory: PyTorch adds to it for each."""
     by_storage: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
@@ -92,24 +92,24 @@ def of_several(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
     return frozenset(name for names in by_storage.values() if len(names) > 1 for name in names)
 
 
-def is_one_of_several(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether some of the parameters have one tensor as their `.grad`; `of_several` says which, and takes longer."""
+def share_gradients(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether parameters have one tensor as their `.grad`. Faster than `parameters_sharing_gradients`."""
     grads = [grad for p in parameters if (grad := gradient_of(p)) is not None and without_memory(grad) is None]
     return len({grad.data_ptr() for grad in grads}) < len(grads)
 
 
-def is_viewed(grad: torch.Tensor) -> bool:
+def has_external_views(grad: torch.Tensor) -> bool:
     """Whether other tensors, or arrays, lie in a gradient's memory."""
     own = 2  # the tensor's, and this object's
     return storage_use_count(grad.untyped_storage()) > own
 
 
-def is_held(parameter: nn.Parameter) -> bool:
+def has_external_references(parameter: nn.Parameter) -> bool:
     """Whether others have the tensor that is a parameter's `.grad`, or views of it, and expect PyTorch to add to it."""
-    has_more = _references(parameter) > _references_unheld()
-    if isinstance(parameter.grad, GradientElsewhere):
+    has_more = _references(parameter) > _internal_references()
+    if isinstance(parameter.grad, GradientPlaceholder):
         return False
-    return parameter.grad is not None and (has_more or is_viewed(parameter.grad))
+    return parameter.grad is not None and (has_more or has_external_views(parameter.grad))
 
 
 def _references(parameter: nn.Parameter) -> int:
@@ -118,7 +118,7 @@ def _references(parameter: nn.Parameter) -> int:
 
 
 @cache
-def _references_unheld() -> int:
+def _internal_references() -> int:
     """What `_references` counts where nobody else has the gradient."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
@@ -145,5 +145,5 @@ class HandedOut:
         return self.storage is None or self.storage.expired()
 
 
-NOTHING = HandedOut(lambda: None, None, 0)
+NOT_HANDED_OUT = HandedOut(lambda: None, None, 0)
 """Stands for a gradient that was never handed out."""

@@ -19,7 +19,7 @@ from chunkc.runtime.storage.forks import refuse_in_forks
 from chunkc.runtime.storage.maps import drop_pages
 from chunkc.runtime.store.chunk_states import ChunkState
 from chunkc.runtime.store.gradient_sums import GradientSums
-from chunkc.runtime.store.gradients import is_viewed
+from chunkc.runtime.store.gradients import has_external_views
 from chunkc.runtime.store.slots import ChunkSlots
 
 
@@ -68,7 +68,7 @@ class ParameterViews(ChunkSlots):
     def group_index(self, name: str) -> int:
         return self._slices[name][0].index
 
-    def beside(self, name: str) -> dict[str, nn.Parameter]:
+    def parameters_in_chunk_of(self, name: str) -> dict[str, nn.Parameter]:
         """The parameters that share a chunk with this one and still exist, itself included."""
         return self._parameters_of(self.group_index(name))
 
@@ -78,13 +78,13 @@ class ParameterViews(ChunkSlots):
         bound = [(name, self._parameters[name]) for name in names if name in self._parameters]
         return {name: parameter for name, reference in bound if (parameter := reference()) is not None}
 
-    def restate(self, layout: ChunkLayout) -> None:
+    def set_state_kinds(self, layout: ChunkLayout) -> None:
         """Take over a layout that differs in what states are kept; none may be at home yet where it does."""
         for old, new in zip(self.layout.groups, layout.groups, strict=True):
             assert old.states == new.states or not self._states_at_home(old), "states are at home"
         self._take_over(layout)
 
-    def stand(self, layout: ChunkLayout) -> None:
+    def set_replicated(self, layout: ChunkLayout) -> None:
         """Take over a layout that differs in what stands whole on every rank; what does no more gives its room back."""
         self._take_over(layout)
 
@@ -205,7 +205,7 @@ class ParameterViews(ChunkSlots):
             for kind in written
             if kind == PARAM or kind in states[name]
         }
-        viewed = {kind for (kind, _), view in views.items() if is_viewed(view)}
+        viewed = {kind for (kind, _), view in views.items() if has_external_views(view)}
         if viewed:
             self.updates.wait(group)
             for mark in self.home_marks(group):
@@ -219,7 +219,7 @@ class ParameterViews(ChunkSlots):
             else:
                 view.data = self.home_view(kind, name)
 
-    def leave_states(self, group: int) -> None:
+    def release_states(self, group: int) -> None:
         """Leave a group's states at home to who has views of them; room for others has to be reserved."""
         self.arena.free(self._states_at_home(self.layout.groups[group]))
 

@@ -14,7 +14,7 @@ import torch
 
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup
 from chunkc.runtime.device.tier import Tier
-from chunkc.runtime.distributed.exchange import part_in_slot
+from chunkc.runtime.distributed.exchange import shard_in_slot
 from chunkc.runtime.storage.maps import drop_pages
 from chunkc.runtime.store.consumed_gradients import LocalGradient
 
@@ -56,7 +56,7 @@ class Replicated:
             torch.equal(*pieces)
             for where in group.slices
             for pieces in zip(
-                part_in_slot(here, where).view(bits).split(_COMPARED_NUMEL),
+                shard_in_slot(here, where).view(bits).split(_COMPARED_NUMEL),
                 home[where.offset : where.end].view(bits).split(_COMPARED_NUMEL),
                 strict=True,
             )

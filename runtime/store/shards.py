@@ -21,7 +21,7 @@ from chunkc.ir.blocks import block_of as cut_to_block
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.shards import Shards, ZeroStage
 from chunkc.runtime.distributed.transport import Transport
-from chunkc.runtime.store.consumed_gradients import GradientElsewhere
+from chunkc.runtime.store.consumed_gradients import GradientPlaceholder
 from chunkc.torch_private.dtensor import (
     DTensor,
     as_subclass_without_grad,
@@ -57,14 +57,14 @@ class LocalShard(nn.Parameter):
         return part
 
     @property
-    def everyone(self) -> Transport:
+    def world(self) -> Transport:
         """By which all ranks meet that train the model."""
-        return self.transport.everyone
+        return self.transport.world
 
     @property
-    def is_of_layers(self) -> bool:
+    def is_tensor_parallel(self) -> bool:
         """Whether ranks compute layers together, by tensor parallelism."""
-        return self.everyone is not self.transport
+        return self.world is not self.transport
 
     def attach(self, distributed: DTensor) -> None:
         """Become the local tensor of a parameter."""
@@ -85,7 +85,7 @@ class LocalShard(nn.Parameter):
         """
         whole = self._distributed()
         found: Any = None if whole is None else whole.grad
-        if whole is None or found is None or isinstance(found, GradientElsewhere):
+        if whole is None or found is None or isinstance(found, GradientPlaceholder):
             return found
         if not isinstance(found, DTensor) or not lie_alike(found, whole):
             raise UnsupportedError(
@@ -98,7 +98,7 @@ class LocalShard(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         whole = self.distributed
         assert whole is not None
-        if value is not None and not isinstance(value, GradientElsewhere):
+        if value is not None and not isinstance(value, GradientPlaceholder):
             value = with_local(whole, value)
         whole.grad = value
 
@@ -207,6 +207,6 @@ def shards_on(mesh: DeviceMesh, shape: tuple[int, ...], zero_stage: ZeroStage | 
     return Shards(shape, size, place, zero_stage, mesh.size() // size, number // size)
 
 
-def own_of(whole: torch.Tensor, like: DTensor) -> DTensor:
+def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
     """A whole tensor cut over ranks as another one of its shape: what this rank has of it, over the same memory."""
     return with_local(like, whole[block_of(like).slices])

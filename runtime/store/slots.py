@@ -195,7 +195,7 @@ class ChunkSlots(ABC):
                 found.append(index)
                 continue
             self.await_home(chunk)
-            if self.replicated.is_outdated(group, self._seen_home(chunk)):
+            if self.replicated.is_outdated(group, self._home_on_tier(chunk)):
                 found.append(index)
         return found
 
@@ -212,7 +212,7 @@ class ChunkSlots(ABC):
         assert slot.buffer is not None
         assert slot.exchange is not None
         group, adds, home = self.layout.groups[chunk.group], slot.adds, self._exchanged_home(chunk)
-        seen, slot.adds = self._seen_home(chunk), {}
+        seen, slot.adds = self._home_on_tier(chunk), {}
         return self._exchanging(scatter_sums, group, slot.buffer, slot.exchange, home, seen, adds, self.transport)
 
     def _exchanging(self, do: Callable[..., None], *args: Any) -> Callable[[], None]:
@@ -223,14 +223,14 @@ class ChunkSlots(ABC):
         """A chunk's elements at home, for copies in stream order: pinned ones, or as the device sees them."""
         if self.tier.device.type == "cpu" or self.arena.only_launches(chunk):
             return self._flat_home(chunk)
-        return self._seen_home(chunk)
+        return self._home_on_tier(chunk)
 
     def _flat_home(self, chunk: Chunk) -> torch.Tensor:
         """A chunk's elements at home, for the host."""
         group = self.layout.groups[chunk.group]
         return self.arena.host_view(chunk, group.kind_dtype(chunk.kind), group.numel)
 
-    def _seen_home(self, chunk: Chunk) -> torch.Tensor:
+    def _home_on_tier(self, chunk: Chunk) -> torch.Tensor:
         """The same elements, for what the compute tier computes with them."""
         if self.tier.device.type == "cpu":
             return self._flat_home(chunk)
@@ -284,7 +284,7 @@ class ChunkSlots(ABC):
             slot.dirty = False  # it waits where it stands
         if slot.dirty:
             if chunk.kind == GRAD:
-                self._gradients_leave(chunk, buffer)
+                self._gradients_complete(chunk, buffer)
             is_gathered = self.layout.groups[chunk.group].is_gathered(chunk)
             job = self._scatter(chunk, slot) if is_gathered else self._writer(chunk, buffer)
             queue = self.tier.links[link or self.layout.links_of_chunk(chunk)[1]]
@@ -353,7 +353,7 @@ class ChunkSlots(ABC):
                 self.evict(chunk)
             except (StreamError, HomeError) as error:
                 problem = problem or error
-                self._lose(chunk)
+                self._drop_failed(chunk)
         self.drop_spare_slots()
         if problem is not None:
             raise problem
@@ -363,20 +363,20 @@ class ChunkSlots(ABC):
         if self.layout.groups[chunk.group].is_gathered(chunk):
             raise DistributedError(f"chunk {chunk} was left before the ranks had exchanged it: its gradients are lost")
 
-    def _lose(self, chunk: Chunk) -> None:
+    def _drop_failed(self, chunk: Chunk) -> None:
         """Forget a slot whose copy failed."""
         slot = self._slots.pop(chunk)
         if slot.dirty or slot.state is ChunkState.EVICTING:
-            self._never_got_home(chunk)
+            self._forget_lost_data(chunk)
 
     @abstractmethod
     def _has_data_at_home(self, chunk: Chunk) -> bool:
         """Whether there is anything to read for a chunk about to be fetched, once home is as its user wants it."""
 
     @abstractmethod
-    def _gradients_leave(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+    def _gradients_complete(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Gradients are complete in their slot, and about to be written home."""
 
     @abstractmethod
-    def _never_got_home(self, chunk: Chunk) -> None:
+    def _forget_lost_data(self, chunk: Chunk) -> None:
         """A chunk's slot is lost, and with it what home does not have."""

@@ -20,20 +20,20 @@ from chunkc.ir.states import MASTER_LOW
 from chunkc.runtime.store.consumed_gradients import (
     ConsumedGradient,
     LocalGradient,
-    consumed,
+    consumed_error,
     gradient_of,
     refuse_without_memory,
 )
 from chunkc.runtime.store.gradients import (
-    NOTHING,
+    NOT_HANDED_OUT,
     HandedOut,
     accumulate,
     add_later,
-    is_held,
-    is_one_of_several,
-    is_viewed,
-    note_whole,
-    of_several,
+    has_external_references,
+    has_external_views,
+    note_replicated,
+    parameters_sharing_gradients,
+    share_gradients,
     store_first,
 )
 from chunkc.runtime.store.parameter_views import ParameterViews
@@ -46,11 +46,11 @@ class ChunkStore(ParameterViews):
     """Owns homes and slots of one model's chunks. Holds parameters weakly: the model's life is its user's.
 
     Attributes:
-        left_to_autograd: parameters whose `.grad` stays the tensor that it is (see `leave_to_autograd`).
+        autograd_owned: parameters whose `.grad` stays the tensor that it is (see `find_autograd_owned`).
         trainers: which thread trains what; no other one looks at the gradients.
     """
 
-    left_to_autograd: frozenset[str] = frozenset()
+    autograd_owned: frozenset[str] = frozenset()
     trainers: Trainers = field(default_factory=Trainers)
     _handed_out: dict[str, HandedOut] = field(default_factory=dict)
 
@@ -113,15 +113,17 @@ class ChunkStore(ParameterViews):
         leaving = {s.spec.name for group in to_home for s in group.slices}
         known = self.readable() | dict(parameters) if leaving else {}
         refuse_without_memory({name: gradient_of(p) for name, p in known.items() if name in leaving})
-        # No gradient may be kept in a variable here: `is_held` would take it for the user's.
+        # No gradient may be kept in a variable here: `has_external_references` would take it for the user's.
         self.reserve(layout, resident, [n for n, p in known.items() if n in leaving and gradient_of(p) is not None])
         former = dict(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
         from_home = {name: p for group in to_tier for name, p in self._parameters_of(group.index).items()}
         unread = self.trainers.trained_by_others()
-        held = {name for name, p in from_home.items() if name not in unread and is_held(p)}
+        held = {name for name, p in from_home.items() if name not in unread and has_external_references(p)}
         moving = {name for group in (*to_home, *to_tier) for name in self._parameters_of(group.index)}
-        self.left_to_autograd = self.leave_to_autograd() | of_several(self.readable()) | held | (unread & moving)
+        self.autograd_owned = (
+            self.find_autograd_owned() | parameters_sharing_gradients(self.readable()) | held | (unread & moving)
+        )
         for name in from_home:
             self._handed_out.pop(name, None)
         for group in (*to_home, *to_tier):
@@ -140,7 +142,7 @@ class ChunkStore(ParameterViews):
         if is_managed:
             self.write(PARAM, name, parameter)
         self.bind(name, parameter)
-        if name in self.left_to_autograd or (gradient := gradient_of(parameter)) is None:
+        if name in self.autograd_owned or (gradient := gradient_of(parameter)) is None:
             return
         if is_managed:
             self.write(GRAD, name, gradient)
@@ -159,7 +161,7 @@ class ChunkStore(ParameterViews):
                     found.append(name)
         return found
 
-    def is_viewed(self, name: str) -> bool:
+    def has_external_views(self, name: str) -> bool:
         """Whether somebody has views of the home of a parameter whose data was replaced."""
         return not self._home_storages[name].expired()
 
@@ -178,7 +180,7 @@ class ChunkStore(ParameterViews):
         for index, of_group in by_group.items():
             changed = frozenset(of_group)
             self.await_home(Chunk(PARAM, index))
-            if any(self.is_viewed(name) for name in of_group):
+            if any(self.has_external_views(name) for name in of_group):
                 self.arena.replace(Chunk(PARAM, index), self.layout.groups[index].nbytes(PARAM))
                 of_group = list(self._parameters_of(index))
             for name in of_group:
@@ -203,17 +205,17 @@ class ChunkStore(ParameterViews):
         kind, group = chunk.kind, chunk.group
         return kind != GRAD or self.collect_gradients(group)
 
-    def _gradients_leave(self, chunk: Chunk, buffer: torch.Tensor) -> None:
+    def _gradients_complete(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         parameters = self._parameters_of(chunk.group)
         for name, parameter in parameters.items():
             if isinstance(parameter.grad, ConsumedGradient):  # it was to be used up, and is not
                 self._hand_out(name, parameter)
-        parameters = parameters if self.sums.askers else {}
+        parameters = parameters if self.sums.requesters else {}
         gradients = {name: p.grad for name, p in parameters.items()}
         own = {n: g for n, g in gradients.items() if g is not None and not self._is_foreign(n, g)}
         self.sums.take(self.layout.groups[chunk.group], buffer, own, self.tier)
 
-    def _never_got_home(self, chunk: Chunk) -> None:
+    def _forget_lost_data(self, chunk: Chunk) -> None:
         """A reader must find no gradient rather than one that never got home."""
         for parameter in self._parameters_of(chunk.group).values() if chunk.kind == GRAD else ():
             parameter.grad = None
@@ -222,7 +224,7 @@ class ChunkStore(ParameterViews):
         """Make home the place of every gradient the group has; whether it has any.
 
         A gradient that the user replaced by another tensor is copied home, and the home view takes its place unless
-        autograd is to add to that very tensor (`left_to_autograd`). Where somebody still has views of a gradient that
+        autograd is to add to that very tensor (`autograd_owned`). Where somebody still has views of a gradient that
         is no parameter's any more, they keep its bytes, and the group's gradients get another home.
 
         Raises:
@@ -230,7 +232,7 @@ class ChunkStore(ParameterViews):
         """
         parameters = self._parameters_of(index)
         if any(self._is_kept_elsewhere(name, parameter) for name, parameter in parameters.items()):
-            self.left_to_autograd |= self._leave_gradients(index)
+            self.autograd_owned |= self._move_gradients(index)
         found = False
         for name, parameter in parameters.items():
             grad = gradient_of(parameter)
@@ -239,7 +241,7 @@ class ChunkStore(ParameterViews):
             found = True
             if self._is_foreign(name, grad):
                 self.updates.wait(index)
-                left = name in self.left_to_autograd
+                left = name in self.autograd_owned
                 home = self.home_view(GRAD, name) if left else self._hand_out(name, parameter)
                 source = grad.clone() if grad.untyped_storage().data_ptr() == home.data_ptr() else grad
                 self.tier.enqueue(home.copy_, source)
@@ -255,19 +257,19 @@ class ChunkStore(ParameterViews):
             HomeError: see `collect_gradients`.
         """
         off_home = self._gradients_off_home()
-        for index in sorted({self.group_index(name) for name in off_home.keys() - self.left_to_autograd}):
+        for index in sorted({self.group_index(name) for name in off_home.keys() - self.autograd_owned}):
             if Chunk(GRAD, index) in self.arena:
                 self.collect_gradients(index)
         return list(self._gradients_off_home().values()) if off_home else []
 
     def has_gradients(self, index: int) -> bool:
         """Whether a parameter of a group has a gradient, or somebody still has what was one."""
-        handed = [self._handed_out.get(s.spec.name, NOTHING) for s in self.layout.groups[index].slices]
+        handed = [self._handed_out.get(s.spec.name, NOT_HANDED_OUT) for s in self.layout.groups[index].slices]
         found = any(parameter.grad is not None for parameter in self._parameters_of(index).values())
         return found or not all(one.is_gone() for one in handed)
 
     @contextmanager
-    def gradients_apart(self, names: Collection[str]) -> Iterator[int]:
+    def gradients_set_aside(self, names: Collection[str]) -> Iterator[int]:
         """Inside, these parameters, and all in their chunks, have no gradients. What is made of them meanwhile lies in
         room of its own, which goes with the last view of it; afterwards gradients are what and where they were.
 
@@ -286,12 +288,12 @@ class ChunkStore(ParameterViews):
             self.release_slots()
         gradients = {name: parameter.grad for name, parameter in apart.items()}
         handed_out = {name: self._handed_out.pop(name) for name in apart if name in self._handed_out}
-        left, aside = self.left_to_autograd, self.arena.put_aside(chunks)
+        left, aside = self.autograd_owned, self.arena.put_aside(chunks)
         staying = [g for n, p in apart.items() if not self.is_managed(n) and (g := gradient_of(p)) is not None]
         for parameter in apart.values():
             parameter.grad = None
         try:
-            with self.sums.unasked():
+            with self.sums.without_requests():
                 yield sum(gradient.untyped_storage().nbytes() for gradient in staying)
         finally:
             try:
@@ -302,17 +304,17 @@ class ChunkStore(ParameterViews):
                     parameter.grad = gradients[name]
                 self._handed_out |= handed_out
                 self.arena.put_back(aside)
-                self.left_to_autograd |= left
+                self.autograd_owned |= left
 
     def _is_kept_elsewhere(self, name: str, parameter: nn.Parameter) -> bool:
         """Whether somebody has views of what was handed out as the parameter's gradient and is not `.grad` now."""
-        handed = self._handed_out.get(name, NOTHING)
+        handed = self._handed_out.get(name, NOT_HANDED_OUT)
         if handed.is_gone():
             return False
         grad = gradient_of(parameter)
         return grad is None or grad.untyped_storage().data_ptr() != handed.address
 
-    def _leave_gradients(self, index: int) -> set[str]:
+    def _move_gradients(self, index: int) -> set[str]:
         """Leave a group's gradients at home to who has views of them; those that are still `.grad` move to new room.
 
         Returns:
@@ -328,7 +330,7 @@ class ChunkStore(ParameterViews):
             self._handed_out.pop(name, None)
             if grad is None or is_foreign:
                 continue
-            if is_viewed(grad):
+            if has_external_views(grad):
                 left.add(name)
             else:
                 view = self.home_view(GRAD, name)
@@ -337,7 +339,7 @@ class ChunkStore(ParameterViews):
                 self._handed_out[name] = HandedOut.of(grad)
         return left
 
-    def leave_to_autograd(self) -> frozenset[str]:
+    def find_autograd_owned(self) -> frozenset[str]:
         """Note the parameters whose `.grad` has to stay the tensor that it is, so that autograd has to add to it.
 
         It is one tensor with another parameter's, so that the order of additions is PyTorch's wherever the parameters
@@ -349,17 +351,17 @@ class ChunkStore(ParameterViews):
             UnsupportedError: a gradient of a parameter at home cannot be copied there.
         """
         parameters = self.readable()
-        unread = self.left_to_autograd - parameters.keys()
+        unread = self.autograd_owned - parameters.keys()
         changed = {n: p for n, p in parameters.items() if self.is_managed(n) and self._is_foreign(n, gradient_of(p))}
         refuse_without_memory({name: gradient_of(p) for name, p in changed.items()})
         staying = [p for name, p in parameters.items() if not self.is_managed(name)]
-        left = {name for name, parameter in changed.items() if is_held(parameter)}
-        if any(gradient_of(parameter) is not None for parameter in changed.values()) or is_one_of_several(staying):
-            left |= of_several(parameters)
+        left = {name for name, parameter in changed.items() if has_external_references(parameter)}
+        if any(gradient_of(parameter) is not None for parameter in changed.values()) or share_gradients(staying):
+            left |= parameters_sharing_gradients(parameters)
         for index in {self.group_index(name) for name, p in changed.items() if self._is_kept_elsewhere(name, p)}:
-            left |= self._leave_gradients(index)
-        self.left_to_autograd = frozenset(left | unread)
-        return self.left_to_autograd
+            left |= self._move_gradients(index)
+        self.autograd_owned = frozenset(left | unread)
+        return self.autograd_owned
 
     def readable(self) -> dict[str, nn.Parameter]:
         """The parameters whose `.grad` this thread may look at."""
@@ -370,7 +372,7 @@ class ChunkStore(ParameterViews):
         """Gradients of parameters at home that lie elsewhere, such as what a hook returned, by name."""
         found = {}
         for name, parameter in self.readable().items():
-            grad, handed = gradient_of(parameter), self._handed_out.get(name, NOTHING)
+            grad, handed = gradient_of(parameter), self._handed_out.get(name, NOT_HANDED_OUT)
             if grad is None or not self.is_managed(name) or not self._is_foreign(name, grad):
                 continue
             if grad.untyped_storage().data_ptr() != handed.address:
@@ -379,7 +381,7 @@ class ChunkStore(ParameterViews):
 
     def _is_foreign(self, name: str, grad: torch.Tensor | None) -> bool:
         """Whether a parameter's `.grad` is not the home view that was handed out."""
-        handed = self._handed_out.get(name, NOTHING)
+        handed = self._handed_out.get(name, NOT_HANDED_OUT)
         return grad is None or grad is not handed.view() or grad.data_ptr() != handed.address
 
     def _hand_out(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
@@ -402,7 +404,7 @@ class ChunkStore(ParameterViews):
         """
         for name, parameter in self._parameters_of(group).items():
             if isinstance(parameter.grad, ConsumedGradient):
-                raise consumed(name)
+                raise consumed_error(name)
 
     def consume_gradients(self, group: int, gradients: Mapping[str, ConsumedGradient]) -> None:
         """An update in the backward reads a group's gradients in their slot, and nobody will again.
@@ -435,7 +437,7 @@ class ChunkStore(ParameterViews):
         slot.dirty = True
         if self.layout.groups[chunk.group].is_gathered(chunk):
             hand_out = partial(self._hand_out, name, parameter)
-            how = note_whole(name, parameter, slot.adds, hand_out, is_last=not self.is_kept(chunk))
+            how = note_replicated(name, parameter, slot.adds, hand_out, is_last=not self.is_kept(chunk))
             self.tier.enqueue(how, target, take)
         elif parameter.grad is None:
             self.tier.enqueue(store_first, target, take)

@@ -297,7 +297,7 @@ def test_lower_bits_of_a_replaced_parameter_s_neighbours_stay() -> None:
     store = session_of(model).store
     names = {id(parameter): name for name, parameter in store.parameters().items()}
     replaced, other = model[6].weight, model[7].weight
-    assert names[id(other)] in store.beside(names[id(replaced)])
+    assert names[id(other)] in store.parameters_in_chunk_of(names[id(replaced)])
     assert store.is_managed(names[id(other)])
     kept, before = replaced.detach(), optimizer.state[other]["master_low"].clone()
     assert before.any()

@@ -14,7 +14,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels import fused_pass
 from chunkc.kernels.cpu_loop import has_loop, library
 from chunkc.kernels.formats import AdamFormat
-from chunkc.kernels.fused_pass import a_compiler_needed, compile_pass
+from chunkc.kernels.fused_pass import compile_pass, compiler_required
 
 FAILURES = [InvalidCxxCompiler(), CppCompileError(["g++"], "no such file")]
 
@@ -26,14 +26,14 @@ def wrapped(inside: Exception) -> InductorError:
 
 @pytest.mark.parametrize("failure", [*FAILURES, *map(wrapped, FAILURES)])
 def test_a_compiler_that_does_not_work_is_the_users_to_mend(failure: Exception) -> None:
-    with pytest.raises(UnsupportedError, match="install a C") as caught, a_compiler_needed():
+    with pytest.raises(UnsupportedError, match="install a C") as caught, compiler_required():
         raise failure
     assert caught.value.__cause__ is failure
 
 
 @pytest.mark.parametrize("failure", [ValueError("a bug"), wrapped(ValueError("a bug"))])
 def test_whatever_else_happens_is_raised_as_it_is(failure: Exception) -> None:
-    with pytest.raises(type(failure), match="a bug") as caught, a_compiler_needed():
+    with pytest.raises(type(failure), match="a bug") as caught, compiler_required():
         raise failure
     assert caught.value is failure
 

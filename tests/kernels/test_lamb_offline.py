@@ -48,7 +48,7 @@ def compiled(kernel_name: str, fmt: AdamFormat, target: str, offset: int = 0, nu
     if num_tensors:
         addresses = np.arange(num_tensors)[:, None] * alignment_of(fmt)
         work = lamb_work_of_tensors([Span(number * ROW, (number + 1) * ROW, 0) for number in range(num_tensors)])
-        work = replace(work, distances=pointer_offsets_of(addresses, fmt))
+        work = replace(work, pointer_offsets=pointer_offsets_of(addresses, fmt))
     moments = kernel_name == "lamb_moments_kernel"
     arguments = (lamb_triton.moments_arguments if moments else lamb_triton.apply_arguments)(
         fmt, slots, work, SCALARS, new_partials(work), GradScale(*torch.ones(3).unbind())

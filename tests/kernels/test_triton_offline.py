@@ -17,7 +17,7 @@ from offline import TARGETS, compile_offline, spilled, targets_with_marks, vecto
 from chunkc.kernels import elementwise_triton
 from chunkc.kernels.formats import AdamFormat, GradScale, Span, rounding_key
 from chunkc.kernels.hyperparameters import scalar_table
-from chunkc.kernels.pointer_offsets import Draws, alignment_of, pointer_offsets_of
+from chunkc.kernels.pointer_offsets import RoundingSeed, alignment_of, pointer_offsets_of
 
 triton = pytest.importorskip("triton")
 
@@ -50,7 +50,7 @@ def compiled(name: str, target: str, offset: int = 0, fused: bool = False, num_t
         flat = {field: getattr(slots, field) for field in ("param", "grad", "exp_avg", "exp_avg_sq", "master")}
         slots = replace(slots, **{k: None if t is None else torch.cat([t, t])[offset:][:4096] for k, t in flat.items()})
     addresses = np.arange(num_tensors)[:, None] * alignment_of(fmt)
-    draws = [Draws(number, rounding_key(0, 1, number)) for number in range(num_tensors)]
+    seeds = [RoundingSeed(number, rounding_key(0, 1, number)) for number in range(num_tensors)]
     arguments = elementwise_triton.launch_arguments(
         fmt,
         slots,
@@ -61,7 +61,7 @@ def compiled(name: str, target: str, offset: int = 0, fused: bool = False, num_t
         scale=GradScale(*torch.ones(3).unbind()),
         key=rounding_key(0, 1, 0) if fmt.stochastic else None,
         first_element=offset,
-        distances=pointer_offsets_of(addresses, fmt, draws) if num_tensors else None,
+        pointer_offsets=pointer_offsets_of(addresses, fmt, seeds) if num_tensors else None,
     )
     backend, _, warp_size = TARGETS[target]
     options = elementwise_triton.launch_options(backend, warp_size) | ({"enable_fp_fusion": True} if fused else {})
@@ -138,8 +138,8 @@ def test_distances_of_single_elements_would_lose_the_vectors(monkeypatch: pytest
 
     monkeypatch.setattr(triton_formats, "_UNIT", triton.language.constexpr(1))
     for module, name in (
-        (triton_formats, "of_tensor"),
-        (adam_triton_kernel, "of_tensor"),
+        (triton_formats, "pointer_of_tensor"),
+        (adam_triton_kernel, "pointer_of_tensor"),
         (adam_triton_kernel, "adam_kernel"),
     ):
         monkeypatch.setattr(module, name, triton.runtime.jit.JITFunction(getattr(module, name).fn))

@@ -204,7 +204,7 @@ def test_sums_are_taken_only_where_somebody_asks() -> None:
             optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-        asked.append(len(session_of(model).store.sums.askers))
+        asked.append(len(session_of(model).store.sums.requesters))
     assert asked == [0, 1, 1, 0, 0, 0]
 
 

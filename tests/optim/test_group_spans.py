@@ -105,7 +105,7 @@ def test_views_of_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spans_of(session, 0, tasks_of(model, optimizer, tasks))
     assert not made
     assert all(state[kind] is view for p, state in optimizer.states.items() for kind, view in before[p].items())
-    session.store.leave_states(0)  # to who has views of them: the next step's are elsewhere
+    session.store.release_states(0)  # to who has views of them: the next step's are elsewhere
     session.store.reserve_states(0)
     spans_of(session, 0, tasks_of(model, optimizer, tasks))
     assert sorted(made) == ["exp_avg"] * 3 + ["exp_avg_sq"] * 3
@@ -146,7 +146,7 @@ def test_home_s_zeros_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> 
     spans_of(session, 0, tasks_of(model, optimizer, {0: 1.0, 1: 1.0, 2: 1.0}))
     assert written == ["exp_avg", "exp_avg_sq"] * 3
     assert not any(state["exp_avg"].any() for state in optimizer.states.values())
-    session.store.leave_states(0)
+    session.store.release_states(0)
     session.store.reserve_states(0)
     optimizer.states.clear()
     spans_of(session, 0, tasks_of(model, optimizer, {1: 1.0}))

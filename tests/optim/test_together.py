@@ -214,11 +214,11 @@ def test_distances_go_with_their_table_only() -> None:
         elementwise_triton.work_table([Span(0, 32, 0)], FP32),
         elementwise_triton.work_of_tensors([(32, 0)], FP32),
     )
-    distances = pointer_offsets_of(np.zeros((1, 7), dtype=np.int64), FP32)
-    elementwise_triton.launch_arguments(FP32, slots, many, scalars, distances=distances)
-    for work, given in ((one, distances), (many, None)):
+    pointer_offsets = pointer_offsets_of(np.zeros((1, 7), dtype=np.int64), FP32)
+    elementwise_triton.launch_arguments(FP32, slots, many, scalars, pointer_offsets=pointer_offsets)
+    for work, given in ((one, pointer_offsets), (many, None)):
         with pytest.raises(ValueError, match="several tensors"):
-            elementwise_triton.launch_arguments(FP32, slots, work, scalars, distances=given)
+            elementwise_triton.launch_arguments(FP32, slots, work, scalars, pointer_offsets=given)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from chunkc.kernels.sums_cpu import sum_squares
 from chunkc.passes.planning.layout import lay_out
 from chunkc.runtime.device.tier import CpuTier
 from chunkc.runtime.storage.homes import MemoryHome
-from chunkc.runtime.store.gradient_sums import GradientSums, asked_by
+from chunkc.runtime.store.gradient_sums import GradientSums, request_sums
 
 
 def take(sums: GradientSums) -> Any:
@@ -28,7 +28,7 @@ def take(sums: GradientSums) -> Any:
 def test_a_home_without_room_for_sums_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     full = Mock(allocate=Mock(side_effect=HomeError("cannot reserve 48 bytes")))
     lacking, asker = GradientSums(full), torch.nn.Identity()
-    asked_by(asker, [lacking], sum_squares)
+    request_sums(asker, [lacking], sum_squares)
     with caplog.at_level(logging.INFO, "chunkc"):
         assert take(lacking) is None
         assert take(lacking) is None
@@ -40,7 +40,7 @@ def test_a_home_without_room_for_sums_is_logged_once(caplog: pytest.LogCaptureFi
 
 def test_with_room_nothing_is_said(caplog: pytest.LogCaptureFixture) -> None:
     sums, asker = GradientSums(MemoryHome()), torch.nn.Identity()
-    asked_by(asker, [sums], sum_squares)
+    request_sums(asker, [sums], sum_squares)
     with caplog.at_level(logging.INFO, "chunkc"):
         assert float(take(sums).sum()) == 300
     assert not caplog.messages
