@@ -18,7 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from zoo import floats
 
 import chunkc
-from chunkc.lightning import ChunkcFabricStrategy, ChunkcStrategy, ReportCallback, callable_parts
+from chunkc.lightning import ChunkcFabricStrategy, ChunkcStrategy, ReportCallback
+from chunkc.lightning.strategy import callable_parts
 from chunkc.runtime.device import cpu_allocator
 
 BUDGET = 700_000

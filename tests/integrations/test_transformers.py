@@ -15,8 +15,8 @@ from torch import nn
 from transformers import HfArgumentParser, TrainerCallback
 
 import chunkc
-import chunkc.transformers
 from chunkc.transformers import TensorBoardCallback, Trainer, TrainingArguments
+from chunkc.transformers.trainer import OPTIMIZERS
 
 BUDGET = 1_600_000
 """Bytes: activations take 1.0 MB of them, and where everything fits the model takes 1.8 MB beside."""
@@ -62,7 +62,7 @@ def test_mistakes_are_told_when_arguments_are_made(words: tuple[str, ...], text:
 
 
 def test_optimizers_by_name() -> None:
-    for name, cls in chunkc.transformers.OPTIMIZERS.items():
+    for name, cls in OPTIMIZERS.items():
         arguments = parsed("--optim", name, "--learning_rate", "0.5", "--adam_beta1", "0.7")
         found, settings = Trainer.get_optimizer_cls_and_kwargs(arguments)
         assert found is cls
