@@ -38,8 +38,6 @@ APART = ("chunkc.kernels", "chunkc.passes", "chunkc.runtime")
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 CIRCLES = {
-    frozenset({"chunkc.runtime.storage.disk_reads", "chunkc.runtime.storage.maps"}),
-    frozenset({"chunkc.runtime.execution.executor", "chunkc.runtime.execution.saved_instructions"}),
     frozenset({f"chunkc.session.{name}" for name in ("declared_states", "in_backward", "session")}),
     frozenset({
         f"chunkc.optim.{name}"

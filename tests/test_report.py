@@ -20,7 +20,7 @@ from zoo import CASES
 import chunkc
 from chunkc.ir.layout import Chunk
 from chunkc.runtime.device import cpu_allocator
-from chunkc.runtime.execution.executor import Measurement
+from chunkc.runtime.execution.run import Measurement
 from chunkc.runtime.store.store import ChunkStore
 
 WIDTH, LAYERS = 128, 4

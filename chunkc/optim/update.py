@@ -17,7 +17,8 @@ from chunkc.policy.decide import decide
 from chunkc.policy.needs import Needs
 from chunkc.policy.plans import UpdatePlan, update_plan
 from chunkc.policy.state import UpdateDue, UpdateRequest
-from chunkc.runtime.execution.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.execution.executor import Executable, lower
+from chunkc.runtime.execution.run import Measurement, Run
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.residency import stay
 from chunkc.session.session import Session

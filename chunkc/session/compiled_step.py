@@ -24,7 +24,8 @@ from chunkc.policy.decide import decide
 from chunkc.policy.needs import ExternalBytes, Needs, NotedNeeds, needs_of_step, update_needs
 from chunkc.policy.plans import step_plan
 from chunkc.policy.state import ALONE, Forms, Key, PhaseCalled, PhaseContext, SizesCalled, StepDecision, StepRequest
-from chunkc.runtime.execution.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.execution.executor import Executable, lower
+from chunkc.runtime.execution.run import Measurement, Run
 from chunkc.runtime.execution.saved import SavedValues, saved_values
 from chunkc.runtime.store.shards import leaf_of
 from chunkc.session.changes import detect_changes, forget_gradients, gradients_left_to_autograd

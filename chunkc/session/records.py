@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from chunkc.ir.plan import Plan
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
-from chunkc.runtime.execution.executor import Measurement
+from chunkc.runtime.execution.run import Measurement
 from chunkc.runtime.store.slots import Traffic
 
 

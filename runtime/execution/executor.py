@@ -11,8 +11,8 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import fx
@@ -21,84 +21,11 @@ from chunkc.ir import chunk_ops
 from chunkc.ir.errors import ChunkcError
 from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Tile
-from chunkc.runtime.execution.saved import SavedValues
+from chunkc.runtime.execution.run import Instruction, Measurement, Registers, Run
 from chunkc.runtime.execution.saved_instructions import SAVED_OPS, lower_saved
 from chunkc.runtime.store.store import ChunkStore
 
-Registers = list[Any]
 Segment = Callable[[list[Any]], Sequence[Any]]
-
-
-class Instruction(Protocol):
-    def __call__(self, registers: Registers, run: Run) -> None: ...
-
-
-@dataclass
-class Measurement:
-    """Measured bytes per moment, in order, and seconds of arithmetic, or of enqueuing it where the host runs ahead.
-
-    `between_nbytes` is the largest reading between moments: while chunks come and go and gradients are sunk. `spans_s`:
-    when each moment began and ended, by `time.perf_counter`. `with_home_nbytes`: the largest reading together with what
-    was in use at home by then. `host_s` is the rest: what the host took for `num_instructions` beyond arithmetic,
-    updates (`update_s`) and waits for copies. `unplanned_nbytes`: what was there as the run began and no plan counts:
-    tensors of the program's own. All readings have it in them.
-    """
-
-    peaks: list[tuple[str, int | None]] = field(default_factory=list)
-    between_nbytes: int = 0
-    with_home_nbytes: int = 0
-    compute_s: float = 0.0
-    update_s: float = 0.0
-    host_s: float = 0.0
-    num_instructions: int = 0
-    unplanned_nbytes: int = 0
-    spans_s: list[tuple[float, float]] = field(default_factory=list)
-    _began_s: float = 0.0
-
-    @classmethod
-    def beginning(cls, store: ChunkStore, planned_nbytes: int) -> Measurement:
-        """Of a run that begins now; `planned_nbytes`: what its plan counts on the compute tier now, slots apart."""
-        store.tier.lap_peak_nbytes()
-        present_nbytes = store.tier.lap_peak_nbytes()  # the largest since a moment ago
-        counted_nbytes = planned_nbytes + store.slot_nbytes
-        return cls(unplanned_nbytes=0 if present_nbytes is None else max(0, present_nbytes - counted_nbytes))
-
-    @property
-    def peak_nbytes(self) -> int | None:
-        """The largest of all readings; None where nothing meters the tier."""
-        readings = [nbytes for _, nbytes in self.peaks if nbytes is not None]
-        return max(self.between_nbytes, *readings) if readings else None
-
-    def begin(self, store: ChunkStore) -> None:
-        """A moment begins: what was read so far belongs to the time before it."""
-        nbytes = self._read(store)
-        if nbytes is not None and nbytes > self.between_nbytes:
-            self.between_nbytes = nbytes
-        self._began_s = time.perf_counter()
-
-    def end(self, name: str, store: ChunkStore) -> None:
-        """A moment has ended."""
-        self.spans_s.append((self._began_s, time.perf_counter()))
-        self.peaks.append((name, self._read(store)))
-
-    def _read(self, store: ChunkStore) -> int | None:
-        """The largest bytes of the compute tier since the last call of this."""
-        nbytes = store.tier.lap_peak_nbytes()
-        if nbytes is not None:
-            self.with_home_nbytes = max(self.with_home_nbytes, nbytes + store.arena.used_nbytes)
-        return nbytes
-
-
-@dataclass
-class Run:
-    """What one execution needs besides its registers."""
-
-    store: ChunkStore
-    measurement: Measurement
-    update: Callable[[Tile], None] | None = None
-    """Of the optimizer: updates a tile in slots."""
-    settled: Callable[[int], None] | None = None
-    saved: SavedValues | None = None
 
 
 @dataclass(frozen=True)
@@ -116,8 +43,8 @@ class _Settle:
     group: int
 
     def __call__(self, registers: Registers, run: Run) -> None:
-        assert run.settled is not None
-        run.settled(self.group)
+        assert run.gradients_complete is not None
+        run.gradients_complete(self.group)
 
 
 @dataclass(frozen=True)
@@ -226,11 +153,11 @@ class Executable:
     num_registers: int
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
+    _calls: tuple[Callable[[Registers, Run], None], ...] = field(init=False, repr=False, compare=False)
+    """Bound methods of the instructions: there are hundreds, and binding each takes microseconds."""
 
-    @cached_property
-    def _calls(self) -> tuple[Callable[[Registers, Run], None], ...]:
-        """The instructions, bound once: there are hundreds, and each takes microseconds."""
-        return tuple(instruction.__call__ for instruction in self.instructions)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_calls", tuple(instruction.__call__ for instruction in self.instructions))
 
     def __call__(self, arguments: list[Any], run: Run) -> list[Any]:
         """Run with `arguments`, a list that is emptied. An error leaves the store without slots.

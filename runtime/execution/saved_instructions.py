@@ -9,17 +9,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 
 from chunkc.ir import chunk_ops
+from chunkc.runtime.execution.run import Instruction, Registers, Run
 from chunkc.runtime.execution.saved import SavedValues
 from chunkc.runtime.store.slots import fill_with_nan
-
-if TYPE_CHECKING:
-    from chunkc.runtime.execution.executor import Registers, Run
 
 SAVED_OPS = frozenset(
     {chunk_ops.offload, chunk_ops.leave, chunk_ops.reload, chunk_ops.arrive, chunk_ops.forget, chunk_ops.again}
@@ -148,7 +146,7 @@ def _hold_for(storage: str, run: Run) -> None:
     run.store.traffic.wait_s += time.perf_counter() - start_s
 
 
-def lower_saved(node: fx.Node, register: Mapping[fx.Node, int], last_reader: Mapping[fx.Node, fx.Node]) -> Any:
+def lower_saved(node: fx.Node, register: Mapping[fx.Node, int], last_reader: Mapping[fx.Node, fx.Node]) -> Instruction:
     """The instruction of a node of `SAVED_OPS`.
 
     Args:

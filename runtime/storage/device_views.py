@@ -12,18 +12,16 @@ import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from chunkc.ir.errors import HomeError
+from chunkc.runtime.device.gpu import Gpu
+from chunkc.runtime.storage.homes import Home
 from chunkc.runtime.storage.maps import Mapping, drop_pages
 from chunkc.torch_private.copying import copied_by
-
-if TYPE_CHECKING:
-    from chunkc.runtime.device.gpu import Gpu
-    from chunkc.runtime.storage.homes import Home
 
 _BEFORE_TORCH_S_OWN = 1
 """A priority of `torch.serialization.register_package`: torch asks about CUDA's storages at 20."""

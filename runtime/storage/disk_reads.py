@@ -19,15 +19,12 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING
 
 import torch
 
 from chunkc.ir.errors import HomeError, StreamError
 from chunkc.runtime.device.streams import JobMark, WorkerStream
-
-if TYPE_CHECKING:
-    from chunkc.runtime.storage.maps import Mapping
+from chunkc.runtime.storage.maps import Mapping
 
 NUM_UNDER_WAY = 4
 """Requests under way at once: two are enough for a virtual disk, drives of several GB/s want more."""
@@ -41,17 +38,6 @@ _PAGE = mmap.PAGESIZE
 def room_for(piece_nbytes: int) -> int:
     """Bytes of the whole pages in which a piece of a file may lie, wherever it begins."""
     return -(-piece_nbytes // _PAGE) * _PAGE + _PAGE
-
-
-def open_past_cache(fd: int) -> int | None:
-    """Another descriptor of a file, to read it past the page cache by whole pages; None where its file system does not
-    say that this is possible (`statx`, Linux 6.1 or newer)."""
-    if not _reads_pages_directly(fd):
-        return None
-    try:
-        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
-    except OSError:
-        return None
 
 
 def _read_through_cache(fd: int, offset: int, into: memoryview) -> None:
@@ -176,18 +162,5 @@ def _read_past_cache(past_fd: int, offset: int, pages: memoryview) -> None:
         offset += moved_nbytes
 
 
-def _reads_pages_directly(fd: int) -> bool:
-    """Whether the file system says that it reads this file past the cache, in pages and into pages."""
-    statx = getattr(ctypes.CDLL(None), "statx", None)
-    if statx is None:
-        return False
-    found = (ctypes.c_uint32 * 64)()
-    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found) or not found[0] & _STATX_DIOALIGN:
-        return False
-    memory, offset = found[38], found[39]  # stx_dio_mem_align, stx_dio_offset_align: 0 where it cannot be done
-    return memory > 0 and offset > 0 and _PAGE % memory == 0 and _PAGE % offset == 0
-
-
-_AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
 _mincore = ctypes.CDLL(None).mincore
 _mincore.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p

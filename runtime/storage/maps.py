@@ -19,7 +19,6 @@ import torch
 
 from chunkc.ir.errors import HomeError
 from chunkc.ir.units import format_nbytes
-from chunkc.runtime.storage.disk_reads import open_past_cache
 
 _WORTH_A_LOOK_NBYTES = 1 << 18
 """Smaller tensors are not worth a look at what is mapped where."""
@@ -75,6 +74,35 @@ class NamelessFile:
         weakref.finalize(memory, _unmap, address, nbytes, self, os.getpid()).atexit = False
         self._end_nbytes += nbytes
         return Mapping(memory, self, offset)
+
+
+def open_past_cache(fd: int) -> int | None:
+    """Open another descriptor of a file, for reads of whole pages past the page cache.
+
+    Returns:
+        None where the file system does not say that this is possible (`statx`, Linux 6.1 or newer).
+    """
+    if not _reads_pages_directly(fd):
+        return None
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _reads_pages_directly(fd: int) -> bool:
+    """Whether the file system says that it reads this file past the cache, in pages and into pages."""
+    statx = getattr(ctypes.CDLL(None), "statx", None)
+    if statx is None:
+        return False
+    buffer = (ctypes.c_uint32 * 64)()
+    if statx(fd, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer) or not buffer[0] & _STATX_DIOALIGN:
+        return False
+    memory, offset = buffer[38], buffer[39]  # stx_dio_mem_align, stx_dio_offset_align: 0 where it cannot be done
+    return memory > 0 and offset > 0 and mmap.PAGESIZE % memory == 0 and mmap.PAGESIZE % offset == 0
+
+
+_AT_EMPTY_PATH, _STATX_DIOALIGN = 0x1000, 0x2000
 
 
 def _close(*fds: int | None) -> None:

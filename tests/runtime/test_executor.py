@@ -13,7 +13,8 @@ from torch import Tensor, fx, nn
 
 from chunkc.ir.layout import Chunk
 from chunkc.runtime.device import cpu_allocator
-from chunkc.runtime.execution.executor import Measurement, Run, lower
+from chunkc.runtime.execution.executor import lower
+from chunkc.runtime.execution.run import Measurement, Run
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -17,7 +17,8 @@ from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Tile
 from chunkc.runtime.device import cpu_allocator
 from chunkc.runtime.device.tier import CpuTier
-from chunkc.runtime.execution.executor import Executable, Measurement, Run, lower
+from chunkc.runtime.execution.executor import Executable, lower
+from chunkc.runtime.execution.run import Measurement, Run
 from chunkc.runtime.storage.arena import Arena
 from chunkc.runtime.storage.homes import open_home
 from chunkc.runtime.store.slots import Traffic
