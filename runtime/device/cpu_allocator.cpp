@@ -1,9 +1,9 @@
-// A byte-exact meter of, and a hard limit on, what torch allocates on the CPU.
+// Byte-exact meter of torch's CPU allocations, with a hard limit.
 //
-// Sits in front of the CPU allocator that was registered before it (posix_memalign'ed, 64 bytes, by default):
-// that one provides the memory, this one counts. Sizes are kept beside the memory, in a map keyed by address,
-// because the caller must get the block itself (c10 asks that a raw allocation's context equals its data) and
-// because the C library would only tell the rounded size.
+// Stands in front of the CPU allocator that was registered before it (posix_memalign'ed, 64 bytes, by default):
+// that allocator provides the memory, this one counts. Sizes are kept apart from the memory, in a map keyed by
+// address, because the caller must get the block itself (c10 asks that a raw allocation's context equals its data)
+// and because the C library would only tell the rounded size.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>

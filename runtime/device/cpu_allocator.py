@@ -1,8 +1,8 @@
-"""A byte-exact meter of, and a hard limit on, what torch allocates on the CPU.
+"""Meter torch's CPU allocations to the byte, and hold them to a limit.
 
 A small C++ extension registers an allocator in front of torch's own (`c10::SetCPUAllocator`). Every byte that
 torch asks for is charged when it is asked for and uncharged when the block is freed, by whichever thread.
-Exceeding the limit raises `torch.OutOfMemoryError`, which leaves everything as it was.
+An allocation beyond the limit raises `torch.OutOfMemoryError` and changes nothing.
 
 Charged: storages, and operators' scratch memory that comes from torch's CPU allocator, since `install`. Not
 charged: memory allocated before `install`, memory-mapped tensors and `torch.frombuffer`, and what libraries
@@ -72,17 +72,17 @@ def peak_nbytes() -> int:
 
 
 def reset_peak() -> None:
-    """Let the peak start again from the current bytes."""
+    """Reset the peak to the current bytes."""
     _installed().chunkc_meter_reset_peak()
 
 
 def lap_peak_nbytes() -> int:
-    """The largest `current_nbytes` since the last call of this; leaves `peak_nbytes` alone."""
+    """The largest `current_nbytes` since the last call of this function; does not change `peak_nbytes`."""
     return _installed().chunkc_meter_lap_peak()
 
 
 def lap_peak_if_installed() -> int | None:
-    """`lap_peak_nbytes`, or None before `install`. Asked twice at every moment of a step."""
+    """`lap_peak_nbytes`, or None before `install`. Called twice at every moment of a step."""
     return None if _library is None else _library.chunkc_meter_lap_peak()
 
 
@@ -104,9 +104,9 @@ def limit_nbytes() -> int | None:
 
 @contextmanager
 def hard_limit(nbytes: int | None) -> Iterator[None]:
-    """Install the meter and hold `current_nbytes` to `nbytes` inside; the former limit comes back after.
+    """Install the meter and hold `current_nbytes` to `nbytes` inside; restore the former limit afterwards.
 
-    The limit is absolute: bytes in use on entry count. It is the process's, so it holds in every thread.
+    The limit is absolute: bytes in use on entry count. It holds for the process, in every thread.
     """
     install()
     former = limit_nbytes()
@@ -126,14 +126,14 @@ def _installed() -> ctypes.CDLL:
 
 
 def _build() -> str:
-    """Compile the extension unless torch's cache has it; returns the path of the shared library."""
+    """Compile the extension unless torch's cache has it; return the path of the shared library."""
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler.split()[0]) is None:
         raise UnsupportedError(
             f"limiting CPU memory needs a C++ compiler and {compiler!r} is not on PATH: install g++ or "
             "clang++, or name one in the environment variable CXX"
         )
-    # torch's cache is kept by name, and the C++ interface may differ between versions of torch.
+    # torch's cache is keyed by name, and the C++ interface may differ between versions of torch.
     name = "chunkc_cpu_allocator_" + re.sub(r"\W", "_", torch.__version__)
     with _ninja_on_path():
         try:
@@ -153,7 +153,7 @@ def _build() -> str:
 
 @contextmanager
 def _ninja_on_path() -> Iterator[None]:
-    """Let torch find the ninja of this Python environment even where the environment is not activated."""
+    """Put this Python environment's ninja on PATH, which lacks it where the environment is not activated."""
     if shutil.which("ninja") is not None:
         yield
         return

@@ -1,17 +1,17 @@
-"""A CUDA device as the compute tier: one stream per link, ordered by events. See `runtime.tier` for the order.
+"""Compute tier on a CUDA device: one stream per link, ordered by events. See `runtime.device.tier` for the order.
 
 Kernels queue by themselves on the current stream, the compute stream, so `enqueue` just calls. Slots come from torch's
-caching allocator on that stream; as the store gives a slot back only after the compute stream waits for its last
-copy, the allocator's own rule (memory is used again in stream order) keeps copies safe without `record_stream`.
+caching allocator on that stream. The store gives a slot back only after the compute stream waits for its last copy, so
+the allocator's own rule (memory is reused in stream order) keeps copies safe without `record_stream`.
 
-A copy whose home blocks (a disk), or that comes after an update by the CPU, needs a host thread, which launches it (a
-disk's in pieces) on a stream of its own. Its event does not exist for CUDA until the thread is through with it, and
-CUDA takes a wait for such an event as no wait; so who waits for that copy waits, on the host, for the thread. This is
-the only wait of the host inside a step.
+A copy with a home that blocks (a disk), or after an update by the CPU, needs a host thread, which launches it (a
+disk's in pieces) on a stream of its own. The copy's event is unrecorded until the thread has finished, and CUDA takes a
+wait for an unrecorded event as no wait; so a wait for such a copy blocks the host until the thread has launched it.
+This is the only wait of the host inside a step.
 
-Exchanges with other ranks are launched in the order in which they were submitted, gathers and scatters alike: the order
-of the plan, which is every rank's. So one that comes after an update by the CPU is launched by a thread, and those
-behind it, too; any other by the caller.
+Exchanges with other ranks are launched in the order of submission, gathers and scatters alike: the order of the plan,
+which is the same on every rank. So an exchange after an update by the CPU is launched by a thread, and so are those
+behind it; any other is launched by the caller.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from chunkc.runtime.device.tier import AT_ONCE, Links
 
 
 class CudaMark:
-    """The end of a copy, or of all computation up to a point.
+    """End of a copy, or of all computation up to a point.
 
     Attributes:
-        launched: of a copy that a host thread launches: when that has happened.
+        launched: end of the host thread's launch, for a copy that a thread launches.
     """
 
     def __init__(self, end: Any, begin: Any = None) -> None:
@@ -53,7 +53,7 @@ class CudaMark:
         self.end.synchronize()
 
     def hold(self, stream: Any) -> None:
-        """What `stream` is given from now on starts after this; raises as `wait`."""
+        """Make work that `stream` is given from now on start after this mark; raises as `wait`."""
         if self.launched is not None:
             self.launched.wait()
         stream.wait_event(self.end)
@@ -66,7 +66,7 @@ class CudaMark:
 
 
 class CudaLink:
-    """Copies over one link: launched by the caller, or, where they block, by a thread. Neither delays the other."""
+    """Copies over one link, launched by the caller, or by a thread where they block. Neither delays the other."""
 
     def __init__(self, gpu: Gpu, name: str) -> None:
         self._gpu = gpu
@@ -79,7 +79,7 @@ class CudaLink:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that copies have taken in all, as far as they have ended; a disk's share included."""
+        """Total seconds of copies that have ended; a disk's time included."""
         self._account()
         return self._busy_s
 
@@ -88,10 +88,10 @@ class CudaLink:
 
         Args:
             job: copies on the calling thread's current stream; unless it is a `Launch`, it may also block the thread.
-            after: also events of host threads, which no stream can wait for: a thread then waits and launches.
+            after: may include marks of host threads, which no stream can wait for: a thread then waits and launches.
 
         Raises:
-            StreamError: the thread that blocking copies need cannot be had.
+            StreamError: the thread that blocking copies need cannot be started.
         """
         self._account()
         mark = CudaMark(self._gpu.new_event(timed=True), self._gpu.new_event(timed=True))
@@ -109,7 +109,7 @@ class CudaLink:
         return mark
 
     def drain(self) -> None:
-        """Block the host until every copy has ended; raise the first error nobody has been told of."""
+        """Block the host until every copy has ended; raise the first error that no wait has raised."""
         try:
             self._worker.drain()
         finally:
@@ -119,18 +119,18 @@ class CudaLink:
         self._account()
 
     def end_soon(self) -> None:
-        """End the thread behind what it has to copy. Never blocks."""
+        """End the thread behind its queued copies. Never blocks."""
         self._worker.end_soon()
 
     def _run_blocking(self, job: Callable[[], None], after: Sequence[CudaMark | JobMark], mark: CudaMark) -> None:
-        """On the worker thread, which touches home itself, or comes after a host thread, and so waits itself."""
+        """Run a copy on the worker thread, which waits itself: it touches home, or comes after another host thread."""
         for earlier in after:
             earlier.wait()
         with self._gpu.using(self._blocking_stream):
             try:
                 self._run(job, mark)
             except BaseException:
-                self._blocking_stream.synchronize()  # what was launched of it must not outlive the slot
+                self._blocking_stream.synchronize()  # the part that was launched must not outlive the slot
                 raise
 
     def _run(self, job: Callable[[], None], mark: CudaMark) -> None:
@@ -146,14 +146,21 @@ class CudaLink:
 
 
 class Launcher:
-    """Launches in the order in which it is told to: at once if it can, and nothing waits before; else by a thread."""
+    """Launcher of jobs in order: at once if the job would not block and no job waits before it; else by a thread."""
 
     def __init__(self) -> None:
         self.thread = WorkerStream("exchange")
         self._last: JobMark | None = None
 
     def launch(self, job: Callable[[], None], *, at_once: bool) -> JobMark | None:
-        """None: it has been launched. `at_once`: it would not block."""
+        """Launch a job, or queue it for the thread.
+
+        Args:
+            at_once: the job would not block.
+
+        Returns:
+            The end of the launch by the thread; None if the job has been launched.
+        """
         if at_once and (self._last is None or self._last.done()):
             job()
             return None
@@ -162,18 +169,18 @@ class Launcher:
 
 
 class CudaExchangeLink(CudaLink):
-    """Exchanges with other ranks over one link, launched by a launcher that all such links have in common."""
+    """Exchanges with other ranks over one link, launched by a launcher that all such links share."""
 
     def __init__(self, gpu: Gpu, name: str, launcher: Launcher) -> None:
         super().__init__(gpu, name)
         self._launcher = launcher
 
     def submit(self, job: Callable[[], None], *, after: Sequence[CudaMark | JobMark] = ()) -> CudaMark:
-        """As `CudaLink.submit`.
+        """Queue an exchange as `CudaLink.submit`, in the launcher's order.
 
         Raises:
-            DistributedError: nothing can be exchanged any more.
-            StreamError: the thread that such exchanges need cannot be had.
+            DistributedError: ranks can no longer exchange anything.
+            StreamError: the thread that such exchanges need cannot be started.
         """
         self._account()
         mark = CudaMark(self._gpu.new_event(timed=True), self._gpu.new_event(timed=True))
@@ -183,14 +190,14 @@ class CudaExchangeLink(CudaLink):
         return mark
 
     def drain(self) -> None:
-        """As `CudaLink.drain`."""
+        """Drain as `CudaLink.drain`, and the launcher."""
         try:
             self._launcher.thread.drain()
         finally:
             super().drain()
 
     def end_soon(self) -> None:
-        """As `CudaLink.end_soon`."""
+        """End the launcher's thread behind its queued launches. Never blocks."""
         self._launcher.thread.end_soon()
 
     def _launch(self, job: Callable[[], None], after: Sequence[CudaMark | JobMark], mark: CudaMark) -> None:
@@ -200,15 +207,15 @@ class CudaExchangeLink(CudaLink):
             try:
                 self._run(job, mark)
             except BaseException:
-                self._stream.synchronize()  # what was launched of it must not outlive the slot
+                self._stream.synchronize()  # the part that was launched must not outlive the slot
                 raise
 
 
 class CudaTier:
-    """A CUDA device as the memory the model computes in.
+    """CUDA device as the memory that the model computes in.
 
     Args:
-        gpu: the device; torch's current one by default.
+        gpu: torch's current device by default.
         meter: read the allocator's statistics at every moment of a step: some 20 microseconds each, hidden as long as
             the host runs ahead. Without it nothing is measured.
     """
@@ -233,17 +240,17 @@ class CudaTier:
         return CudaLink(self._gpu, name)
 
     def allocate_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat, uninitialised buffer of the current stream's."""
+        """Allocate a flat, uninitialised buffer on the current stream."""
         return self._gpu.allocate(numel, dtype)
 
     def join_stream(self) -> None:
-        """The current stream waits for the last mark of another stream, the host does not."""
+        """Make the current stream wait for the last mark of another stream; the host does not wait."""
         stream, last = self._gpu.current_stream(), self._last
         if last is not None and last[0] != stream:
             stream.wait_event(last[1])
 
     def mark(self) -> tuple[CudaMark, ...]:
-        """When all that the current stream has been given so far is over, and all that others were before."""
+        """Mark the end of all work enqueued so far: on the current stream, and before that on other streams."""
         self.join_stream()
         stream, end = self._gpu.current_stream(), self._gpu.new_event()
         end.record(stream)
@@ -251,22 +258,22 @@ class CudaTier:
         return (CudaMark(end),)
 
     def hold_for(self, mark: CudaMark) -> None:
-        """The current stream waits, the host does not, but for a copy that has not been launched yet."""
+        """Make the current stream wait; the host waits only for a copy that has not been launched yet."""
         mark.hold(self._gpu.current_stream())
 
     def materialise(self) -> None:
-        """Nothing to do: tensors exist from the launch of their kernels on."""
+        """Do nothing: tensors exist from the launch of their kernels on."""
 
     def lap_peak_nbytes(self) -> int | None:
-        """The most that torch's allocator had given out since the last call of this.
+        """Read the peak of torch's allocator since the last call.
 
-        Memory is given out and back as the host runs ahead, so a lap of the host's is the right one. Nobody else's
-        peaks are reset (`torch_private.cuda_allocator`).
+        The allocator's books follow the host, which runs ahead, so peaks between two calls of the host are the right
+        ones. Peaks that the user reads are not reset (`torch_private.cuda_allocator`).
         """
         return self._gpu.lap_peak_nbytes() if self._meter else None
 
     def num_retries(self) -> int:
-        """As `Tier.num_retries`, since the tier was made."""
+        """Count retries as `Tier.num_retries`, since the tier was made."""
         now = self._gpu.num_retries()
         self._retries_before = min(self._retries_before, now)  # a user may have reset the allocator's count
         return now - self._retries_before
@@ -276,15 +283,15 @@ class CudaTier:
         self.links.drain()
 
     def end_soon(self) -> None:
-        """End the threads that copy, behind what they have to copy."""
+        """End the copy threads behind their queued copies."""
         self.links.end_soon()
 
 
 @contextlib.contextmanager
 def memory_limit(nbytes: int, device: torch.device | int = 0) -> Iterator[None]:
-    """Let torch's allocator take at most `nbytes` on the device inside the block, all of it afterwards.
+    """Limit torch's allocator to `nbytes` on the device inside the block; lift the limit afterwards.
 
-    For tests and benchmarks: beyond it, allocations raise `torch.OutOfMemoryError`. It limits what is reserved,
+    For tests and benchmarks: beyond it, allocations raise `torch.OutOfMemoryError`. The limit counts reserved bytes,
     cached blocks included, so the cache is emptied first.
 
     Raises:

@@ -1,7 +1,7 @@
-"""The few calls of CUDA that chunkc makes, behind one door, so that all logic above it can be run without a GPU.
+"""Wrap the few CUDA calls that chunkc makes, so that all logic above them runs without a GPU.
 
-`Gpu` is what `runtime.cuda`, `runtime.pinned` and `runtime.staging` see; `TorchGpu` is torch's CUDA and nothing else.
-Streams and events are torch's own objects, or have the same methods:
+`runtime.device.cuda`, `runtime.storage.pinned` and `runtime.storage.staging` use the protocol `Gpu`; `TorchGpu`
+implements it by torch's CUDA and nothing else. Streams and events are torch's own objects, or have the same methods:
 `stream.wait_event(event)`, `stream.synchronize()`, `event.record(stream)`, `event.query()`, `event.synchronize()`,
 `event.elapsed_time(later)` in milliseconds. As in CUDA, to wait for an event that was never recorded is not to wait.
 """
@@ -39,27 +39,27 @@ def has_kernels_for(capability: tuple[int, int], built_for: Sequence[str]) -> bo
     """Whether a build of torch runs on a device: by machine code of its generation that is no newer, or by PTX.
 
     Args:
-        built_for: as `torch.cuda.get_arch_list()` says, such as `["sm_80", "compute_90"]`; what names no compute
-            capability, as on AMD's devices, refuses nothing.
+        built_for: as `torch.cuda.get_arch_list()` says, such as `["sm_80", "compute_90"]`. Entries that name no compute
+            capability, as on AMD's devices, refuse nothing.
     """
-    found = [re.fullmatch(r"(sm|compute)_([0-9]+)([0-9])[af]?", name) for name in built_for]
-    known = [(match[1], (int(match[2]), int(match[3]))) for match in found if match is not None]
-    return not known or any(
-        built <= capability and (kind == "compute" or built[0] == capability[0]) for kind, built in known
+    matches = [re.fullmatch(r"(sm|compute)_([0-9]+)([0-9])[af]?", name) for name in built_for]
+    targets = [(match[1], (int(match[2]), int(match[3]))) for match in matches if match is not None]
+    return not targets or any(
+        built <= capability and (kind == "compute" or built[0] == capability[0]) for kind, built in targets
     )
 
 
 class Gpu(Protocol):
-    """One CUDA device."""
+    """CUDA device, with its streams, events, copies and pinned host memory."""
 
     @property
     def device(self) -> torch.device: ...
 
     def new_stream(self) -> Any:
-        """A stream that waits for no other by itself."""
+        """Make a stream that waits for no other by itself."""
 
     def current_stream(self) -> Any:
-        """The calling thread's stream, on which eager code computes."""
+        """Return the calling thread's stream, on which eager code computes."""
 
     def using(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
         """Make `stream` the calling thread's current one."""
@@ -67,49 +67,54 @@ class Gpu(Protocol):
     def new_event(self, *, timed: bool = False) -> Any: ...
 
     def synchronize(self) -> None:
-        """Block the host until the device has done all that it was given, on whatever stream."""
+        """Block the host until the device has done all enqueued work, on every stream."""
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Copy between host and device on the current stream. Returns at once if the host's memory is pinned."""
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat, uninitialised tensor of the current stream's."""
+        """Allocate a flat, uninitialised tensor on the current stream."""
 
     def pin(self, address: int, nbytes: int) -> str | None:
-        """Page-lock host memory and map it for the device; why it could not be done, or None."""
+        """Page-lock host memory and map it for the device; return why it could not be done, or None."""
 
     def unpin(self, address: int) -> str | None:
-        """Undo `pin` once all is over that streams were given that were anybody's current one here; why it could not be
-        done, or None. Breaks no graph that another thread captures."""
+        """Undo `pin`, after the work of every stream noted by `note_current_stream` and every stream of chunkc's.
+
+        Breaks no graph that another thread captures.
+
+        Returns:
+            Why it could not be done, or None.
+        """
 
     def note_current_stream(self) -> None:
-        """Let `unpin` wait for the calling thread's stream, too. Makes no call of CUDA's: safe in a finalizer."""
+        """Let `unpin` wait for the calling thread's stream, too. Calls nothing of CUDA: safe in a finalizer."""
 
     def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
-        """A flat uint8 tensor of the device's over pinned host memory; its storage keeps `owner` alive.
+        """Make a flat uint8 tensor on the device over pinned host memory; its storage keeps `owner` alive.
 
         Raises:
             UnsupportedError: this device cannot address that memory.
         """
 
     def cannot_view_pageable(self) -> str | None:
-        """Why `view_pageable` is not possible, with what would make it so; None if it is."""
+        """Say why `view_pageable` is impossible, and what would make it possible; None if it is possible."""
 
     def view_pageable(self, host: torch.UntypedStorage) -> torch.Tensor:
-        """A flat uint8 tensor of the device's over host memory that is not pinned, which its storage keeps alive."""
+        """Make a flat uint8 tensor on the device over unpinned host memory; its storage keeps `host` alive."""
 
     def numa_node(self) -> int | None:
-        """The node of the host's memory that is nearest; None where the system does not say."""
+        """Return the NUMA node of host memory nearest to the device; None where the system does not say."""
 
     def lap_peak_nbytes(self) -> int:
-        """Bytes allocated at most since the last call of this."""
+        """Read the peak of allocated bytes since the last call."""
 
     def num_retries(self) -> int:
-        """How often the allocator has given back what it had cached, to try again."""
+        """Count how often the allocator has released its cached blocks to retry an allocation."""
 
 
 def driver_attribute(index: int, attribute: int) -> int | None:
-    """What the driver says of a device, by the number of its `CUdevice_attribute`; None where it does not."""
+    """Read a device's attribute from the driver, by its number in `CUdevice_attribute`; None where it has none."""
     torch.cuda.init()
     value, handle = ctypes.c_int(0), ctypes.c_int(0)
     driver = _driver()
@@ -121,7 +126,7 @@ def driver_attribute(index: int, attribute: int) -> int | None:
 
 
 class _HostMemory:
-    """Memory for `torch.as_tensor`, by the CUDA array interface (version 3)."""
+    """Host memory as an argument of `torch.as_tensor`, by the CUDA array interface (version 3)."""
 
     def __init__(self, address: int, nbytes: int, owner: object) -> None:
         self.owner = owner
@@ -135,7 +140,7 @@ class _HostMemory:
 
 
 def relabelled(host: torch.UntypedStorage, device_type: int, index: int) -> torch.Tensor:
-    """A CPU storage's bytes as a flat uint8 tensor that is said to be on another device, by way of DLPack.
+    """Relabel a CPU storage's bytes, by DLPack, as a flat uint8 tensor on another device.
 
     Args:
         device_type: in DLPack's numbers.
@@ -148,15 +153,15 @@ def relabelled(host: torch.UntypedStorage, device_type: int, index: int) -> torc
 
 
 _streams: defaultdict[int, dict[int, torch.cuda.Stream]] = defaultdict(dict)
-"""Of each device, by handle: chunkc's own, and torch's that were somebody's current one where chunkc computed."""
+"""Each device's streams by handle: chunkc's own, and foreign ones that were a thread's current stream under chunkc."""
 
 _spare_streams: defaultdict[int, deque[int]] = defaultdict(deque)
-"""Of each device, handles of chunkc's own streams whose links are gone. Finalizers append, in any thread."""
+"""Each device's handles of chunkc's own streams that no link uses any more. Finalizers append, in any thread."""
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
-    """NVIDIA's driver, if there is one."""
+    """Load NVIDIA's driver, if there is one."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -164,10 +169,10 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _call(driver: ctypes.CDLL, name: str, *arguments: Any) -> None:
-    """Call the driver.
+    """Call a function of the driver.
 
     Raises:
-        UnsupportedError: it says that it cannot.
+        UnsupportedError: it returns an error.
     """
     error = getattr(driver, name)(*arguments)
     if error:
@@ -176,7 +181,7 @@ def _call(driver: ctypes.CDLL, name: str, *arguments: Any) -> None:
 
 @contextlib.contextmanager
 def _relaxed_capture_mode() -> Iterator[None]:
-    """Let the calling thread do what could not be captured, while another one captures a graph."""
+    """Allow the calling thread calls that cannot be captured, while another thread captures a graph."""
     driver, mode = _driver(), ctypes.c_int(_RELAXED)
     if driver is None:
         yield
@@ -189,16 +194,16 @@ def _relaxed_capture_mode() -> Iterator[None]:
 
 
 class TorchGpu:
-    """A CUDA device through torch. Needs torch 2.9 or newer for `view`.
+    """CUDA device through torch. Needs torch 2.9 or newer for `view`.
 
-    Streams are not torch's 32, which it hands out in turn: a link would soon be on a user's stream, or another link's,
-    and wait for what it has nothing to do with. Those of links that are gone serve the next ones.
+    Streams are not from torch's pool of 32, which it hands out in turn: a link would soon be on a user's stream, or on
+    another link's, and wait for unrelated work. Streams of links that are gone are reused by later links.
 
     Args:
-        index: of the device; the current one by default.
+        index: the device's; by default that of the current device.
 
     Raises:
-        UnsupportedError: there is none, or this torch has no kernels for it.
+        UnsupportedError: there is no such device, or this torch has no kernels for it.
     """
 
     def __init__(self, index: int | None = None) -> None:
@@ -220,7 +225,7 @@ class TorchGpu:
             handle = _spare_streams[self.device.index].pop()
         except IndexError:
             handle = self._make_stream()
-        if handle is None:  # not NVIDIA's
+        if handle is None:  # not NVIDIA's driver
             return torch.cuda.Stream(self.device)
         stream = torch.cuda.ExternalStream(handle, self.device)
         weakref.finalize(stream, _spare_streams[self.device.index].append, handle).atexit = False
@@ -228,7 +233,7 @@ class TorchGpu:
         return stream
 
     def _make_stream(self) -> int | None:
-        """A stream of the driver's that waits for no other, for good; None without NVIDIA's driver."""
+        """Make a stream by the driver that waits for no other, and is never destroyed; None without NVIDIA's driver."""
         driver = _driver()
         if driver is None:
             return None
@@ -251,7 +256,7 @@ class TorchGpu:
 
     def note_current_stream(self) -> None:
         stream = torch.cuda.current_stream(self.device)
-        if stream.stream_id != stream.cuda_stream or stream.stream_id == 0:  # of others than torch, who may destroy it
+        if stream.stream_id != stream.cuda_stream or stream.stream_id == 0:  # foreign: its owner may destroy it
             _streams[self.device.index].setdefault(stream.cuda_stream, stream)
 
     def using(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
@@ -285,19 +290,19 @@ class TorchGpu:
         return problem
 
     def _await_streams(self) -> str | None:
-        """Block until the streams that are known have done what they were given; what went wrong, or None.
+        """Block until the streams noted so far have done their work; return the error, or None.
 
-        Not the device as a whole: to wait for that is an error where any stream captures a graph, and breaks the graph.
+        Does not wait for the whole device: that is an error while any stream captures a graph, and breaks the graph.
         """
         for stream in list(_streams[self.device.index].values()):
             with torch.cuda.stream(stream):
                 if torch.cuda.is_current_stream_capturing():
-                    continue  # it had to be idle before
+                    continue  # it had to be idle before the capture
             try:
                 end = self.new_event()
                 end.record(stream)
                 end.synchronize()
-            except RuntimeError as error:  # of a kernel, long ago: no call succeeds any more
+            except RuntimeError as error:  # an earlier kernel's: no call succeeds any more
                 return str(error).splitlines()[0]
         return None
 
@@ -324,16 +329,16 @@ class TorchGpu:
         )
 
     def view_pageable(self, host: torch.UntypedStorage) -> torch.Tensor:
-        # Not the CUDA array interface: torch then asks the runtime whose memory it is, which knows of no device.
+        # Not by the CUDA array interface: torch would ask the runtime for the memory's device, and it knows none.
         return relabelled(host, DLPACK_CUDA, self.device.index)
 
     def _driver_says(self, attribute: int) -> bool:
-        """An attribute of the device that torch has no name for."""
+        """Whether the driver reports an attribute of the device, for attributes that torch has no name for."""
         return driver_attribute(self.device.index, attribute) == 1
 
     def numa_node(self) -> int | None:
-        found: Any = torch.cuda.get_device_properties(self.device)  # torch's types lack its place on the bus
-        return node_of(f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0")
+        properties: Any = torch.cuda.get_device_properties(self.device)  # torch's types lack the bus address
+        return node_of(f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0")
 
     def lap_peak_nbytes(self) -> int:
         return cuda_allocator.lap_peak_nbytes(self.device.index)
@@ -344,13 +349,13 @@ class TorchGpu:
     def _forget_last_error(self) -> None:
         """Clear the thread's last CUDA error: a failed call leaves it for the next kernel launch to find.
 
-        torch offers no `cudaGetLastError`; so launch a kernel, which looks, raises and clears.
+        torch offers no `cudaGetLastError`; so launch a kernel, which checks, raises and clears.
         """
         with contextlib.suppress(RuntimeError):
             torch.empty(1, device=self.device).fill_(1.0)
 
 
 def _problem(code: Any) -> str | None:
-    """What a return code of the CUDA runtime says, None for success."""
+    """Translate a return code of the CUDA runtime into its message; None for success."""
     cudart = torch.cuda.cudart()
     return None if code == cudart.cudaError.success else str(cudart.cudaGetErrorString(code))

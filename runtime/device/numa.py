@@ -1,4 +1,4 @@
-"""Which memory a GPU copies from: that of the processor it hangs on, where a machine has several (NUMA nodes).
+"""Place host memory on the NUMA node of the processor that a GPU is attached to.
 
 From another node, copies also cross the link between the processors.
 """
@@ -14,13 +14,13 @@ PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 _DEFAULT, _PREFERRED = 0, 1  # MPOL_DEFAULT, MPOL_PREFERRED
 _SYSTEM_CALLS = {"x86_64": (237, 239), "aarch64": (235, 236)}
-"""mbind and get_mempolicy, which the C library does not have."""
+"""Numbers of mbind and get_mempolicy, which the C library does not have."""
 _MASK_BITS = 1024
 _syscall = ctypes.CDLL(None).syscall
 
 
 def node_of(pci_address: str) -> int | None:
-    """The node that a PCI device such as "0000:65:00.0" is on; None where the system does not say."""
+    """Return the node of a PCI device such as "0000:65:00.0"; None where the system does not say."""
     try:
         node = int((PCI_DEVICES / pci_address / "numa_node").read_text())
     except (OSError, ValueError):
@@ -29,14 +29,14 @@ def node_of(pci_address: str) -> int | None:
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Have the pages of a map come from a node while it has any; whether the system does so.
+    """Prefer a node for the pages of a map, while the node has free ones; return whether the system does so.
 
-    Not where somebody has already said where the process's memory is to come from, as `numactl` does.
+    A policy that the process already has, as set by `numactl`, is left alone.
 
     Args:
-        address: of a whole page, none of which has been touched.
+        address: page-aligned; none of the pages may have been touched.
     """
-    if platform.machine() not in _SYSTEM_CALLS or _somebody_has_chosen():
+    if platform.machine() not in _SYSTEM_CALLS or _has_policy():
         return False
     mbind, _ = _SYSTEM_CALLS[platform.machine()]
     mask = (ctypes.c_uint64 * (_MASK_BITS // 64))()
@@ -46,7 +46,8 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 @functools.cache
-def _somebody_has_chosen() -> bool:
+def _has_policy() -> bool:
+    """Whether the process already has a memory policy."""
     _, get_mempolicy = _SYSTEM_CALLS[platform.machine()]
     mode = ctypes.c_int(_DEFAULT)
     nothing = ctypes.c_void_p(0)

@@ -1,11 +1,11 @@
-"""Streams on a CPU: one worker thread with a queue each, shaped like CUDA streams and events.
+"""Streams on a CPU: a worker thread with a queue for each, with the interface of CUDA streams and events.
 
     saved = write_stream.submit(lambda: home.write(old_region, 0, slot))                # returns at once
     loaded = read_stream.submit(lambda: home.read(new_region, 0, slot), after=[saved])
     loaded.wait()                                         # blocks the caller, raises what the job raised
 
 Jobs of one stream run in the order they were submitted; between streams only `after` orders. No wait outlives
-the worker thread: a waiter looks at it every `POLL_S` seconds, and Ctrl-C gets through.
+the worker thread: a waiter checks it every `POLL_S` seconds, and Ctrl-C gets through.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ import torch
 
 from chunkc.ir.errors import HomeError, StreamError
 
-POLL_S = 0.1  # how often a waiter looks whether the thread is still alive; a finished job wakes it at once
+POLL_S = 0.1  # how often a waiter checks that the thread is alive; a finished job wakes it at once
 
 
 class Awaited(Protocol):
-    """What a job can come after: an event, or whatever else a thread can wait for."""
+    """Event that a job can come after: any object that a thread can wait for."""
 
     def wait(self) -> None:
-        """Block the calling thread until it is over; raise what went wrong."""
+        """Block the calling thread until the event has happened; raise its error."""
 
 
 class Launch(partial[None]):
-    """A copy that has only to be launched: the call returns at once, and the current CUDA stream does the rest.
+    """Copy that only needs launching: the call returns at once, and the current CUDA stream does the rest.
 
     Every other job blocks the thread it runs on until the copy is done.
     """
 
 
 class JobMark:
-    """Marks the end of one job of a stream. Made by `WorkerStream.submit` only."""
+    """End of one job of a stream. Made by `WorkerStream.submit` only."""
 
     def __init__(
         self, stream_name: str, thread: threading.Thread, job: Callable[[], None], after: Sequence[Awaited]
@@ -60,18 +60,18 @@ class JobMark:
         self._elapsed_s = 0.0
 
     def done(self) -> bool:
-        """True when `wait` would not block: the job ended, well or badly, or never will."""
+        """Whether `wait` would not block: the job has succeeded or failed, or its thread is dead."""
         return self._finished.is_set() or not self._thread.is_alive()
 
     def failed(self) -> bool:
-        """Whether the job has ended badly, or its thread died. Tells nobody: `wait` and `drain` still raise."""
+        """Whether the job has failed, or its thread died. Does not report the error: `wait` and `drain` still raise."""
         return self._error is not None or (not self._finished.is_set() and not self._thread.is_alive())
 
     def wait(self) -> None:
         """Block the calling thread until the job has ended. May be called often, by any thread.
 
         Raises:
-            HomeError: the job raised it; the very same exception.
+            HomeError: the job's own exception.
             StreamError: the job raised anything else (the `__cause__`), its worker thread died, this process
                 is a fork of the one that submitted it, or the caller is the stream's own thread.
         """
@@ -81,7 +81,7 @@ class JobMark:
             return
         self._reported = True
         if isinstance(self._error, (HomeError, StreamError)):
-            raise self._error.with_traceback(self._traceback)  # not longer with every wait
+            raise self._error.with_traceback(self._traceback)  # else it would grow with every wait
         problem = f"{type(self._error).__name__}: {self._error}"
         raise StreamError(f"a job of stream '{self._stream_name}' failed: {problem}") from self._error
 
@@ -91,13 +91,13 @@ class JobMark:
         if threading.current_thread() is self._thread:
             raise StreamError(f"a job of stream '{self._stream_name}' waits for a job queued behind itself")
         while not self._finished.wait(POLL_S):
-            # In this order: a thread that ends after it finished the job is no loss.
+            # In this order: a thread may end after it has finished the job, which is no failure.
             if not self._thread.is_alive() and not self._finished.is_set():
                 self._reported = True
                 raise _lost(self._stream_name)
 
     def _run(self, ledger: _Ledger, delay: Callable[[], float] | None) -> None:
-        """On the worker thread: wait for `after`, run the job, note how it went, wake the waiters."""
+        """Wait for `after`, run the job, note its outcome, wake the waiters. Called on the worker thread."""
         error: BaseException | None = None
         try:
             for prerequisite in self._after:
@@ -112,13 +112,13 @@ class JobMark:
                 self._elapsed_s = time.perf_counter() - start_s
         except BaseException as caught:  # SystemExit and KeyboardInterrupt too; `wait` raises them
             error = caught
-            # Without this frame, which would be a cycle.
+            # Without this frame, which would be a reference cycle.
             self._traceback = caught.__traceback__ and caught.__traceback__.tb_next
             caught.__traceback__ = self._traceback
         self._finish(error, ledger)
 
     def _finish(self, error: BaseException | None, ledger: _Ledger) -> None:
-        # What the job held must be gone before anyone is told that it ended: memory is counted to the byte.
+        # Objects that the job holds must be freed before a waiter learns that it ended: memory is counted to the byte.
         self._job, self._after = None, ()
         self._error = error
         ledger.busy_s += self._elapsed_s
@@ -132,7 +132,7 @@ def _lost(stream_name: str) -> StreamError:
 
 
 class _Ledger:
-    """What a stream and its worker share besides the queue. Written by the worker."""
+    """State that a stream and its worker share, besides the queue. Written by the worker."""
 
     def __init__(self) -> None:
         self.busy_s = 0.0
@@ -140,9 +140,9 @@ class _Ledger:
 
 
 class _Worker:
-    """A thread and its jobs. Knows nothing of the stream, so that the stream can be collected.
+    """Thread with its jobs. Has no reference to the stream, so that the stream can be collected.
 
-    `jobs` holds what has not ended, the running job first: what is left when the thread is dead was lost.
+    `jobs` holds jobs that have not ended, the running job first: those left when the thread is dead are lost.
     `wakes` only wakes: True to look at `jobs`, False to end; its `put` is safe inside a garbage collection.
     """
 
@@ -157,7 +157,7 @@ class _Worker:
         self.wakes.put(True)
 
     def end(self) -> None:
-        """End the thread behind its jobs and wait for that, unless it is the caller; Ctrl-C gets through."""
+        """End the thread behind its jobs and join it, unless it is the calling thread; Ctrl-C gets through."""
         self.wakes.put(False)
         while self.thread.is_alive() and self.thread is not threading.current_thread():
             self.thread.join(POLL_S)
@@ -172,10 +172,10 @@ def _work(jobs: deque[JobMark], wakes: SimpleQueue[bool], ledger: _Ledger, delay
 
 
 class WorkerStream:
-    """A queue of jobs on a daemon thread of its own, the CPU's stand-in for a CUDA stream.
+    """Queue of jobs on a daemon thread of its own, in place of a CUDA stream.
 
-    The thread starts with the first job, and again with the next job after it died. It ends, queued jobs
-    first, on `close` or when the stream is garbage-collected. A stream belongs to the process that made it.
+    The thread starts with the first job, and restarts with the next job after it died. It ends behind its queued
+    jobs on `close`, or when the stream is garbage-collected. A stream belongs to the process that made it.
 
     Args:
         name: for messages and the thread's name.
@@ -194,14 +194,13 @@ class WorkerStream:
 
     @property
     def busy_s(self) -> float:
-        """Seconds that this stream's jobs have run in all."""
+        """Total seconds that this stream's jobs have run."""
         return self._ledger.busy_s
 
     def submit(self, job: Callable[[], None], *, after: Sequence[Awaited] = ()) -> JobMark:
-        """Queue a job, to run behind all earlier ones and once everything of `after` is done. Never blocks.
+        """Queue a job, to run behind all earlier jobs and once all of `after` is done. Never blocks.
 
-        A job that raises spoils its own event and those submitted `after` it, which do not run and raise the
-        same error; other jobs of the stream run.
+        If a job raises, jobs submitted `after` it do not run and raise the same error; other jobs of the stream run.
 
         Raises:
             StreamError: the stream is closed, was made before os.fork, or its thread cannot be started.
@@ -239,13 +238,13 @@ class WorkerStream:
         self._raise_first()
 
     def end_soon(self) -> None:
-        """End the thread behind the queued jobs; a later job starts another. Never blocks: safe in a finalizer."""
+        """End the thread behind its queued jobs; a later job starts another. Never blocks: safe in a finalizer."""
         if self._end_worker is not None:
             self._end_worker()
             self._end_worker = None
 
     def close(self) -> None:
-        """Let the queued jobs end, end the thread, and raise as `drain` does. May be called again."""
+        """End the thread behind its queued jobs, and raise as `drain` does. May be called more than once."""
         if os.getpid() != self._pid:
             return  # a fork has no thread to end
         with self._lock:
@@ -274,7 +273,7 @@ class WorkerStream:
         return worker
 
     def _discard_dead_worker(self) -> None:
-        """If the worker thread is dead, fail the jobs that it left behind, and forget it. Holds the lock."""
+        """Fail the jobs of a dead worker thread, and drop it; a living one is kept. The caller holds the lock."""
         if self._worker is None or self._worker.thread.is_alive():
             return
         for event in self._worker.jobs:
@@ -294,4 +293,4 @@ class WorkerStream:
 
 
 def _nothing() -> None:
-    """The job of a drain's marker."""
+    """Do nothing: the job of a drain's marker."""

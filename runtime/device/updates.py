@@ -1,10 +1,10 @@
-"""Updates of chunk groups in home memory, by the CPU, behind the back of whoever asked for them.
+"""Run updates of chunk groups in home memory on a CPU thread, while their caller goes on.
 
     store.updates.begin(3, job, label="...", after=marks)       # returns at once
     store.tier.links["to_device"].submit(read, after=[*mark, *store.updates.before(3)])
 
-One worker thread runs them in the order in which they were asked for. Until one has ended nobody may read or write
-its group at home: copies are submitted `before` it has ended and so start after it; a host asks `wait`.
+One worker thread runs them in the order of their submission. Until an update has ended, nothing else may read or write
+its group at home: copies come `after` the marks that `before` returns; a host calls `wait`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class HomeUpdate:
-    """The update of one chunk group: runs once, however often it is submitted.
+    """Update of one chunk group: runs once, however often it is submitted.
 
     Args:
         job, label, after: as for `HomeUpdates.begin`.
@@ -39,10 +39,10 @@ class HomeUpdate:
         self.event: JobMark | None = None
 
     def submitted(self, stream: WorkerStream) -> JobMark:
-        """The end of the update, which is submitted now unless it is known to have been.
+        """Submit the update, unless it has been, and return its end.
 
         Raises:
-            StreamError: there is no thread to be had.
+            StreamError: the thread cannot be started.
         """
         if self.event is None:
             self.event = stream.submit(self._run, after=self._after)
@@ -50,7 +50,7 @@ class HomeUpdate:
         return self.event
 
     def _run(self) -> None:
-        """On the worker thread, whose grad mode is its own."""
+        """Run the job on the worker thread, which has its own grad mode."""
         job, self._job = self._job, None
         if self._problem is not None:
             raise self._problem
@@ -66,9 +66,9 @@ class HomeUpdate:
 
 
 class HomeUpdates:
-    """The updates at home of one model's chunk groups, one after the other.
+    """Updates at home of one model's chunk groups, one after the other.
 
-    At the interpreter's exit those under way are waited for: a thread must not be torn out of arithmetic.
+    The interpreter's exit waits for those under way: a thread must not be killed in the middle of arithmetic.
 
     Args:
         delay: race tests only: seconds to sleep before every update.
@@ -83,22 +83,22 @@ class HomeUpdates:
         weakref.finalize(self, atexit.unregister, at_exit).atexit = False
 
     def begin(self, group: int, job: Callable[[], object], *, label: str, after: Sequence[Mark] = ()) -> None:
-        """Update a group once all of `after` is over, and every update begun before. Never blocks.
+        """Begin a group's update, which runs once all of `after` and all earlier updates are over. Never blocks.
 
         Args:
             job: reads and writes the group's home memory.
-            label: the group as its user knows it, for the error of a job that fails.
+            label: the group's name for the user, for the error of a job that fails.
 
         Raises:
-            StreamError: there is no thread to be had.
+            StreamError: the thread cannot be started.
         """
         self.enter(group, HomeUpdate(job, label, after))
 
     def enter(self, group: int, update: HomeUpdate) -> None:
-        """Begin an update (see `begin`). Interrupted, it has not begun, or will run before it is waited for.
+        """Begin an update (see `begin`). If interrupted, it has not begun, or will run before a wait for it returns.
 
         Raises:
-            StreamError: there is no thread to be had; it has not begun.
+            StreamError: the thread cannot be started; the update has not begun.
         """
         self._pending[group] = update
         try:
@@ -108,11 +108,11 @@ class HomeUpdates:
             raise
 
     def has(self, group: int, update: HomeUpdate) -> bool:
-        """Whether an update that was to be entered has begun, or has ended already."""
+        """Whether an update has been entered: it has begun, or has ended already."""
         return self._pending.get(group) is update or update.event is not None
 
     def before(self, group: int) -> tuple[JobMark, ...]:
-        """What a copy of the group's home has to wait for; nothing where no update is under way."""
+        """Marks that a copy of the group's home has to wait for; none where no update is under way."""
         update = self._pending.get(group)
         if update is None:
             return ()
@@ -126,21 +126,21 @@ class HomeUpdates:
         """Block the caller until the group's update has ended.
 
         Raises:
-            StreamError, HomeError: it failed; again with every call, until `finish` has told of it.
+            StreamError, HomeError: the update failed; raised by every call, until `finish` has raised it.
         """
         for event in self.before(group):
             event.wait()
 
     def finish(self) -> None:
-        """Block the caller until every update has ended, and forget them; raises as `finish_all`."""
+        """Block the caller until every update has ended, and drop them; raises as `finish_all`."""
         finish_all([self])
 
     def end_soon(self) -> None:
-        """End the thread behind what is under way; nothing more may begin. Never blocks."""
+        """End the thread behind the updates under way; no other may begin. Never blocks."""
         self._stream.end_soon()
 
     def _wait_for_all(self, failures: list[StreamError | HomeError]) -> None:
-        """Block the caller until every update has ended, and note how those ended that failed."""
+        """Block the caller until every update has ended, and collect the errors of those that failed."""
         for update in list(self._pending.values()):
             try:
                 update.submitted(self._stream).wait()
@@ -153,22 +153,22 @@ class HomeUpdates:
     # --- the order in which groups are needed ---
 
     def note_use(self, group: int) -> None:
-        """The group is fetched from home: before those that are fetched later."""
+        """Note that the group is fetched from home now."""
         self._needed.setdefault(group)
 
     def in_order_of_use(self, groups: Sequence[int]) -> list[int]:
-        """The groups in the order of their first fetch since the last call of this; others follow, by index."""
-        known = {group: at for at, group in enumerate(self._needed)}
+        """Sort groups by their first fetch since the last call; groups without one follow, by index."""
+        rank = {group: at for at, group in enumerate(self._needed)}
         self._needed.clear()
-        return sorted(groups, key=lambda group: (known.get(group, len(known)), group))
+        return sorted(groups, key=lambda group: (rank.get(group, len(rank)), group))
 
 
 def finish_all(models: Iterable[HomeUpdates]) -> None:
-    """Block the caller until every update of several models has ended, and forget them, if nothing interrupts it.
+    """Block the caller until every update of several models has ended, and drop them unless interrupted.
 
     Raises:
         StreamError, HomeError: an update failed: the parameters it names may be half updated. The first error, with a
-            note for each other.
+            note for each of the others.
     """
     models = list(models)
     failures: list[StreamError | HomeError] = []
@@ -177,8 +177,8 @@ def finish_all(models: Iterable[HomeUpdates]) -> None:
     for updates in models:
         updates._forget_all()
     if failures:
-        told = dict.fromkeys(str(failure) for failure in failures)  # many may have waited for one copy that failed
-        for text in list(told)[1:]:
+        texts = dict.fromkeys(str(failure) for failure in failures)  # many may have waited for one copy that failed
+        for text in list(texts)[1:]:
             failures[0].add_note(f"and {text}")
         raise failures[0]
 
@@ -189,5 +189,5 @@ def _finish_at_exit(reference: weakref.ref[HomeUpdates]) -> None:
         return
     try:
         updates._stream.close()
-    except (StreamError, HomeError) as error:  # nobody is left to catch it
+    except (StreamError, HomeError) as error:  # no caller is left to catch it
         logger.error("%s", error)
