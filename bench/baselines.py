@@ -197,7 +197,7 @@ def baselines(case: Case, treatments: Sequence[Treatment] = TREATMENTS) -> Itera
 def _offloading(planned: Planned) -> StepPlans | None:
     """The step with as few of the largest saved values at home as the others leave no room for."""
     now, captured = planned.dry_run.planner_state, planned.captured
-    absent = ActivationPlan(home=largest(captured, now.layout, now.budget_nbytes))
+    absent = ActivationPlan(offloaded=largest(captured, now.layout, now.budget_nbytes))
     if not absent:
         return None  # then it is no other than without
     every = replace(now, resident=frozenset(group.index for group in now.layout.groups) - now.layout.cut)
@@ -223,7 +223,7 @@ def largest(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> froz
     free = budget_nbytes - fixed_nbytes(layout, frozenset())
 
     def fits(count: int) -> bool:
-        positions = profile(captured.without(ActivationPlan(home=frozenset(order[:count]))), layout).passes
+        positions = profile(captured.without(ActivationPlan(offloaded=frozenset(order[:count]))), layout).passes
         return needed_nbytes(positions, layout) <= free
 
     low, high = 0, len(order)

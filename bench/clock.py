@@ -164,7 +164,7 @@ def planned_by(policy: Policy, treatment: Treatment, budget_nbytes: int) -> Iter
 
     def largest_away(captured: Captured, activations: str, layout: ChunkLayout) -> ActivationPlan:
         assert activations == "offload"
-        return ActivationPlan(home=largest(captured, layout, budget_nbytes))
+        return ActivationPlan(offloaded=largest(captured, layout, budget_nbytes))
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(plans, "plan_phases", plan_phases))

@@ -69,7 +69,7 @@ def problem_of(
 
 def _again_s(captured: Captured, num_calls: int) -> list[float | None]:
     """For each call, the seconds of what a backward may repeat of it, where that is less."""
-    found = [None if call.again is None else call.again.cost_s for call in captured.forward.calls]
+    found = [None if call.recompute_call is None else call.recompute_call.cost_s for call in captured.forward.calls]
     return [*found, *[None] * (num_calls - len(found))]
 
 

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkc.ir.errors import BudgetError
-from chunkc.ir.items import ALL_PRESENT, ItemId
+from chunkc.ir.items import KEEP_ALL, ItemId
 from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.ir.plan import PhasePlan, Position
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
@@ -88,7 +88,7 @@ class Seams:
             now.planner_state.resident,
             request.external_nbytes,
         )
-        self.captured = now.captured[0].without(request.context.absent or ALL_PRESENT)
+        self.captured = now.captured[0].without(request.context.absent or KEEP_ALL)
         self.step = profile(self.captured, self.layout)
         self.resident_s = planned.updates.nbytes(planned.step)[RESIDENT_UPDATE] / self.hardware.update_bytes_per_s
         self.costs_s = {name: cost for run in planned.step.runs for name, cost in run.costs_s().items()}

@@ -276,11 +276,11 @@ def _build(
         if is_new:
             program = code.program
             compare(lambda: facts_of(program, layout, session))  # later graphs are compared where their phases begin
-        layout = layout.with_whole(whole_on_all(session, layout, is_new=is_new))
+        layout = layout.with_replicated(whole_on_all(session, layout, is_new=is_new))
     place(session, layout, named, decision.planner_state.resident)
     session.own(named)
     session.num_graphs, session.trained = decision.planner_state.num_graphs, decision.planner_state.trained
-    if layout.whole == decision.planner_state.layout.whole:
+    if layout.replicated_by_choice == decision.planner_state.layout.replicated_by_choice:
         step.plans.keep(plan_key(session, decision.request.key), planned)
     if code is not None:
         step.history = f"compiled, {hashed(str(planned.plan))}"

@@ -66,7 +66,7 @@ def test_a_way_that_is_good_enough_ends_the_search(enough_s: float, num_tried: i
 
     def timed(absent: ActivationPlan, most_s: float) -> tuple[float, ActivationPlan]:
         tried.append(absent)
-        return (9.0 if absent.recomputed else 4 + abs(13 - int(*absent.home)) / 2), absent
+        return (9.0 if absent.recomputed else 4 + abs(13 - int(*absent.offloaded)) / 2), absent
 
     found = quickest(mixes, timed)
     assert found is not None
@@ -79,7 +79,7 @@ def test_what_rounding_makes_quicker_is_no_step() -> None:
     tried: list[tuple[int, int]] = []
 
     def timed(absent: ActivationPlan, most_s: float) -> tuple[float, ActivationPlan]:
-        (place,) = absent.home
+        (place,) = absent.offloaded
         tried.append((int(place.partition(",")[0]), int(place.partition(",")[2])))
         return 1.0 + 1e-14 * abs(700 - tried[-1][0]), absent
 

@@ -17,7 +17,7 @@ from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.offline_calls import PhaseCall
 from chunkc.explaining.updates import Updates
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import ALL_PRESENT, ActivationPlan
+from chunkc.ir.items import KEEP_ALL, ActivationPlan
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.options import Activations
@@ -234,7 +234,7 @@ class _DryRunState:
                 groups = self._groups(own)
                 context = self._phase_context(own, in_flight)
                 request = self._planned(call.graph, self.values.beside_forward(own, inputs).forward_nbytes, context)
-                absent = request.context.absent or ALL_PRESENT
+                absent = request.context.absent or KEEP_ALL
                 own = self.captured[call.graph].without(absent)
                 in_flight.update(groups if own.backward is not None else ())
                 yield PaperRun(call.graph, FORWARD, num_forwards, request)

@@ -12,7 +12,7 @@ from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.explanation import TimedEvent
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import ALL_PRESENT, ItemId
+from chunkc.ir.items import KEEP_ALL, ItemId
 from chunkc.ir.layout import PARAM
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -78,7 +78,7 @@ class Replay:
         present, gradients = frozenset[ItemId](), set[str]()
         for run in dry_run.runs:
             request = run.request
-            captured = dry_run.captured[run.graph].without(request.context.absent or ALL_PRESENT)
+            captured = dry_run.captured[run.graph].without(request.context.absent or KEEP_ALL)
             if run.phase == FORWARD:
                 present = frozenset[ItemId]()
             found = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
@@ -89,7 +89,11 @@ class Replay:
                 request = decide(dry_run.planner_state, PhaseCalled(forms, external_nbytes, context)).request
                 found = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
             name = f"{run.phase}.{run.number}" if several else run.phase
-            plan = found.plan.beside_less(request.spare_nbytes).beginning_with(gradients).beside_less(run.gone_nbytes)
+            plan = (
+                found.plan.with_less_external(request.spare_nbytes)
+                .beginning_with(gradients)
+                .with_less_external(run.gone_nbytes)
+            )
             if several:
                 plan = _of_one_run(plan, run, name, captured)
             runs.append(PlannedRun(name, run.phase, captured, plan, found.graphs[run.phase], present, run.gone))

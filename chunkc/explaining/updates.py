@@ -10,7 +10,7 @@ from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
-from chunkc.ir.simulate import RESIDENT_UPDATE, HomeUpdateTimes
+from chunkc.ir.simulate import RESIDENT_UPDATE, HostUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.overlap_mode import NONE, OverlapMode
@@ -90,7 +90,7 @@ class Updates:
         )
         return found
 
-    def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HomeUpdateTimes:
+    def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HostUpdateTimes:
         """Updates at home, for the simulator. Cores that compute have no time for an update meanwhile."""
         seconds = {}
         for index in sorted(at_home):
@@ -98,7 +98,7 @@ class Updates:
             known = cpu_update_s([group], hardware, self.num_stages)
             seconds[index] = self._of_group(group) / hardware.update_bytes_per_s if known is None else known
         beside = OverlapMode(self.overlap, self.update_on) if hardware.kind == "cuda" else OverlapMode()
-        return HomeUpdateTimes(seconds, beside.beside_forward, beside.beside_backward)
+        return HostUpdateTimes(seconds, beside.beside_forward, beside.beside_backward)
 
     def _of_group(self, group: ChunkGroup) -> int:
         """By the CPU, which copies what it changes first, if that can be undone."""

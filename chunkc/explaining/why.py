@@ -17,7 +17,7 @@ from chunkc.explaining.memory_timeline import StepPlans, makers_of
 from chunkc.explaining.paper_step import Replay
 from chunkc.ir.errors import BudgetError, OptionsError
 from chunkc.ir.explanation import Alternative, Happening, TimedEvent, Why
-from chunkc.ir.items import ALL_PRESENT, ActivationPlan, MovedId
+from chunkc.ir.items import KEEP_ALL, ActivationPlan, MovedId
 from chunkc.ir.layout import PARAM, Chunk
 from chunkc.ir.links import INWARD
 from chunkc.ir.plan import ARRIVE, EVICT, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK
@@ -157,8 +157,8 @@ Storages = frozenset[tuple[int, str]]
 
 def _absent(dry_run: DryRun) -> tuple[Storages, Storages]:
     """Those that go home in the planned step, and those that are made again."""
-    found = [(run.graph, run.request.context.absent or ALL_PRESENT) for run in dry_run.runs if run.phase == FORWARD]
-    home = frozenset((graph, storage) for graph, absent in found for storage in absent.home)
+    found = [(run.graph, run.request.context.absent or KEEP_ALL) for run in dry_run.runs if run.phase == FORWARD]
+    home = frozenset((graph, storage) for graph, absent in found for storage in absent.offloaded)
     return home, frozenset((graph, storage) for graph, absent in found for storage in absent.recomputed)
 
 

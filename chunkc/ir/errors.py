@@ -126,7 +126,7 @@ class BudgetError(ChunkcError):
         minimum_nbytes = self.minimum_nbytes if self.evaluates else max(self.minimum_nbytes, training_nbytes)
         return self._with(minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes)
 
-    def beside(self, elsewhere: str) -> BudgetError:
+    def with_alternative(self, elsewhere: str) -> BudgetError:
         """The same error with what would fit elsewhere."""
         return self._with(elsewhere=elsewhere)
 

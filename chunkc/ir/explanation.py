@@ -22,7 +22,7 @@ COMPUTE = "compute"
 STREAMS = (COMPUTE, TO_DEVICE, TO_HOME)
 """The streams of every step; the disk's links and updates by the CPU have theirs where there are any."""
 
-AT_HOME = "at_home"
+HOST_UPDATES = "at_home"
 """The stream of updates by the CPU, where there are any."""
 
 KINDS = ("parameters", "gradients", "optimizer states", "slots", "activations", "temporaries", "others")
@@ -34,7 +34,7 @@ class TimedEvent:
     """Something that takes time on a stream of the predicted step.
 
     Attributes:
-        stream: of `STREAMS`, another link (see `chunkc.ir.links`), or `AT_HOME`.
+        stream: of `STREAMS`, another link (see `chunkc.ir.links`), or `HOST_UPDATES`.
         kind: `call` (a segment), `update` (the optimizer's, of a part of a chunk group), `prefetch`, `write_back`,
             `reload` and `offload` (of saved storages), or `stall` (the computation waits for a copy).
         name: the call, or the chunk or storage that moves (or is waited for).
@@ -351,7 +351,7 @@ class Explanation:
     ranks: Ranks | None = None
 
     @property
-    def again_s(self) -> float:
+    def recompute_s(self) -> float:
         """Seconds of a step in which the backward repeats calls of the forward."""
         return sum(e.end_s - e.start_s for e in self.events if e.kind == "call" and is_repeated(e.name))
 

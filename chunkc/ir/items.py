@@ -33,18 +33,18 @@ class ActivationPlan:
     """What of a forward's storages is not on the compute tier until its backward needs it.
 
     Attributes:
-        home: saved storages that are copied home, and back.
-        rerun: storages that are dropped. The calls that make them run again in the backward, where it needs them.
+        offloaded: saved storages that are copied home, and back.
+        recomputed: storages that are dropped. The calls that make them run again in the backward, where it needs them.
     """
 
-    home: frozenset[str] = frozenset()
+    offloaded: frozenset[str] = frozenset()
     recomputed: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
-        return bool(self.home or self.recomputed)
+        return bool(self.offloaded or self.recomputed)
 
 
-ALL_PRESENT = ActivationPlan()
+KEEP_ALL = ActivationPlan()
 
 MovedId = Chunk | SavedStorage
 """The identity of an item."""

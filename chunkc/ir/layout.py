@@ -53,7 +53,7 @@ class Chunk:
         """The chunk that this is, or is a part of."""
         return self if self.part is None else Chunk(self.kind, self.group)
 
-    def moves_beside(self, resident: Collection[int]) -> bool:
+    def has_own_slot(self, resident: Collection[int]) -> bool:
         """Whether it has a slot of its own while these groups stay on the compute tier: casts always have."""
         return self.group not in resident or self.kind in CASTS
 
@@ -189,7 +189,7 @@ class ChunkGroup:
     together. A gradient's slot has another `exchange_numel`: room for what other ranks computed for this rank's part.
     Optimizer states, and parts of chunks, are as at home. In stages 1 and 2 some of these elements stand on the compute
     tier from phase to phase (`replicated_numel`); the rest of a slot comes and goes. So they do in a group that
-    `is_whole`, where no stage is forced: its parameters, as in stage 2.
+    `is_replicated`, where no stage is forced: its parameters, as in stage 2.
     """
 
     index: int
@@ -200,7 +200,7 @@ class ChunkGroup:
     states: StateFormat = DEFAULT_STATES
     gathered_numel: int = 0
     exchange_numel: int = 0
-    is_whole: bool = False
+    is_replicated: bool = False
 
     @cached_property
     def is_cut(self) -> bool:
@@ -239,7 +239,7 @@ class ChunkGroup:
         """The kinds of chunks of which every rank has all parts from phase to phase: in stages 1 and 2 of ZeRO, and
         where it is chosen."""
         stages = [s.spec.shards.zero_stage for s in self.slices if s.spec.shards is not None]
-        if not stages or stages[0] == 3 or (stages[0] is None and not self.is_whole):
+        if not stages or stages[0] == 3 or (stages[0] is None and not self.is_replicated):
             return ()
         return (PARAM, GRAD) if stages[0] == 1 and self.trainable else (PARAM,)
 
@@ -376,20 +376,20 @@ class ChunkLayout:
         return frozenset(group.index for group in self.groups if group.is_cut)
 
     @cached_property
-    def whole(self) -> frozenset[int]:
+    def replicated_by_choice(self) -> frozenset[int]:
         """Groups whose parameters every rank has whole by choice."""
-        return frozenset(group.index for group in self.groups if group.is_whole)
+        return frozenset(group.index for group in self.groups if group.is_replicated)
 
     @cached_property
     def replicated(self) -> frozenset[int]:
         """Groups of which every rank has something whole, by choice or by force."""
         return frozenset(group.index for group in self.groups if group.replicated_kinds)
 
-    def with_whole(self, groups: Collection[int]) -> ChunkLayout:
+    def with_replicated(self, groups: Collection[int]) -> ChunkLayout:
         """The layout where it is the choice that these groups' parameters stand whole on every rank, and no others'."""
-        if self.whole == frozenset(groups):
+        if self.replicated_by_choice == frozenset(groups):
             return self
-        return replace(self, groups=tuple(replace(group, is_whole=group.index in groups) for group in self.groups))
+        return replace(self, groups=tuple(replace(group, is_replicated=group.index in groups) for group in self.groups))
 
     def chunk_nbytes_of(self, chunk: Chunk) -> int:
         """Bytes of the slot of a chunk, or of a part of one, without what stands."""

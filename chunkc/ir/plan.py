@@ -252,7 +252,7 @@ class Plan:
         )
         return replace(self, phases=phases)
 
-    def beside_less(self, nbytes: int) -> Plan:
+    def with_less_external(self, nbytes: int) -> Plan:
         """The same plan, where others hold `nbytes` less than it was made for."""
         if not nbytes:
             return self

@@ -96,7 +96,8 @@ class SegmentCall:
         module: the user's module that most of the call belongs to; empty: the model itself.
         cost_s: estimated seconds of arithmetic.
         origins: of the segment's operations, in order, in this call; empty where they are not known.
-        again: the call without what it makes for later ones of the forward, of a segment without the operations for
+        recompute_call: the call without what it makes for later ones of the forward, of a segment without the
+            operations for
             it: a backward may repeat that; None: it is the same.
     """
 
@@ -110,12 +111,12 @@ class SegmentCall:
     module: str
     cost_s: float
     origins: tuple[Origin, ...] = ()
-    again: SegmentCall | None = None
+    recompute_call: SegmentCall | None = None
 
     def with_cost(self, cost_s: Callable[[float], float]) -> SegmentCall:
         """The same call with `cost_s` of its seconds."""
-        again = None if self.again is None else self.again.with_cost(cost_s)
-        return replace(self, cost_s=cost_s(self.cost_s), again=again)
+        recompute_call = None if self.recompute_call is None else self.recompute_call.with_cost(cost_s)
+        return replace(self, cost_s=cost_s(self.cost_s), recompute_call=recompute_call)
 
     def origin(self, step: MemoryStep) -> Origin:
         """Where the operation of one of the segment's steps comes from in this call."""

@@ -41,7 +41,8 @@ class Shards:
         num_ranks: that have a part each.
         rank: whose part is meant where none is named, as its place in the row.
         zero_stage: what every rank has whole from one step to the next, beside its parts: in stage 3 nothing, in
-            stage 2 parameters, in stage 1 gradients too. None: that is chosen for each group (`ChunkGroup.is_whole`).
+            stage 2 parameters, in stage 1 gradients too. None: that is chosen for each group
+            (`ChunkGroup.is_replicated`).
         num_copies: of every part: so many rows there are. `copy`: which of them this rank's is.
     """
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
-from chunkc.ir.explanation import AT_HOME, COMPUTE, StepTime, TimedEvent, Traffic
+from chunkc.ir.explanation import COMPUTE, HOST_UPDATES, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import MovedId
 from chunkc.ir.layout import CASTS, GRAD, PARAM, Chunk
@@ -30,7 +30,7 @@ BY_THE_CPU = "updates by the CPU"
 
 
 @dataclass(frozen=True)
-class HomeUpdateTimes:
+class HostUpdateTimes:
     """When the CPU makes updates at home: one after the other, on a stream of its own.
 
     Attributes:
@@ -44,7 +44,7 @@ class HomeUpdateTimes:
     beside_backward: bool = False
 
 
-NONE_AT_HOME = HomeUpdateTimes()
+NO_HOST_UPDATES = HostUpdateTimes()
 
 
 def simulate(
@@ -53,7 +53,7 @@ def simulate(
     hardware: Hardware,
     *,
     resident_update_s: float = 0.0,
-    at_home: HomeUpdateTimes = NONE_AT_HOME,
+    at_home: HostUpdateTimes = NO_HOST_UPDATES,
     update_nbytes: Mapping[str, int] = MappingProxyType({}),
     replicated: Mapping[int, bool] = MappingProxyType({}),
 ) -> tuple[TimedEvent, ...]:
@@ -83,7 +83,7 @@ def _replay(
     costs_s: Mapping[str, float],
     hardware: Hardware,
     resident_update_s: float,
-    at_home: HomeUpdateTimes,
+    at_home: HostUpdateTimes,
     replicated: Mapping[int, bool],
     left_s: Mapping[int, float],
 ) -> tuple[tuple[TimedEvent, ...], dict[int, float]]:
@@ -94,7 +94,7 @@ def _replay(
     """
     found: list[TimedEvent] = []
     now = 0.0
-    free = {**dict.fromkeys(QUEUES, 0.0), AT_HOME: max(left_s.values(), default=0.0)}
+    free = {**dict.fromkeys(QUEUES, 0.0), HOST_UPDATES: max(left_s.values(), default=0.0)}
     done: dict[MovedId, float] = {}  # item -> when its latest copy is done
     written: set[int] = set()  # groups whose gradients are at home
     updated = dict(left_s)  # group -> when the latest update at home ends
@@ -109,9 +109,9 @@ def _replay(
         found.append(TimedEvent(event.link, event.kind, name, start, done[event.item], event.nbytes, phase, ""))
 
     def update_at_home(group: int, ready: float, phase: str) -> None:
-        start = max(ready, free[AT_HOME])
-        free[AT_HOME] = updated[group] = start + to_do.pop(group)
-        found.append(TimedEvent(AT_HOME, "update", str(Chunk(PARAM, group)), start, updated[group], 0, phase, ""))
+        start = max(ready, free[HOST_UPDATES])
+        free[HOST_UPDATES] = updated[group] = start + to_do.pop(group)
+        found.append(TimedEvent(HOST_UPDATES, "update", str(Chunk(PARAM, group)), start, updated[group], 0, phase, ""))
 
     def home_free() -> float:
         return max(free[link] for link in QUEUES if link not in INWARD)
@@ -154,9 +154,9 @@ def _replay(
                 kind = "update" if phase.phase == UPDATE or index in phase.tiles else "call"
                 found.append(TimedEvent(COMPUTE, kind, moment.name, now, end, 0, phase.phase, moment.module))
                 now = end
-    if not at_home.beside_forward and free[AT_HOME] > now:
-        found.append(TimedEvent(COMPUTE, "update", BY_THE_CPU, now, free[AT_HOME], 0, UPDATE, ""))
-        now = free[AT_HOME]
+    if not at_home.beside_forward and free[HOST_UPDATES] > now:
+        found.append(TimedEvent(COMPUTE, "update", BY_THE_CPU, now, free[HOST_UPDATES], 0, UPDATE, ""))
+        now = free[HOST_UPDATES]
     left = {group: end - now for group, end in updated.items() if end > now}
     return tuple(sorted(found, key=lambda event: (event.start_s, event.end_s))), left
 

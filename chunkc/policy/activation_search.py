@@ -12,13 +12,13 @@ from typing import TypeVar
 
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import ALL_PRESENT, ActivationPlan
+from chunkc.ir.items import KEEP_ALL, ActivationPlan
 from chunkc.ir.layout import ChunkLayout
 from chunkc.options import Activations
 from chunkc.passes.planning.recompute_search import RecomputeRegions, dropped_between, leanest
 from chunkc.passes.planning.residency import (
     SLACK_CHUNKS,
-    choose_leaving,
+    choose_offloaded,
     chunk_sizes,
     evenly_spread,
     fixed_nbytes,
@@ -33,7 +33,7 @@ from chunkc.policy.step_seconds import update_arithmetic_s
 def leanest_activation_plan(captured: Captured, activations: Activations, layout: ChunkLayout) -> ActivationPlan:
     """What is absent where a graph needs the least."""
     if activations == "keep":
-        return ALL_PRESENT
+        return KEEP_ALL
     if activations == "offload":
         return _all_copied(captured)
     again = _all_again(captured, layout)
@@ -55,8 +55,8 @@ def activation_plans(captured: Captured, activations: Activations, layout: Chunk
     """
     least = leanest_activation_plan(captured, activations, layout)
     if activations == "auto":
-        return tuple(dict.fromkeys((ALL_PRESENT, least, _all_again(captured, layout))))
-    return tuple(dict.fromkeys((ALL_PRESENT, least) if activations == "keep" else (least,)))
+        return tuple(dict.fromkeys((KEEP_ALL, least, _all_again(captured, layout))))
+    return tuple(dict.fromkeys((KEEP_ALL, least) if activations == "keep" else (least,)))
 
 
 # --- some values copied, some made again, and groups that stay in the room that this leaves ---
@@ -196,7 +196,7 @@ class Mixes:
             self._hardware,
             self._whole_budget_nbytes,
             len(layout.groups),
-            layout.whole,
+            layout.replicated_by_choice,
             consumed,
             self._with_shadow_copies,
         )
@@ -215,7 +215,7 @@ class Mixes:
     def _copied(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
         """What goes home of a graph that drops some values."""
         kept, least_nbytes = profile(lean, self._layout), self._least_nbytes(resident)
-        return choose_leaving(lean.may_leave, kept, least_nbytes, self._layout, self._budget_nbytes, resident)
+        return choose_offloaded(lean.may_leave, kept, least_nbytes, self._layout, self._budget_nbytes, resident)
 
     def _least_nbytes(self, resident: frozenset[int]) -> int:
         """What the graph needs beside these residents where all goes home that may."""

@@ -13,14 +13,14 @@ import torch
 from torch import fx, nn
 
 from chunkc.ir.estimates import EstimatedOperator, unknown_operators
-from chunkc.ir.items import ALL_PRESENT, ActivationPlan
+from chunkc.ir.items import KEEP_ALL, ActivationPlan
 from chunkc.ir.layout import ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.ir.program import PhaseProgram, SegmentMemory
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.memory.profile import positions
-from chunkc.passes.planning.offload import Saved, candidates, leaving
-from chunkc.passes.planning.recompute import Repeatable, may_run_again, recomputing
+from chunkc.passes.planning.offload import Saved, candidates, with_offloaded
+from chunkc.passes.planning.recompute import Recomputable, may_recompute, with_recompute
 from chunkc.passes.planning.residency import StepProfile
 from chunkc.passes.planning.updates import smallest_tiles, update_positions
 from chunkc.passes.planning.updates_in_backward import with_waiting
@@ -126,7 +126,7 @@ class Captured:
     modules: Mapping[str, nn.Module]
     whole: bool
     absent: tuple[Saved, ...] = ()
-    activation_plan: ActivationPlan = ALL_PRESENT
+    activation_plan: ActivationPlan = KEEP_ALL
     at_least: Needed | None = None
     share: float = 1.0
 
@@ -197,15 +197,15 @@ class Captured:
         return () if self.whole else candidates(self.forward, self.backward)
 
     @cached_property
-    def repeatable(self) -> Repeatable | None:
+    def repeatable(self) -> Recomputable | None:
         """What a backward could make again by calling segments once more; None: nothing."""
-        return None if self.whole or self.backward is None else Repeatable(self.forward, self.backward, self.once)
+        return None if self.whole or self.backward is None else Recomputable(self.forward, self.backward, self.once)
 
     @cached_property
     def once(self) -> frozenset[str]:
         """Segments that may not be called again: they draw random numbers, or have other effects."""
         graphs = {name: module.graph for name, module in self.modules.items() if isinstance(module, fx.GraphModule)}
-        return frozenset(name for name in self.modules if name not in graphs or not may_run_again(graphs[name]))
+        return frozenset(name for name in self.modules if name not in graphs or not may_recompute(graphs[name]))
 
     def without(self, activation_plan: ActivationPlan) -> Captured:
         """The same graph, where this is absent between forward and backward."""
@@ -215,21 +215,21 @@ class Captured:
 
     def _without(self, activation_plan: ActivationPlan) -> Captured:
         lean = self._recomputing(activation_plan.recomputed)
-        return lean._leaving(activation_plan.home & {one.storage for one in lean.may_leave})
+        return lean._leaving(activation_plan.offloaded & {one.storage for one in lean.may_leave})
 
     def _recomputing(self, storages: frozenset[str]) -> Captured:
         if not storages:
             return self
         assert self.repeatable is not None
-        return self._with(*recomputing(self.repeatable, storages), ActivationPlan(recomputed=storages))
+        return self._with(*with_recompute(self.repeatable, storages), ActivationPlan(recomputed=storages))
 
     def _leaving(self, storages: frozenset[str]) -> Captured:
         if not storages:
             return self
         assert self.backward is not None
-        forward, backward = leaving(self.forward, storages), leaving(self.backward, storages)
+        forward, backward = with_offloaded(self.forward, storages), with_offloaded(self.backward, storages)
         absent = tuple(one for one in self.may_leave if one.storage in storages)
-        found = self._with(forward, backward, replace(self.activation_plan, home=storages), absent)
+        found = self._with(forward, backward, replace(self.activation_plan, offloaded=storages), absent)
         found.__dict__["_kept"] = self
         return found
 
@@ -367,7 +367,7 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
 def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     kept: Captured | None = captured.__dict__.get("_kept")
     if kept is not None and captured.at_least is None:
-        return profile(kept, layout).leaving(captured.absent)
+        return profile(kept, layout).with_offloaded(captured.absent)
     group_of = layout.group_of()
     memories = captured.memories
     forward = positions(captured.forward, memories, group_of=group_of, beside_nbytes=captured.output_nbytes)

@@ -29,14 +29,14 @@ from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.passes.planning.residency import (
     check_minimum,
+    choose_replicated,
     choose_resident,
-    choose_whole,
     everything,
     fixed_nbytes,
+    remaining_replicated,
     remaining_residents,
-    whole_beside,
 )
-from chunkc.passes.planning.updates import check_update, remaining_residents_in_update, whole_beside_update
+from chunkc.passes.planning.updates import check_update, remaining_replicated_in_update, remaining_residents_in_update
 from chunkc.policy.activation_search import Mixes, activation_plans, first_or_quickest, leanest_form
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.first_fit import first_that_fits
@@ -89,11 +89,11 @@ def decide(planner_state: PlannerState, event: Event) -> StepDecision | UpdateDe
 def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
     """Any group may stay that is new and not cut over ranks; of the others those that stay so far. Any may stand whole
     that is new and cut, where no stage is forced; of the others those that do so far."""
-    captured, layout = event.captured, event.layout.with_whole(())
+    captured, layout = event.captured, event.layout.with_replicated(())
     num_known = len(now.layout.groups) if now.num_graphs else 0
     new = layout.groups[num_known:]
     allowed = now.resident | (frozenset(group.index for group in new) - layout.cut)
-    may_replicate = now.layout.whole.union(group.index for group in new if group.may_replicate)
+    may_replicate = now.layout.replicated_by_choice.union(group.index for group in new if group.may_replicate)
     all_may_be_resident = len(allowed) == len(layout.groups)
     least = profile(leanest_form(captured, now.activations, layout), layout).all
     check_minimum(least, layout, now.budget_nbytes, 0, all_may_be_resident=all_may_be_resident)
@@ -110,7 +110,7 @@ def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
         if resident != everything(layout) and (transient := context.transient & allowed):
             spending = replace(layout, transient=transient)
             resident = choose_resident(profile(seen, spending).all, spending, now.budget_nbytes, allowed)
-        chosen = choose_whole(needs, layout, now.budget_nbytes, may_replicate)
+        chosen = choose_replicated(needs, layout, now.budget_nbytes, may_replicate)
         found = replace(after, layout=chosen, resident=resident)
         return StepDecision(found, captured, StepRequest(_spending(found, transient), context=context))
 
@@ -132,13 +132,14 @@ def _beside(
             step = profile(context.seen_by(captured), layout)
             return step.backward if context.cold_backward else step.passes
 
-        layout = whole_beside(needs_of(now.layout), now.layout, now.budget_nbytes, external_nbytes)
+        layout = remaining_replicated(needs_of(now.layout), now.layout, now.budget_nbytes, external_nbytes)
         transient = context.transient & now.resident
         if now.resident == everything(layout) and _all_stay(needs_of(layout), layout, now, external_nbytes):
             transient = frozenset()
         needs = needs_of(spending := replace(layout, transient=transient))
         resident, _ = remaining_residents(needs, spending, now.budget_nbytes, external_nbytes, now.resident)
-        after = now if (resident, layout.whole) == now.residency else replace(now, layout=layout, resident=resident)
+        is_same = (resident, layout.replicated_by_choice) == now.residency
+        after = now if is_same else replace(now, layout=layout, resident=resident)
         asked = _spending(after, transient)
         room_nbytes = external_nbytes if exact else _with_room(asked, needs, external_nbytes)
         return StepDecision(after, captured, StepRequest(asked, room_nbytes, room_nbytes - external_nbytes, context))
@@ -213,7 +214,9 @@ def _update(now: PlannerState, event: UpdateDue) -> UpdateDecision:
     is needed: after it, all of it that is trained is gathered anew."""
     asked = now.budget_nbytes, event.external_nbytes, now.resident, event.num_stages
     before = replace(now.layout, transient=event.transient)
-    layout = whole_beside_update(before, event.groups, now.budget_nbytes, event.external_nbytes, event.num_stages)
+    layout = remaining_replicated_in_update(
+        before, event.groups, now.budget_nbytes, event.external_nbytes, event.num_stages
+    )
     try:
         check_update(layout, event.groups, *asked)
     except BudgetError:
@@ -249,7 +252,7 @@ def smallest_budget(captured: Captured, layout: ChunkLayout) -> int:
     """The smallest budget for a graph by itself, of which any group may stay."""
     try:
         return check_minimum(
-            profile(captured, layout).all, layout.with_whole(()), 0, 0, all_may_be_resident=not layout.cut
+            profile(captured, layout).all, layout.with_replicated(()), 0, 0, all_may_be_resident=not layout.cut
         )
     except BudgetError as error:
         return error.minimum_nbytes

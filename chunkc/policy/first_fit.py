@@ -30,6 +30,6 @@ def first_that_fits(ways: Iterable[Tried], decided: Callable[[Tried], Found]) ->
             full = str(error)
     try:
         least = min(refused, key=lambda error: error.minimum_nbytes)
-        raise least.beside(full) if full else least
+        raise least.with_alternative(full) if full else least
     finally:
         refused.clear()  # an error keeps this frame, and would keep itself

@@ -38,7 +38,9 @@ class Needs:
         if not positions:
             return Needs()
         most_nbytes = max(position.non_model_nbytes for position in positions)
-        return Needs(needed_nbytes(positions, layout.with_whole(())) + external_nbytes, most_nbytes + external_nbytes)
+        return Needs(
+            needed_nbytes(positions, layout.with_replicated(())) + external_nbytes, most_nbytes + external_nbytes
+        )
 
     def beside(self, external_nbytes: int) -> Needs:
         return Needs(self.moving_nbytes + external_nbytes, self.all_resident_nbytes + external_nbytes)
@@ -53,7 +55,7 @@ class Needs:
 
         Those that are cut over ranks always move, and are whole nowhere but where a stage is forced.
         """
-        moving = fixed_nbytes(layout.with_whole(()), frozenset()) + self.moving_nbytes
+        moving = fixed_nbytes(layout.with_replicated(()), frozenset()) + self.moving_nbytes
         if layout.cut:
             return moving
         staying = fixed_nbytes(layout, everything(layout)) + self.all_resident_nbytes

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass, field, replace
 
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import ALL_PRESENT, ActivationPlan, ItemId
+from chunkc.ir.items import KEEP_ALL, ActivationPlan, ItemId
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Plan
 from chunkc.options import Activations
@@ -52,7 +52,7 @@ class PlannerState:
     @property
     def residency(self) -> tuple[frozenset[int], frozenset[int]]:
         """The resident groups, and the groups that are sharded over ranks but replicated on the compute tier."""
-        return self.resident, self.layout.whole
+        return self.resident, self.layout.replicated_by_choice
 
     def gone_nbytes(self, others_nbytes: int) -> int:
         """How much less than nothing others hold beside a backward, as values of its own are gone (see `live_values`).
@@ -104,7 +104,7 @@ class PhaseContext:
 
     def seen_by(self, captured: Captured) -> Captured:
         """The captured graph in these surroundings."""
-        there = captured.without(self.absent or ALL_PRESENT)
+        there = captured.without(self.absent or KEEP_ALL)
         return there.returning(self.hooked).leaving_out(self.left_out).holding(self.kept_inputs)
 
     def finding(self, plan: Plan, present: Collection[ItemId]) -> PhaseContext:

@@ -15,7 +15,7 @@ from torch import fx
 
 from chunkc.distributed.agreement import agree
 from chunkc.ir.errors import BudgetError, UnsupportedError
-from chunkc.ir.items import ALL_PRESENT
+from chunkc.ir.items import KEEP_ALL
 from chunkc.ir.plan import Plan
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.policy.activation_search import leanest_form
@@ -182,7 +182,7 @@ class CompiledGraph:
                 agree(of_all.transport, {"the plan": str(found.plan)})
         exact = replace(request, external_nbytes=request.external_nbytes - request.spare_nbytes, spare_nbytes=0)
         if request.spare_nbytes:
-            plan = found.plan.beside_less(request.spare_nbytes)
+            plan = found.plan.with_less_external(request.spare_nbytes)
             found = replace(found, request=request, plan=plan, external_nbytes=exact.external_nbytes)
             step.plans.keep(plan_key(session, exact.key), found)
         if context.absent is None:  # so that this is found again without a decision
@@ -273,7 +273,7 @@ class CompiledGraph:
         def held() -> ExternalBytes:
             return session.live.beside_forward(step.captured, inputs)
 
-        undecided = None if session.options.activations != "keep" else ALL_PRESENT
+        undecided = None if session.options.activations != "keep" else KEEP_ALL
 
         def plan() -> PlannedStep:
             context = replace(self._phase_context(self._hooked()), absent=undecided)
@@ -281,7 +281,7 @@ class CompiledGraph:
 
         planned = self._until_nobody_leaves(FORWARD, plan)
         self.captured = captured = step.captured
-        absent = planned.request.context.absent or ALL_PRESENT
+        absent = planned.request.context.absent or KEEP_ALL
         saved = SavedValues(session.saved_room, absent) if absent else None
         own_nbytes = captured.forward.external_nbytes + captured.output_nbytes  # the previous call's outputs
         outputs = self._run(FORWARD, step, planned, arguments, saved, own_nbytes)
@@ -342,7 +342,7 @@ class CompiledGraph:
         """Plan and run a backward; `aside_nbytes`: of gradients on the compute tier that are no parameter's now."""
         session, store = self.session, self.session.store
         saved = saved_values(arguments[place] for place in step.captured.may_stand)
-        absent = ALL_PRESENT if saved is None else saved.activation_plan
+        absent = KEEP_ALL if saved is None else saved.activation_plan
         seen = step.captured.without(absent)
 
         def external_nbytes() -> int:
@@ -435,7 +435,7 @@ class CompiledGraph:
         for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
             session.known.note(step.noted, planned.needs[due].beside(planned.external_nbytes))
             step.noted.ran(due, planned.request.context, planned.external_nbytes)
-        plan = planned.plan.beginning_with(session.resident_gradients()).beside_less(gone_nbytes)
+        plan = planned.plan.beginning_with(session.resident_gradients()).with_less_external(gone_nbytes)
         part = next(part for part in plan.phases if part.phase == phase)
         measurement = Measurement.beginning(session.store, part.begin_nbytes + own_nbytes)
         tiles = part.tiles

@@ -139,8 +139,8 @@ def whole_on_all(session: Session, layout: ChunkLayout, *, is_new: bool) -> froz
         DistributedError: a rank is gone.
     """
     if not is_new or session.transport is None:
-        return session.store.layout.whole
-    of_all = together(session.transport, "compilation", lambda: layout.whole, DistributedError)
+        return session.store.layout.replicated_by_choice
+    of_all = together(session.transport, "compilation", lambda: layout.replicated_by_choice, DistributedError)
     return frozenset.intersection(*of_all)
 
 

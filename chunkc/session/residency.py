@@ -81,5 +81,5 @@ def stay(session: Session, planner_state: PlannerState) -> None:
     store = session.store
     if planner_state.resident != store.resident:
         place(session, store.layout, {}, planner_state.resident)
-    if planner_state.layout.whole != store.layout.whole:
+    if planner_state.layout.replicated_by_choice != store.layout.replicated_by_choice:
         store.set_replicated(planner_state.layout)

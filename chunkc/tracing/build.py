@@ -24,8 +24,8 @@ from chunkc.passes.graphs.graphs import placeholders, returned
 from chunkc.passes.graphs.shapes import AS_TRACED, Shapes
 from chunkc.passes.memory.program import backward_program, forward_program
 from chunkc.passes.rewrite.casts import read_as_casts, with_casts_given
-from chunkc.passes.segments.cuts import cut, home_views, with_dropouts_again
-from chunkc.passes.segments.segments import Piece, Segment, SegmentTable, extract, for_the_backward
+from chunkc.passes.segments.cuts import cut, home_views, with_dropouts_from_masks
+from chunkc.passes.segments.segments import Piece, Segment, SegmentTable, extract, recompute_pieces
 from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import fits_whole
 from chunkc.torch_private.engine import without_autocast
@@ -118,7 +118,7 @@ class Builder:
             if self._repeats_operators and not whole:
                 num_outputs = self.capture.num_user_outputs
                 saved = [node for node in returned(graphs[0].graph)[num_outputs:] if node is not None]
-                again = for_the_backward(graphs[0], forward, saved, table)
+                again = recompute_pieces(graphs[0], forward, saved, table)
             self._structures[whole] = Structure(graphs, read_as, tuple(forward), tuple(backward), table, again)
         return self._structures[whole]
 
@@ -131,7 +131,7 @@ class Builder:
             given = [place for place, name in capture.by_placeholder.items() if name in read_as]
             graphs = tuple(with_casts_given(graph, given) for graph in graphs)
         if self._repeats_operators and not whole:
-            graphs = (with_dropouts_again(graphs[0]), *graphs[1:])
+            graphs = (with_dropouts_from_masks(graphs[0]), *graphs[1:])
         return graphs, read_as
 
     def described(self, whole: bool, estimated: bool = False, shapes: Shapes = AS_TRACED) -> Captured:

@@ -235,7 +235,7 @@ def _calls(
         if piece.reads_home:
             call = replace(call, parameters=())
         if index in again:
-            call = replace(call, again=replace(call, **of(again[index])))
+            call = replace(call, recompute_call=replace(call, **of(again[index])))
         calls.append(call)
     return tuple(calls)
 

@@ -63,7 +63,7 @@ class Interval:
     gradient_of: int | None = None
 
 
-def pace(
+def schedule_copies(
     intervals: Sequence[Interval],
     positions: Sequence[Position],
     items: Mapping[MovedId, Item],
@@ -71,7 +71,7 @@ def pace(
     hardware: Hardware,
     barriers: Sequence[int],
     most_s: float = math.inf,
-) -> Pacing:
+) -> CopyScheduler:
     """Let intervals begin earlier and end later, such that copies are hidden as far as there is room.
 
     Args:
@@ -83,7 +83,7 @@ def pace(
     Raises:
         TooSlow: they take more than `most_s`.
     """
-    pacing = Pacing(intervals, positions, items, capacity, hardware, barriers)
+    pacing = CopyScheduler(intervals, positions, items, capacity, hardware, barriers)
     for index in range(len(positions) + 1):
         if pacing.least_s(index) > most_s:
             raise TooSlow
@@ -148,7 +148,7 @@ class _Leaving:
         return self.nbytes - gone[bisect_right(times_s, time_s)]
 
 
-class Pacing:
+class CopyScheduler:
     """As far as the calls have been gone through.
 
     Attributes:
@@ -165,7 +165,7 @@ class Pacing:
         hardware: Hardware,
         barriers: Sequence[int],
     ) -> None:
-        """See `pace`."""
+        """See `schedule_copies`."""
         self._positions, self._capacity = positions, capacity
         self.occupancy, self._times = _occupied(intervals, len(positions)), _clock(positions)
         self.now = 0.0

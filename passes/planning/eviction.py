@@ -35,7 +35,7 @@ from chunkc.ir.plan import (
     Event,
     Position,
 )
-from chunkc.passes.planning.copy_scheduling import Interval, pace
+from chunkc.passes.planning.copy_scheduling import Interval, schedule_copies
 
 NEVER = sys.maxsize
 """The next use of an item that is not used again."""
@@ -88,7 +88,7 @@ def schedule(
         interval.dirty = False  # the last one of its item
     if saved:
         intervals = sorted([*intervals, *saved], key=lambda interval: (interval.first, str(interval.item)))
-    paced = pace(intervals, positions, items, capacity, hardware, barriers, most_s)
+    paced = schedule_copies(intervals, positions, items, capacity, hardware, barriers, most_s)
     return Schedule(intervals, items, tuple(paced.occupancy), paced.now)
 
 

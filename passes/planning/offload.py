@@ -61,7 +61,7 @@ def _held_by(values: Sequence[str], storage_of: Mapping[str, str]) -> set[str]:
     return {storage_of[value] for value in values}
 
 
-def leaving(program: PhaseProgram, storages: Collection[str]) -> PhaseProgram:
+def with_offloaded(program: PhaseProgram, storages: Collection[str]) -> PhaseProgram:
     """A forward, or its backward, where these storages are at home in between."""
     if not storages:
         return program

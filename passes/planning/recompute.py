@@ -5,7 +5,7 @@ it is not dropped itself: then the call that makes it is repeated, too. Each cal
 first call of the backward that reads what it makes. A segment that draws random numbers is never repeated: where
 operators run one by one, each that draws is a segment of its own. Of a call
 that runs operator by operator, what only makes values for later calls is left out where these are not repeated with it
-(`SegmentCall.again`): a block's last product, say.
+(`SegmentCall.recompute_call`): a block's last product, say.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chunkc.passes.graphs.collectives import is_collective
 from chunkc.passes.planning.offload import candidates
 
 
-def may_run_again(segment: fx.Graph) -> bool:
+def may_recompute(segment: fx.Graph) -> bool:
     """Whether a segment run again with the same inputs gives the same bits, and changes nothing else."""
     return all(is_repeatable(node) for node in segment.nodes if node.op == "call_function")
 
@@ -52,7 +52,7 @@ def draws(node: fx.Node) -> bool:
 
 
 @dataclass(frozen=True)
-class Recomputes:
+class RecomputePlan:
     """What follows from dropping storages.
 
     Attributes:
@@ -67,7 +67,7 @@ class Recomputes:
     kept: tuple[str, ...]
 
 
-class Repeatable:
+class Recomputable:
     """A forward with its backward: what may be dropped, and what then follows.
 
     Args:
@@ -113,15 +113,15 @@ class Repeatable:
                 more[read + 1] -= self.forward.storages[storage]
         return list(accumulate(more[: len(self.forward.calls)]))[1:]
 
-    def without(self, gone: Iterable[str]) -> Recomputes:
+    def without(self, gone: Iterable[str]) -> RecomputePlan:
         """What follows where these storages are dropped, as far as calls may be repeated for it."""
         absent = frozenset(gone) & (self.droppable | self.inner)
-        while (refused := self._follow(absent)) is not None and not isinstance(refused, Recomputes):
+        while (refused := self._follow(absent)) is not None and not isinstance(refused, RecomputePlan):
             absent -= {refused}
-        assert isinstance(refused, Recomputes)
+        assert isinstance(refused, RecomputePlan)
         return refused
 
-    def _follow(self, absent: frozenset[str]) -> Recomputes | str:
+    def _follow(self, absent: frozenset[str]) -> RecomputePlan | str:
         """What follows; a storage: it cannot be dropped with the others."""
         dropped = absent & self.droppable
         waiting = [(self.first_maker[storage], storage) for storage in sorted(dropped)]
@@ -130,8 +130,11 @@ class Repeatable:
         while waiting:
             at, wanted = waiting.pop()
             call = whole = self.forward.calls[at]
-            if whole.again is not None and wanted in (*whole.again.outputs, *whole.again.output_storages):
-                call = whole.again
+            if whole.recompute_call is not None and wanted in (
+                *whole.recompute_call.outputs,
+                *whole.recompute_call.output_storages,
+            ):
+                call = whole.recompute_call
             if calls.get(at) in (call, whole):
                 continue
             calls[at] = call
@@ -142,7 +145,7 @@ class Repeatable:
                     waiting.append((source, self.storage_of[value] if value in self.saved else value))
                 else:
                     return self.storage_of[value]
-        return Recomputes(absent, dropped, calls, tuple(sorted(kept)))
+        return RecomputePlan(absent, dropped, calls, tuple(sorted(kept)))
 
     def source(self, value: str, absent: Collection[str]) -> int | None:
         """The call to repeat for a value that a repeated call reads; None: it is kept."""
@@ -152,7 +155,7 @@ class Repeatable:
         return self.first_maker[storage] if value in self.saved else self.maker[value]
 
 
-def recomputing(known: Repeatable, gone: Collection[str]) -> tuple[PhaseProgram, PhaseProgram]:
+def with_recompute(known: Recomputable, gone: Collection[str]) -> tuple[PhaseProgram, PhaseProgram]:
     """A forward that drops these storages, and its backward that makes the saved ones of them again."""
     forward, backward = known.forward, known.backward
     found = known.without(gone)
@@ -163,7 +166,7 @@ def recomputing(known: Repeatable, gone: Collection[str]) -> tuple[PhaseProgram,
     return _dropping(forward, found, extra), _repeating(known, found, taken_as, extra)
 
 
-def _dropping(forward: PhaseProgram, found: Recomputes, extra: Collection[str]) -> PhaseProgram:
+def _dropping(forward: PhaseProgram, found: RecomputePlan, extra: Collection[str]) -> PhaseProgram:
     storage_of, outputs = forward.value_storages(), list(forward.outputs)
     remade: dict[str, list[str]] = {}
     stand_ins = dict(forward.stand_ins)
@@ -183,7 +186,7 @@ def _dropping(forward: PhaseProgram, found: Recomputes, extra: Collection[str]) 
 
 
 def _repeating(
-    known: Repeatable, found: Recomputes, taken_as: Mapping[str, str], extra: Collection[str]
+    known: Recomputable, found: RecomputePlan, taken_as: Mapping[str, str], extra: Collection[str]
 ) -> PhaseProgram:
     forward, backward, storage_of = known.forward, known.backward, known.storage_of
     remade: dict[str, list[str]] = {}
@@ -223,7 +226,7 @@ class _Again:
     """
 
     def __init__(
-        self, known: Repeatable, found: Recomputes, kept: Mapping[str, str], taken_as: Mapping[str, str]
+        self, known: Recomputable, found: RecomputePlan, kept: Mapping[str, str], taken_as: Mapping[str, str]
     ) -> None:
         self._known, self._found, self._kept, self._taken_as = known, found, kept, taken_as
         self.named: dict[str, str] = {}
@@ -249,7 +252,7 @@ class _Again:
             inputs=tuple(map(self._value, call.inputs)),
             outputs=tuple(f"again_{value}" for value in call.outputs),
             output_storages=tuple(self._storage(storage, at) for storage in call.output_storages),
-            again=None,
+            recompute_call=None,
         )
 
     def _value(self, value: str) -> str:

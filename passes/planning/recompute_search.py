@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from chunkc.passes.planning.recompute import Repeatable
+from chunkc.passes.planning.recompute import Recomputable
 
 EVERY = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 """Of the places where few bytes are passed on, stretches end at each one, at every second, and so on."""
@@ -35,7 +35,7 @@ class RecomputeRegions:
     kept: frozenset[str] = frozenset()
 
 
-def dropped_between(known: Repeatable | None, recompute_regions: RecomputeRegions | None) -> frozenset[str]:
+def dropped_between(known: Recomputable | None, recompute_regions: RecomputeRegions | None) -> frozenset[str]:
     """What is dropped by these stretches: all that may be, and crosses no end. None: nothing."""
     if known is None or recompute_regions is None:
         return frozenset()
@@ -48,7 +48,7 @@ def dropped_between(known: Repeatable | None, recompute_regions: RecomputeRegion
     return (known.droppable | known.inner) - crossing - recompute_regions.kept
 
 
-def needed_early(known: Repeatable, ends: Sequence[int]) -> frozenset[str]:
+def needed_before_region(known: Recomputable, ends: Sequence[int]) -> frozenset[str]:
     """What the backward reads before it comes to the stretch that makes it: a table that all layers read, say.
 
     Dropped, it has its stretch run again that early, and all that this makes alive until its turn.
@@ -66,7 +66,7 @@ def needed_early(known: Repeatable, ends: Sequence[int]) -> frozenset[str]:
     return frozenset(found)
 
 
-def ways_to_cut(known: Repeatable) -> Iterator[tuple[int, ...]]:
+def ways_to_cut(known: Recomputable) -> Iterator[tuple[int, ...]]:
     """Ways to cut a forward, each as the calls before which a stretch ends; the shortest stretches first."""
     passed = known.passed_nbytes()
     seen: set[tuple[int, ...]] = set()
@@ -81,7 +81,7 @@ def ways_to_cut(known: Repeatable) -> Iterator[tuple[int, ...]]:
 
 
 def leanest(
-    known: Repeatable | None, needs: Callable[[frozenset[str]], int], *, is_part: bool = False
+    known: Recomputable | None, needs: Callable[[frozenset[str]], int], *, is_part: bool = False
 ) -> RecomputeRegions | None:
     """Stretches with which a step needs the least; None: nothing can be made again.
 
@@ -93,7 +93,7 @@ def leanest(
         return None
     ways: dict[frozenset[str], RecomputeRegions] = {}
     for ends in (*([()] if is_part else []), *reversed(list(ways_to_cut(known)))):
-        for kept in (needed_early(known, ends), frozenset[str]()):
+        for kept in (needed_before_region(known, ends), frozenset[str]()):
             way = RecomputeRegions(ends, kept)
             ways[dropped_between(known, way)] = way
     found = {way: needs(gone) for gone, way in ways.items() if known.without(gone).dropped}

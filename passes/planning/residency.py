@@ -40,7 +40,7 @@ class StepProfile:
     def all(self) -> tuple[Position, ...]:
         return self.passes + self.update
 
-    def leaving(self, saved: Sequence[Saved]) -> StepProfile:
+    def with_offloaded(self, saved: Sequence[Saved]) -> StepProfile:
         """The same step, where these are at home between the phases: what `profile` makes of it, without asking again
         what is alive at each call."""
         away, left = [0] * (len(self.forward) + 1), [0] * (len(self.forward) + 1)
@@ -155,18 +155,18 @@ class ResidentData:
 
 def moving_only(position: Position, resident: frozenset[int]) -> Position:
     """The position without the chunks that stay with resident groups."""
-    if all(chunk.moves_beside(resident) for chunk in position.items):
+    if all(chunk.has_own_slot(resident) for chunk in position.items):
         return position
 
     def keep(chunks: frozenset[ItemId]) -> frozenset[ItemId]:
-        return frozenset(chunk for chunk in chunks if chunk.moves_beside(resident))
+        return frozenset(chunk for chunk in chunks if chunk.has_own_slot(resident))
 
     return replace(position, reads=keep(position.reads), writes=keep(position.writes))
 
 
 def moving_nbytes(position: Position, sizes: Mapping[ItemId, int], resident: frozenset[int]) -> int:
     """Slots that the position cannot do without beside these residents, and gradients of those that wait."""
-    slots = sum([sizes[chunk] for chunk in position.items if chunk.moves_beside(resident)])
+    slots = sum([sizes[chunk] for chunk in position.items if chunk.has_own_slot(resident)])
     return slots + position.waiting_nbytes(resident)
 
 
@@ -212,7 +212,7 @@ def evenly_spread(groups: Iterable[int]) -> list[int]:
     return [placed[place] for place in places]
 
 
-def choose_whole(
+def choose_replicated(
     positions: Sequence[Position],
     layout: ChunkLayout,
     budget_nbytes: int,
@@ -224,7 +224,7 @@ def choose_whole(
 
     All that it goes by is the same on all ranks, so they choose alike.
     """
-    none, every = layout.with_whole(()), layout.with_whole(allowed)
+    none, every = layout.with_replicated(()), layout.with_replicated(allowed)
     needs, fixed = _tightest(positions), fixed_nbytes(none, frozenset()) + external_nbytes
     moving, replicated = chunk_sizes(none, needs), chunk_sizes(every, needs)
 
@@ -244,24 +244,24 @@ def choose_whole(
         wider, with_it = whole | {index}, fixed + every.groups[index].replicated_nbytes
         if fits(wider, with_it):
             whole, fixed = wider, with_it
-    return layout.with_whole(whole)
+    return layout.with_replicated(whole)
 
 
-def whole_beside(
+def remaining_replicated(
     positions: Sequence[Position], layout: ChunkLayout, budget_nbytes: int, external_nbytes: int
 ) -> ChunkLayout:
     """The layout where those groups are whole on every rank that may stay so where more room is needed than was known
     of: all of them if they leave the room, else as many as do."""
-    if not layout.whole:
+    if not layout.replicated_by_choice:
         return layout
     try:
         check_minimum(positions, layout, budget_nbytes, external_nbytes)
     except BudgetError:
-        return choose_whole(positions, layout, budget_nbytes, layout.whole, external_nbytes)
+        return choose_replicated(positions, layout, budget_nbytes, layout.replicated_by_choice, external_nbytes)
     return layout
 
 
-def choose_leaving(
+def choose_offloaded(
     saved: Sequence[Saved],
     kept: StepProfile,
     least_nbytes: int,

@@ -10,7 +10,7 @@ from chunkc.ir.layout import GRAD, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import UPDATE
 from chunkc.ir.updates import tile_traffic, update_stages
-from chunkc.passes.planning.residency import check_minimum, fixed_nbytes, remaining_residents, whole_beside
+from chunkc.passes.planning.residency import check_minimum, fixed_nbytes, remaining_replicated, remaining_residents
 from chunkc.passes.planning.timeline import plan_phases
 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
@@ -145,12 +145,12 @@ def remaining_residents_in_update(
     return remaining_residents(positions, layout, budget_nbytes, 0, resident)[0]
 
 
-def whole_beside_update(
+def remaining_replicated_in_update(
     layout: ChunkLayout, groups: Sequence[int], budget_nbytes: int, external_nbytes: int, num_stages: int
 ) -> ChunkLayout:
     """The layout where those groups stand whole on every rank beside which there is room for the update of some."""
     positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), external_nbytes)
-    return whole_beside(positions, layout, budget_nbytes, 0)
+    return remaining_replicated(positions, layout, budget_nbytes, 0)
 
 
 def plan_update(

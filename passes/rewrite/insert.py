@@ -52,7 +52,7 @@ def insert_events(
         args = [values[value] for value in call.inputs]
         for position, name in call.parameters:
             group = group_of.get(name)
-            if group is not None and (read := program.chunk(name, group)).moves_beside(resident):
+            if group is not None and (read := program.chunk(name, group)).has_own_slot(resident):
                 args[position] = _node(graph, chunk_ops.parameter, read, name)
         result = graph.call_module(call.segment, tuple(args))
         result.meta["call"] = call.name

@@ -99,7 +99,7 @@ def copy_changing(graph: fx.Graph, places: Sequence[int]) -> None:
                 user.replace_input_with(node, copy)
 
 
-def with_dropouts_again(module: fx.GraphModule) -> fx.GraphModule:
+def with_dropouts_from_masks(module: fx.GraphModule) -> fx.GraphModule:
     """The same forward, in which readers of a dropout's result read one that is made of its mask: the same bits, and
     what is drawn is the mask alone.
 

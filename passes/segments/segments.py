@@ -18,7 +18,7 @@ from chunkc.passes.graphs.cost import is_product
 from chunkc.passes.graphs.graphs import input_nodes_in_order, is_constant, op_name, placeholders, returned, storage_keys
 from chunkc.passes.graphs.origins import origins
 from chunkc.passes.graphs.symbols import free_symbols, plain_symbol
-from chunkc.passes.planning.recompute import may_run_again
+from chunkc.passes.planning.recompute import may_recompute
 from chunkc.passes.segments.cuts import runs_by_aten
 from chunkc.torch_private.aot import LazyGraphModule
 
@@ -113,7 +113,7 @@ def _piece(
     return Piece(segment, tuple(inputs), tuple(outputs), tuple(run), reads_home, origins(graph))
 
 
-def for_the_backward(
+def recompute_pieces(
     gm: fx.GraphModule, pieces: Sequence[Piece], saved: Collection[fx.Node], table: SegmentTable
 ) -> dict[int, Piece]:
     """By their places, of the pieces of a forward that make something for later ones: what makes the other results.
@@ -124,7 +124,7 @@ def for_the_backward(
     saved_keys = {key for node in saved for key in storage_keys(node)}
     found = {}
     for index, piece in enumerate(pieces):
-        if not may_run_again(piece.segment.module.graph):
+        if not may_recompute(piece.segment.module.graph):
             continue
         inside = set(piece.nodes)
         passed_on = [n for n in piece.outputs if any(u.op != "output" and u not in inside for u in n.users)]

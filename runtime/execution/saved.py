@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
-from chunkc.ir.items import ALL_PRESENT, ActivationPlan
+from chunkc.ir.items import KEEP_ALL, ActivationPlan
 from chunkc.runtime.device.streams import Launch
 from chunkc.runtime.device.tier import Mark
 from chunkc.runtime.storage.homes import Home, Region
@@ -177,7 +177,7 @@ class SavedValues:
     """
 
     room: SavedRoom
-    activation_plan: ActivationPlan = ALL_PRESENT
+    activation_plan: ActivationPlan = KEEP_ALL
     under_way: dict[str, Mark] = field(default_factory=dict)
     _copies: dict[str, _Copy] = field(default_factory=dict)
     _forms: dict[str, _Forms] = field(default_factory=dict)

@@ -70,7 +70,7 @@ def test_a_saved_value_is_made_again_where_that_is_cheaper_than_two_copies(makin
 
 
 def test_a_call_may_run_again_in_less_than_it_took() -> None:
-    """PyTorch's early stop, and `SegmentCall.again`: without it no plan that uses them would be above the bound."""
+    """PyTorch's early stop, and `SegmentCall.recompute_call`: plans that use them would else be below the bound."""
     calls = (bound.Call(0.5, GB, again_s=0.2), *(bound.Call(0.0, nbytes) for nbytes in (2 * GB, 2 * GB, GB)))
     gaps = [bound.Gap("saved", GB, 1, 3, is_dirty=True, recomputed=0)]
     found = bound.lower_bound(replace(problem([], gaps, 2 * GB, 2), calls=calls), exact=True)

@@ -236,7 +236,7 @@ def chosen() -> Result:
                 "budget": budget,
                 "losses": losses,
                 "bits": bits(model),
-                "whole": sorted(layout.whole),
+                "whole": sorted(layout.replicated_by_choice),
                 "groups": len(layout.groups),
                 "plan": report.plan_text.partition("\n")[2],
                 "peaks": (report.measured_peak_nbytes, report.predicted_peak_nbytes),
@@ -280,7 +280,7 @@ def leaving() -> Result:
             optimizer.step()
             optimizer.zero_grad()
             (session,) = sessions_of(model.parameters())
-            whole.append(sorted(session.store.layout.whole))
+            whole.append(sorted(session.store.layout.replicated_by_choice))
             if dist.get_rank() == 1:
                 kept.append(told.detach())
         peaks = chunkc.report(model).measured_peak_nbytes, chunkc.report(model).predicted_peak_nbytes
@@ -442,7 +442,7 @@ def sent() -> Result:
         (session,) = sessions_of(model.parameters())
         least = min(least, chunkc.report(model).minimum_budget_nbytes)
         found["by stage"]["chosen" if stage is None else stage] = counted[0] - before
-        found["whole"] = len(session.store.layout.whole) / len(session.store.layout.groups)
+        found["whole"] = len(session.store.layout.replicated_by_choice) / len(session.store.layout.groups)
     return found
 
 

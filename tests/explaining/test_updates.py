@@ -13,7 +13,7 @@ from plain_modules import Stack
 
 import chunkc
 from chunkc.cli.command import main
-from chunkc.ir.explanation import AT_HOME, Explanation
+from chunkc.ir.explanation import HOST_UPDATES, Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import PREFETCH
 from chunkc.ir.program import FORWARD, UPDATE
@@ -34,8 +34,8 @@ def explained(
 
 def test_states_of_chunks_updated_at_home_do_not_move() -> None:
     in_slots, at_home = explained("device", "none"), explained("cpu", "none")
-    assert not [e for e in in_slots.events if e.stream == AT_HOME]
-    assert len([e for e in at_home.events if e.stream == AT_HOME]) == 6 - at_home.chunks.resident
+    assert not [e for e in in_slots.events if e.stream == HOST_UPDATES]
+    assert len([e for e in at_home.events if e.stream == HOST_UPDATES]) == 6 - at_home.chunks.resident
     assert at_home.traffic_nbytes.to_device < in_slots.traffic_nbytes.to_device
     assert at_home.notes[0].startswith("the CPU updates")
     assert at_home.predicted_peak_nbytes <= in_slots.predicted_peak_nbytes
@@ -99,7 +99,7 @@ def test_a_cpu_of_unknown_speed_is_not_guessed() -> None:
 def test_updates_at_home_take_as_long_as_their_bytes(optimizer: str, nbytes: int) -> None:
     found = explained("cpu", "none", optimizer=optimizer)
     rate = load_hardware("h200").cpu_update_bytes_per_s
-    at_home = [event for event in found.events if event.stream == AT_HOME]
+    at_home = [event for event in found.events if event.stream == HOST_UPDATES]
     assert at_home
     assert {event.nbytes for event in at_home} == {nbytes * 2**20}
     assert all(event.end_s - event.start_s == pytest.approx(nbytes * 2**20 / rate) for event in at_home)

@@ -141,7 +141,7 @@ def test_saved_values_that_are_made_again() -> None:
     assert again.why is not None
     assert any("dropped, and made again by the backward" in one for one in again.why.chosen), again.why
     assert again.saved_again
-    assert 0 < again.again_s < again.step_time_s.compute
+    assert 0 < again.recompute_s < again.step_time_s.compute
     assert "saved values that the backward makes again, in" in " ".join(render_text(replace(again, why=None)).split())
     kept = alternative(again.why, "saved values are kept").step_time_s
     assert kept is not None

@@ -17,8 +17,8 @@ from chunkc.ir.program import PhaseProgram
 from chunkc.ir.verify.recompute import Dropped, verify_recompute
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.memory.profile import positions
-from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, leaving
-from chunkc.passes.planning.recompute import Repeatable, recomputing
+from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, with_offloaded
+from chunkc.passes.planning.recompute import Recomputable, with_recompute
 from chunkc.passes.planning.residency import check_minimum
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.rewrite.insert import insert_events
@@ -96,9 +96,9 @@ class Step:
 
 def step(gone: Collection[str] = GONE, home: frozenset[str] = frozenset()) -> Step:
     source = programs()
-    pair = recomputing(Repeatable(source["forward"], source["backward"], frozenset()), gone)
+    pair = with_recompute(Recomputable(source["forward"], source["backward"], frozenset()), gone)
     saved = [one for one in candidates(*pair) if one.storage in home]
-    lean = {name: leaving(program, home) for name, program in zip(source, pair)}
+    lean = {name: with_offloaded(program, home) for name, program in zip(source, pair)}
     group_of = LAYOUT.group_of()
     line = {name: positions(p, LARGE, group_of=group_of) for name, p in lean.items()}
     budget = check_minimum((*line["forward"], *line["backward"]), LAYOUT, HUGE, 0)

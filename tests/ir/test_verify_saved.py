@@ -15,7 +15,7 @@ from chunkc.ir import chunk_ops
 from chunkc.ir.links import FROM_DISK, TO_DISK
 from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, RELOAD
 from chunkc.passes.memory.profile import positions
-from chunkc.passes.planning.offload import Saved, leaving
+from chunkc.passes.planning.offload import Saved, with_offloaded
 from chunkc.passes.planning.residency import check_minimum
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.rewrite.insert import insert_events
@@ -27,7 +27,7 @@ AWAY = frozenset({FIRST, SECOND})
 
 def step_case(phase: str, spare: int = 0) -> Case:
     """The hand-written step under its smallest budget, plus `spare` bytes, with two of its saved storages away."""
-    programs = leaving(forward_program(), AWAY), leaving(backward_program(), AWAY)
+    programs = with_offloaded(forward_program(), AWAY), with_offloaded(backward_program(), AWAY)
     forward, backward = (positions(p, MEMORIES, group_of=LAYOUT.group_of()) for p in programs)
     budget = check_minimum((*forward, *backward), LAYOUT, HUGE, 0) + spare
     plan = plan_phases(
@@ -252,8 +252,8 @@ def test_the_forward_gives_stand_ins_and_the_backward_takes_them() -> None:
 def test_what_must_stay_is_no_candidate() -> None:
     program = forward_program()
     with pytest.raises(AssertionError, match="only candidates"):
-        leaving(program, {"forward.3:0"})  # the user's output
-    assert leaving(program, ()) is program
-    kept = leaving(backward_program(), AWAY).holding(frozenset({"x1", "x3"}))
+        with_offloaded(program, {"forward.3:0"})  # the user's output
+    assert with_offloaded(program, ()) is program
+    kept = with_offloaded(backward_program(), AWAY).holding(frozenset({"x1", "x3"}))
     assert kept.held == backward_program().held | {"forward.2:0"}
-    assert replace(kept, held=backward_program().held) == leaving(backward_program(), AWAY)
+    assert replace(kept, held=backward_program().held) == with_offloaded(backward_program(), AWAY)

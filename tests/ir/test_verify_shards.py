@@ -29,7 +29,7 @@ ROWS = 1000
 def layout(num_ranks: int = 3, zero_stage: ZeroStage | None = 3) -> ChunkLayout:
     """One matrix, of which this rank has a third; where no stage is forced, it is chosen to be whole."""
     found = lay_out([part((ROWS,), num_ranks, 0, zero_stage)], 1 << 16)
-    return found.with_whole([0]) if zero_stage is None else found
+    return found.with_replicated([0]) if zero_stage is None else found
 
 
 def part(shape: tuple[int, ...], num_ranks: int, rank: int, zero_stage: ZeroStage | None) -> ParamSpec:
@@ -142,7 +142,7 @@ def test_room_for_what_goes_in_one_message_counts(zero_stage: ZeroStage | None) 
     """In a slot of its own, or for good with whole parameters, where the planner and the verifier see it."""
     first = part((ROWS,), 3, 0, zero_stage)
     laid_out = lay_out([first, replace(first, name="v")], 1 << 16)
-    laid_out = laid_out.with_whole([0]) if zero_stage is None else laid_out
+    laid_out = laid_out.with_replicated([0]) if zero_stage is None else laid_out
     (group,) = laid_out.groups
     assert group.packing_numel == 2 * 3 * -(-ROWS // 3)
     assert fixed_nbytes(laid_out, frozenset()) == resident_data_nbytes(laid_out, ())
@@ -159,10 +159,10 @@ def test_a_plan_for_what_is_whole_is_none_for_what_is_not() -> None:
     """Whichever of the two the verifier is told: the bytes are others."""
     whole = layout(zero_stage=None)
     needed = resident_data_nbytes(whole, ()) + whole.chunk_nbytes_of(WHOLE)
-    apart = whole.with_whole(())
+    apart = whole.with_replicated(())
     assert not violations(GATHER, needed, zero_stage=None)
     assert resident_data_nbytes(apart, ()) + apart.chunk_nbytes_of(WHOLE) == needed, "as long as the chunk has a slot"
     assert resident_data_nbytes(apart, ()) < resident_data_nbytes(whole, ())
     assert whole.whole == {0}
-    assert whole.with_whole([0]) is whole
+    assert whole.with_replicated([0]) is whole
     assert layout(zero_stage=2).whole == frozenset(), "what is forced is no choice"

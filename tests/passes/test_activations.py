@@ -10,7 +10,7 @@ import pytest
 from chunkc.ir.plan import Position
 from chunkc.ir.program import PhaseProgram, SegmentCall
 from chunkc.passes.memory.profile import last_holds
-from chunkc.passes.planning.offload import SMALL_NBYTES, Saved, candidates, choose, leaving
+from chunkc.passes.planning.offload import SMALL_NBYTES, Saved, candidates, choose, with_offloaded
 
 BIG = SMALL_NBYTES
 
@@ -57,7 +57,7 @@ def test_only_large_storages_that_nobody_else_holds_may_leave() -> None:
 
 
 def test_all_values_of_a_storage_leave_together() -> None:
-    forward, backward = (leaving(program, {"A"}) for program in programs())
+    forward, backward = (with_offloaded(program, {"A"}) for program in programs())
     assert forward.outputs == ("b", None, "b", None, "c", "d", "e", "f")
     assert forward.copied == {"A": ("a", "v")}
     assert forward.stand_ins == {1: ("A", 0), 3: ("A", 1)}

@@ -17,7 +17,7 @@ from chunkc.ir.shards import Shards, ZeroStage
 from chunkc.ir.verify.resident import resident_data_nbytes
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning.layout import lay_out
-from chunkc.passes.planning.residency import check_minimum, choose_whole, whole_beside
+from chunkc.passes.planning.residency import check_minimum, choose_replicated, remaining_replicated
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.decide import decide
 from chunkc.policy.plans import step_plan, update_plan
@@ -41,7 +41,7 @@ def cut(rows: Sequence[int] = (1024,) * NUM_LAYERS, rank: int = 0, stage: ZeroSt
 LAYOUT = cut()
 NEEDS = profile(CAPTURED, LAYOUT).all
 LEAST = check_minimum(NEEDS, LAYOUT, HUGE, 0)
-MOST = check_minimum(NEEDS, LAYOUT.with_whole(EVERY), HUGE, 0)
+MOST = check_minimum(NEEDS, LAYOUT.with_replicated(EVERY), HUGE, 0)
 
 
 def captured(budget_nbytes: int) -> StepDecision:
@@ -49,9 +49,9 @@ def captured(budget_nbytes: int) -> StepDecision:
 
 
 def test_all_are_whole_as_soon_as_all_fit() -> None:
-    assert captured(MOST).planner_state.layout.whole == EVERY
-    assert captured(MOST - 1).planner_state.layout.whole < EVERY
-    assert captured(LEAST).planner_state.layout.whole == frozenset()
+    assert captured(MOST).planner_state.layout.replicated_by_choice == EVERY
+    assert captured(MOST - 1).planner_state.layout.replicated_by_choice < EVERY
+    assert captured(LEAST).planner_state.layout.replicated_by_choice == frozenset()
     with pytest.raises(BudgetError) as error:
         captured(LEAST - 1)
     assert error.value.minimum_nbytes == LEAST
@@ -67,28 +67,33 @@ def test_what_is_chosen_fits_and_is_verified(budget_nbytes: int, external_nbytes
     except BudgetError:
         assert LEAST + external_nbytes > budget_nbytes, "it fits where nothing is whole"
         return
-    assert beside.planner_state.layout.whole <= decision.planner_state.layout.whole, "nobody comes back"
+    assert beside.planner_state.layout.replicated_by_choice <= decision.planner_state.layout.replicated_by_choice, (
+        "nobody comes back"
+    )
     step_plan(CAPTURED, beside.request, HARDWARE)
 
 
 def test_a_forced_stage_is_no_choice() -> None:
     for stage in (1, 2, 3):
         layout = cut(stage=stage)  # type: ignore[arg-type]
-        assert decide(PlannerState(HUGE), GraphCaptured(CAPTURED, layout)).planner_state.layout.whole == frozenset()
+        assert (
+            decide(PlannerState(HUGE), GraphCaptured(CAPTURED, layout)).planner_state.layout.replicated_by_choice
+            == frozenset()
+        )
 
 
 def test_what_is_whole_leaves_where_others_hold_more() -> None:
     now = captured(MOST).planner_state
     after = decide(now, PhaseCalled(Forms(CAPTURED), 1000)).planner_state
-    assert after.layout.whole < now.layout.whole
+    assert after.layout.replicated_by_choice < now.layout.replicated_by_choice
     assert after.key != now.key, "a plan for the one is none for the other"
     again = decide(after, PhaseCalled(Forms(CAPTURED), 0)).planner_state
-    assert again.layout.whole == after.layout.whole
+    assert again.layout.replicated_by_choice == after.layout.replicated_by_choice
 
 
 def test_a_later_graph_takes_room_too() -> None:
     now = replace(captured(MOST).planner_state, budget_nbytes=LEAST)
-    assert decide(now, GraphCaptured(CAPTURED, now.layout)).planner_state.layout.whole == frozenset()
+    assert decide(now, GraphCaptured(CAPTURED, now.layout)).planner_state.layout.replicated_by_choice == frozenset()
 
 
 def test_for_an_update_what_is_whole_gives_its_room_back_for_a_while() -> None:
@@ -101,7 +106,7 @@ def test_for_an_update_what_is_whole_gives_its_room_back_for_a_while() -> None:
     tight = decide(now, UpdateDue(groups, external_nbytes))
     assert tight.planner_state is now, "afterwards it is as before"
     assert tight.request is not None
-    assert tight.request.planner_state.layout.whole < now.layout.whole
+    assert tight.request.planner_state.layout.replicated_by_choice < now.layout.replicated_by_choice
     update_plan(tight.request, HARDWARE)
 
 
@@ -112,10 +117,10 @@ def test_ranks_choose_alike_whatever_their_parts(rows: list[int], share: float) 
         layout = cut(rows, rank)
         needs = profile(CAPTURED, layout).all
         least = check_minimum(needs, layout, HUGE, 0)
-        most = check_minimum(needs, layout.with_whole(range(len(layout.groups))), HUGE, 0)
+        most = check_minimum(needs, layout.with_replicated(range(len(layout.groups))), HUGE, 0)
         budget = int(least + share * (most - least))
         every = frozenset(range(len(layout.groups)))
-        chosen = choose_whole(needs, layout, budget, every)
-        beside = whole_beside(needs, layout.with_whole(every), budget, 0)
+        chosen = choose_replicated(needs, layout, budget, every)
+        beside = remaining_replicated(needs, layout.with_replicated(every), budget, 0)
         found.append((least, most, chosen.whole, beside.whole))
     assert len(set(found)) == 1

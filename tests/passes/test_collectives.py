@@ -20,7 +20,7 @@ from chunkc.passes.graphs.cost import cost_s
 from chunkc.passes.graphs.graphs import is_compute, returned
 from chunkc.passes.memory.scratch.cpu import scratch_nbytes
 from chunkc.passes.memory.segment_memory import eager_memory
-from chunkc.passes.planning.recompute import may_run_again
+from chunkc.passes.planning.recompute import may_recompute
 from chunkc.passes.segments.cuts import cut
 from chunkc.passes.segments.segments import SegmentTable, extract
 from chunkc.runtime.device import cpu_allocator
@@ -102,7 +102,7 @@ def test_each_is_a_segment_with_its_wait_in_the_order_of_the_graph(whole: bool) 
     assert [names(run) for run in runs] == [["mm"], pair, ["relu"], pair, ["relu", "add"]]
     pieces = extract(gm, runs, SegmentTable())
     assert [piece.segment.run_by_aten for piece in pieces] == [False, True, False, True, False]
-    assert [may_run_again(piece.segment.module.graph) for piece in pieces] == [True, False, True, False, True]
+    assert [may_recompute(piece.segment.module.graph) for piece in pieces] == [True, False, True, False, True]
 
 
 def test_a_result_is_one_storage_before_and_behind_the_wait() -> None:

@@ -17,7 +17,7 @@ from chunkc.passes.segments.cuts import (
     cut,
     home_views,
     materialise_returned_placeholders,
-    with_dropouts_again,
+    with_dropouts_from_masks,
 )
 from chunkc.passes.segments.segments import SegmentTable, extract
 
@@ -61,7 +61,7 @@ def test_a_dropout_made_again_of_its_mask_has_the_same_bits(dtype: torch.dtype) 
     args = [torch.randn(33, 33).to(dtype) for _ in range(3)]
     args[0][0] = -0.0
     gm = trace(with_dropouts, *args)
-    again = with_dropouts_again(gm)
+    again = with_dropouts_from_masks(gm)
     torch.manual_seed(0)
     expected = gm(*args)
     torch.manual_seed(0)
@@ -76,11 +76,11 @@ def test_a_dropout_made_again_of_its_mask_has_the_same_bits(dtype: torch.dtype) 
 
 def test_a_dropout_that_drops_nothing_stays_as_it_is() -> None:
     gm = trace(lambda x: aten.native_dropout(x, 0.5, False)[:1], torch.randn(4))
-    assert [n.target for n in with_dropouts_again(gm).graph.nodes] == [n.target for n in gm.graph.nodes]
+    assert [n.target for n in with_dropouts_from_masks(gm).graph.nodes] == [n.target for n in gm.graph.nodes]
 
 
 def test_what_draws_is_apart_with_all_that_it_gives() -> None:
-    gm = with_dropouts_again(trace(with_dropouts, *(torch.randn(8, 8) for _ in range(3))))
+    gm = with_dropouts_from_masks(trace(with_dropouts, *(torch.randn(8, 8) for _ in range(3))))
     again = ["_to_copy", "div", "mul"]
     runs = [ops(run) for run in cut(gm.graph, groups={}, gradient_groups={}, apart=True)]
     drawn = ["native_dropout", "getitem"]

@@ -15,13 +15,13 @@ from torch import fx
 
 from chunkc.ir.program import RECOMPUTE, MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
 from chunkc.passes.memory.profile import last_holds, positions
-from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, leaving
-from chunkc.passes.planning.recompute import Repeatable, may_run_again, recomputing
+from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, with_offloaded
+from chunkc.passes.planning.recompute import Recomputable, may_recompute, with_recompute
 from chunkc.passes.planning.recompute_search import (
     RecomputeRegions,
     dropped_between,
     leanest,
-    needed_early,
+    needed_before_region,
     ways_to_cut,
 )
 from chunkc.passes.planning.residency import StepProfile
@@ -134,7 +134,7 @@ def without_some_results(call: SegmentCall, rng: random.Random) -> SegmentCall:
         output_storages=tuple(call.output_storages[place] for place in places),
         parameters=tuple((inputs.index(at), name) for at, name in call.parameters if at in inputs),
     )
-    return replace(call, again=again)
+    return replace(call, recompute_call=again)
 
 
 def places_of(call: SegmentCall) -> tuple[str, list[int], list[int], int]:
@@ -175,10 +175,10 @@ def test_every_call_gets_the_values_it_always_got(seed: int) -> None:
     saved = forward.outputs[1:]
     expected_values = {name: values[v] for name, v in backward.saved_as.items()} | {"t": "t"}
     _, expected = run(backward, expected_values)
-    known = Repeatable(forward, backward, once)
+    known = Recomputable(forward, backward, once)
     every = sorted(known.droppable | known.inner)
     for gone in (frozenset(every), frozenset(s for s in every if rng.random() < 0.5)):
-        lean, behind = recomputing(known, gone)
+        lean, behind = with_recompute(known, gone)
         dropped = set(lean.remade)
         assert dropped <= gone
         assert {call.segment for call in behind.calls if call.name.startswith("rerun")}.isdisjoint(once)
@@ -204,11 +204,11 @@ def test_every_call_gets_the_values_it_always_got(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_step_without_what_is_at_home_needs_what_its_own_profile_says(seed: int) -> None:
-    """`StepProfile.leaving` takes bytes off where liveness would find them gone; other values are dropped or not."""
+    """`StepProfile.with_offloaded` takes bytes off where liveness finds them gone; others are dropped or not."""
     rng = random.Random(seed)
-    known = Repeatable(*random_programs(seed))
+    known = Recomputable(*random_programs(seed))
     may_go = sorted(known.droppable | known.inner)
-    programs = recomputing(known, rng.sample(may_go, k=min(len(may_go), rng.randint(0, 3))))
+    programs = with_recompute(known, rng.sample(may_go, k=min(len(may_go), rng.randint(0, 3))))
     steps = tuple(MemoryStep("op", "m", rng.choice([0, 5, 9]) * BIG) for _ in range(3))
     memories = {
         name: SegmentMemory(steps, tuple(rng.randint(0, 3) for _ in range(9)), (), ())
@@ -221,14 +221,17 @@ def test_a_step_without_what_is_at_home_needs_what_its_own_profile_says(seed: in
 
     saved = [one for one in candidates(*programs) if rng.random() < 0.6]
     names = {one.storage for one in saved}
-    expected, found = step(*(leaving(program, names) for program in programs)), step(*programs).leaving(saved)
+    expected, found = (
+        step(*(with_offloaded(program, names) for program in programs)),
+        step(*programs).with_offloaded(saved),
+    )
     assert (found.forward, found.backward) == (expected.forward, expected.backward)
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_stretches_keep_what_crosses_their_ends(seed: int) -> None:
     forward, backward, once = random_programs(seed)
-    known = Repeatable(forward, backward, once)
+    known = Recomputable(forward, backward, once)
     for cuts in ways_to_cut(known):
         gone = dropped_between(known, RecomputeRegions(cuts))
         ends = [0, *cuts, len(forward.calls)]
@@ -245,9 +248,11 @@ def test_stretches_keep_what_crosses_their_ends(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(40))
 def test_with_what_is_needed_early_kept_stretches_run_again_from_the_last_to_the_first(seed: int) -> None:
     forward, backward, once = random_programs(seed)
-    known = Repeatable(forward, backward, once)
+    known = Recomputable(forward, backward, once)
     for ends in ways_to_cut(known):
-        _, repeated = recomputing(known, dropped_between(known, RecomputeRegions(ends, needed_early(known, ends))))
+        _, repeated = with_recompute(
+            known, dropped_between(known, RecomputeRegions(ends, needed_before_region(known, ends)))
+        )
         last, at_once = len(ends), []
         for call in repeated.calls:
             if call.name.startswith(RECOMPUTE):
@@ -257,7 +262,7 @@ def test_with_what_is_needed_early_kept_stretches_run_again_from_the_last_to_the
                 last, at_once = min(at_once), []
 
 
-def layers(count: int, *, table: bool = False) -> Repeatable:
+def layers(count: int, *, table: bool = False) -> Recomputable:
     """Like calls that save much. The first makes the table, if there is one, and all of the backward read it."""
     storages = (
         {"in:x0": BIG, "T": BIG} | {f"X{i + 1}": BIG for i in range(count)} | {f"S{i}": 9 * BIG for i in range(count)}
@@ -298,11 +303,11 @@ def layers(count: int, *, table: bool = False) -> Repeatable:
         1,
         saved_as={name: name for name in saved},
     )
-    return Repeatable(forward, backward, frozenset())
+    return Recomputable(forward, backward, frozenset())
 
 
-def repeated_calls(known: Repeatable, recompute_regions: RecomputeRegions) -> list[str]:
-    return [call.name for call in recomputing(known, dropped_between(known, recompute_regions))[1].calls]
+def repeated_calls(known: Recomputable, recompute_regions: RecomputeRegions) -> list[str]:
+    return [call.name for call in with_recompute(known, dropped_between(known, recompute_regions))[1].calls]
 
 
 def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
@@ -312,7 +317,7 @@ def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
     assert cuts[0] == tuple(range(1, 12))
     assert (1, 3, 5, 7, 9, 11) in cuts
     assert (2, 5, 8, 11) in cuts
-    lean, _ = recomputing(known, dropped_between(known, RecomputeRegions((4, 8))))
+    lean, _ = with_recompute(known, dropped_between(known, RecomputeRegions((4, 8))))
     assert lean.outputs[len(lean.outputs) - lean.num_extra :] == ("x0", "x4", "x8")
     names = repeated_calls(known, RecomputeRegions((4, 8)))
     assert names[:6] == ["rerun.8", "rerun.9", "rerun.10", "rerun.11", "backward.0", "backward.1"]
@@ -321,8 +326,8 @@ def test_each_block_is_a_stretch_of_its_own_or_several_are() -> None:
 
 def test_a_table_that_all_layers_read_does_not_have_the_first_run_again_before_the_last() -> None:
     known, ends = layers(4, table=True), (1, 2, 3)
-    assert needed_early(layers(4), ends) == frozenset()
-    assert needed_early(known, ends) == {"T"}
+    assert needed_before_region(layers(4), ends) == frozenset()
+    assert needed_before_region(known, ends) == {"T"}
     assert repeated_calls(known, RecomputeRegions(ends))[:3] == ["rerun.0", "rerun.3", "backward.0"]
     names = repeated_calls(known, RecomputeRegions(ends, frozenset({"T"})))
     assert names[:2] == ["rerun.3", "backward.0"]
@@ -357,11 +362,11 @@ def segment(*operations: tuple) -> fx.Graph:
 
 
 def test_what_draws_random_numbers_or_changes_its_input_runs_once() -> None:
-    assert may_run_again(segment((aten.mm.default, None), (aten.relu.default,)))
-    assert not may_run_again(segment((aten.relu.default,), (aten.native_dropout.default, 0.1, True)))
-    assert not may_run_again(segment((aten.add_.Tensor, 1)))
-    assert not may_run_again(segment((torch.ops.higher_order.cond,)))
+    assert may_recompute(segment((aten.mm.default, None), (aten.relu.default,)))
+    assert not may_recompute(segment((aten.relu.default,), (aten.native_dropout.default, 0.1, True)))
+    assert not may_recompute(segment((aten.add_.Tensor, 1)))
+    assert not may_recompute(segment((torch.ops.higher_order.cond,)))
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
-    assert may_run_again(segment((attention, None, None)))
-    assert may_run_again(segment((attention, None, None, 0.0)))
-    assert not may_run_again(segment((attention, None, None, 0.1)))
+    assert may_recompute(segment((attention, None, None)))
+    assert may_recompute(segment((attention, None, None, 0.0)))
+    assert not may_recompute(segment((attention, None, None, 0.1)))

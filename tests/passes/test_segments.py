@@ -10,7 +10,7 @@ from torch import fx
 from chunkc.passes.codegen import EagerSegment
 from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned
 from chunkc.passes.segments.cuts import cut
-from chunkc.passes.segments.segments import SegmentTable, canonical_text, extract, for_the_backward
+from chunkc.passes.segments.segments import SegmentTable, canonical_text, extract, recompute_pieces
 
 aten = torch.ops.aten
 
@@ -113,7 +113,7 @@ def test_for_the_backward_a_block_is_made_without_its_last_product() -> None:
     table = SegmentTable()
     pieces = extract(gm, cut(gm.graph, groups=groups, gradient_groups={}), table)
     saved = [node for node in returned(gm.graph)[1:] if node is not None]
-    found = for_the_backward(gm, pieces, saved, table)
+    found = recompute_pieces(gm, pieces, saved, table)
     assert sorted(found) == [0, 1, 2]
     values = dict(zip(placeholders(gm.graph), args))
     for index, piece in enumerate(pieces):
@@ -137,7 +137,7 @@ def test_a_view_of_what_is_passed_on_is_not_made_alone() -> None:
     table = SegmentTable()
     pieces = extract(gm, cut(gm.graph, groups={v: 0, w: 1}, gradient_groups={}), table)
     (saved,) = [node for node in returned(gm.graph)[1:] if node is not None]
-    assert for_the_backward(gm, pieces, [saved], table) == {}
+    assert recompute_pieces(gm, pieces, [saved], table) == {}
 
 
 def test_canonical_text_forgets_names_only() -> None:

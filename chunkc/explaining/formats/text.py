@@ -85,7 +85,7 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
     if explanation.saved_at_home:
         yield "saved values that go home between forward and backward", _saved(explanation.saved_at_home)
     if explanation.saved_again:
-        title = f"saved values that the backward makes again, in {short_seconds(explanation.again_s)}"
+        title = f"saved values that the backward makes again, in {short_seconds(explanation.recompute_s)}"
         yield title, _saved(explanation.saved_again)
     if explanation.host is not None:
         yield "host memory, at most", _host(explanation.host, explanation.host_memory_nbytes)

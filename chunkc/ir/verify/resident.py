@@ -74,7 +74,7 @@ def _whole_nbytes(group: ChunkGroup) -> int:
     of_all = {s.spec.shards.zero_stage for s in group.slices if s.spec.shards is not None}
     stage = next(iter(of_all)) if of_all else 3
     if stage is None:
-        stage = 2 if group.is_whole else 3
+        stage = 2 if group.is_replicated else 3
     parameters, gradients = group.gathered_numel + group.packing_numel, group.gathered_numel
     numels = {2: [parameters], 1: [parameters, gradients] if group.trainable else [parameters]}.get(stage, [])
     granule_nbytes = group.slices[0].spec.granule_nbytes if group.slices else 1
