@@ -163,6 +163,6 @@ def test_a_plan_for_what_is_whole_is_none_for_what_is_not() -> None:
     assert not violations(GATHER, needed, zero_stage=None)
     assert resident_data_nbytes(apart, ()) + apart.chunk_nbytes_of(WHOLE) == needed, "as long as the chunk has a slot"
     assert resident_data_nbytes(apart, ()) < resident_data_nbytes(whole, ())
-    assert whole.whole == {0}
+    assert whole.replicated_by_choice == {0}
     assert whole.with_replicated([0]) is whole
-    assert layout(zero_stage=2).whole == frozenset(), "what is forced is no choice"
+    assert layout(zero_stage=2).replicated_by_choice == frozenset(), "what is forced is no choice"

@@ -122,5 +122,5 @@ def test_ranks_choose_alike_whatever_their_parts(rows: list[int], share: float) 
         every = frozenset(range(len(layout.groups)))
         chosen = choose_replicated(needs, layout, budget, every)
         beside = remaining_replicated(needs, layout.with_replicated(every), budget, 0)
-        found.append((least, most, chosen.whole, beside.whole))
+        found.append((least, most, chosen.replicated_by_choice, beside.replicated_by_choice))
     assert len(set(found)) == 1
