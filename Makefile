@@ -16,6 +16,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+DEMO_STAMP := $(VENV)/.demo
 ARGS ?=
 TORCH := torch==2.13.0
 
@@ -56,14 +57,20 @@ check:
 	  echo "error: $(PYTHON) has no Python.h, which compiled kernels include; install its headers (Debian, Ubuntu: apt install python3-dev)" >&2; exit 1; }
 
 # `--no-compile`: of tens of thousands of files few are ever imported, and Python compiles those itself.
-$(STAMP): pyproject.toml Makefile | check
+$(DEMO_STAMP): pyproject.toml Makefile | check
+	@echo "making $(VENV), with PyTorch (some 200 MB) and what the demonstration needs; this happens once"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --no-compile --quiet "setuptools>=77" wheel
 	$(BIN)/python -m pip install --no-compile $(TORCH)
-	$(BIN)/python -m pip install --no-compile --no-build-isolation -e ".[dev]"
-	@touch $(STAMP)
+	$(BIN)/python -m pip install --no-compile --no-build-isolation -e ".[demo]"
+	@touch $@
 
-demo: $(STAMP)
+$(STAMP): $(DEMO_STAMP)
+	@echo "installing what the tests and the other commands need; this happens once"
+	$(BIN)/python -m pip install --no-compile --no-build-isolation -e ".[dev]"
+	@touch $@
+
+demo: $(DEMO_STAMP)
 	$(BIN)/python bench/demo.py $(ARGS)
 
 train: $(STAMP)
