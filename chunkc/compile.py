@@ -260,7 +260,7 @@ def _build(
     warn_of_estimates(session.note_estimates(step.captured.unknown_operators))
     show("planning", 0, None)
     try:
-        context = session.in_backward.expected(session, layout, {**session.store.parameters(), **named})
+        context = session.in_backward.expected(layout, {**session.store.parameters(), **named})
         decision = decide(session.planner_state, GraphCaptured(step.captured, layout, context))
     except BudgetError as error:
         held = _held_now(session, step.captured, inputs if arguments is None else arguments)

@@ -38,7 +38,6 @@ APART = ("chunkc.kernels", "chunkc.passes", "chunkc.runtime")
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 CIRCLES = {
-    frozenset({f"chunkc.session.{name}" for name in ("declared_states", "in_backward", "session")}),
     frozenset({
         f"chunkc.optim.{name}"
         for name in (

@@ -19,7 +19,7 @@ from chunkc.session.in_backward import UpdatesInBackward
 pytestmark = pytest.mark.timeout(120)
 
 
-SESSION: Any = SimpleNamespace(store=SimpleNamespace(check_not_consumed=lambda group: None))
+STORE: Any = SimpleNamespace(check_not_consumed=lambda group: None)
 
 
 class Starter:
@@ -28,43 +28,43 @@ class Starter:
     def __init__(self) -> None:
         self.begun: list[int] = []
 
-    def begin_update(self, session: Any, group: int) -> bool:
+    def begin_update(self, group: int) -> bool:
         self.begun.append(group)
         return True
 
     undoable = False
 
-    def take_back(self, session: Any, groups: Any) -> None:
+    def take_back(self, groups: Any) -> None:
         """Nothing of it can be undone."""
 
-    def begun_in(self, session: Any) -> list[int]:
+    def begun_groups(self) -> list[int]:
         return []
 
-    def stages_in_slots(self, session: Any, group: int) -> int:
+    def stages_in_slots(self, group: int) -> int:
         return 2 if group == 7 else 0
 
-    def make_ready(self, session: Any, group: int) -> None:
+    def make_ready(self, group: int) -> None:
         self.begun.append(group)
 
-    def update(self, session: Any, tile: Tile, tiles: Sequence[Tile]) -> None:
+    def update(self, tile: Tile, tiles: Sequence[Tile]) -> None:
         self.begun.append(tile.begin)
 
 
 @pytest.fixture
 def pair() -> tuple[UpdatesInBackward, Starter, Starter]:
-    early, first, second = UpdatesInBackward(), Starter(), Starter()
+    early, first, second = UpdatesInBackward(STORE), Starter(), Starter()
     early.join(first)
     early.join(second)
     return early, first, second
 
 
 def run_backward(early: UpdatesInBackward, group: int) -> None:
-    early.enter_backward(SESSION, [group])
-    early.settled(SESSION, group)
+    early.enter_backward([group])
+    early.gradients_complete(group)
 
 
 def run_forward(early: UpdatesInBackward, group: int) -> None:
-    early.enter_forward(SESSION, [group])
+    early.enter_forward([group])
     early.leave_forward([group])
 
 
@@ -143,15 +143,15 @@ def test_a_group_is_updated_in_slots_once_no_other_backward_is_to_come(
     pair: tuple[UpdatesInBackward, Starter, Starter],
 ) -> None:
     early, first, second = pair
-    assert early.updates_in_slots(SESSION, [3, 7]) == ((7, 2),)  # asked in the forward
+    assert early.updates_in_slots([3, 7]) == ((7, 2),)  # asked in the forward
     run_forward(early, 7)
     run_forward(early, 7)
-    early.enter_backward(SESSION, [7])
-    assert early.updates_in_slots(SESSION, [3, 7]) == ()
-    early.enter_backward(SESSION, [7])
-    assert early.updates_in_slots(SESSION, [3, 7]) == ((7, 2),)
+    early.enter_backward([7])
+    assert early.updates_in_slots([3, 7]) == ()
+    early.enter_backward([7])
+    assert early.updates_in_slots([3, 7]) == ((7, 2),)
     tile = Tile(7, 64, 128, 0, 2)
-    early.updating(SESSION, [tile])(tile)
+    early.updating([tile])(tile)
     assert sorted([first.begun, second.begun]) == [[], [7, 64]]
 
 

@@ -36,9 +36,11 @@ from chunkc.optim.step import prepare_step, take_over_changes, update_chunks, up
 from chunkc.optim.update_on import DEVICE
 from chunkc.optim.update_scheduler import BackwardUpdates
 from chunkc.runtime.store.shards import leaf_of, local_shard_of
+from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.declared_states import declare_states, declared_states
 from chunkc.session.pending_readers import await_readers
-from chunkc.session.session import lay_out_states, sessions_of, stepping
+from chunkc.session.protocols import Starter
+from chunkc.session.session import lay_out_states, session_with, sessions_of, stepping
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +91,7 @@ class ChunkedOptimizer(ClipsGradients):
         """Nothing is under way, in doubt or noted yet."""
         self.overlap = overlap
         self.under_way = UpdatesUnderWay(overlap)
-        self.in_backward = BackwardUpdates(overlap, self.under_way, BackwardStarter(self))
+        self.in_backward = BackwardUpdates(overlap, self.under_way, partial(BackwardStarter, weakref.ref(self)))
         self.pending_steps, self.contents = pending_steps.PendingSteps(), NotedContents()
         self._updaters: dict[tuple[torch.device, bool], Updater] = {}
 
@@ -132,6 +134,10 @@ class ChunkedOptimizer(ClipsGradients):
     def kept_states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         """The same, of a parameter that may have none: nothing then."""
         return self.__dict__["state"].get(leaf_of(parameter), {})
+
+    def starter_in(self, store: ChunkStore) -> Starter | None:
+        """Return this optimizer's updates in the backwards of the session with this store; None: it makes none."""
+        return self.in_backward.starter_in(session_with(store)) if self.overlap.beside_backward else None
 
     def dtypes_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Dtypes:
         """The kinds of states that an update of a parameter of a group needs or finds, with their dtypes."""

@@ -8,7 +8,7 @@ with "both" the next forward. Updates in slots are `slot_updates`'s. What a user
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,8 +26,8 @@ from chunkc.optim.update_on import at_home
 from chunkc.runtime.device.updates import HomeUpdate
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed_error
 from chunkc.runtime.store.shards import local_shard_of
-from chunkc.session.in_backward import Starter
 from chunkc.session.pending_readers import await_readers
+from chunkc.session.protocols import Starter
 from chunkc.session.session import Session, managing
 
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ class BackwardUpdates:
         assumed: with which scale updates begin that can be undone.
     """
 
-    def __init__(self, overlap: OverlapMode, under_way: UpdatesUnderWay, starter: Starter) -> None:
-        self._overlap, self._under_way, self._starter = overlap, under_way, starter
+    def __init__(self, overlap: OverlapMode, under_way: UpdatesUnderWay, starter: Callable[[Session], Starter]) -> None:
+        self._overlap, self._under_way, self._new_starter = overlap, under_way, starter
         self.accumulating, self.assumed = False, AssumedScale()
+        self._starters: weakref.WeakKeyDictionary[Session, Starter] = weakref.WeakKeyDictionary()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._resident_groups: weakref.WeakKeyDictionary[Session, ResidentGroups] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakKeyDictionary[Session, dict[int, list[Entry]]] = weakref.WeakKeyDictionary()
@@ -85,10 +86,11 @@ class BackwardUpdates:
         self._begun: weakref.WeakKeyDictionary[Session, dict[int, tuple[Sequence[Begun], Beginning]]]
         self._begun = weakref.WeakKeyDictionary()
 
-    @property
-    def starter(self) -> Starter | None:
-        """By whom a session's graphs begin this optimizer's updates; None: they do not."""
-        return self._starter if self._overlap.beside_backward else None
+    def starter_in(self, session: Session) -> Starter:
+        """Return the object by which a session's graphs begin this optimizer's updates."""
+        if session not in self._starters:
+            self._starters[session] = self._new_starter(session)
+        return self._starters[session]
 
     @contextmanager
     def announced(self) -> Iterator[None]:
@@ -127,7 +129,7 @@ class BackwardUpdates:
                         known[index].append((parameter, name, group))
         self._sessions.add(session)
         self._under_way.watch(session)
-        session.in_backward.join(self._starter)
+        session.in_backward.join(self.starter_in(session))
 
     def look_up(self, optimizer: Any, session: Session) -> None:
         """Before the first step: what is declared to be this optimizer's may be updated in slots in the first backward.
@@ -311,7 +313,7 @@ class BackwardUpdates:
         """What began in the backward is the optimizer's step's from now on: the next may begin."""
         self._begun.clear()
         for session in list(self._sessions):
-            session.in_backward.stepped(self._starter)
+            session.in_backward.stepped(self.starter_in(session))
 
 
 _LATE = (

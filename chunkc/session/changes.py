@@ -74,7 +74,7 @@ def _check_replacement(session: Session, name: str) -> None:
             f"{_described(data.dtype, data.shape, data.device)} now: call the compiled model once, which lays it out "
             "anew, before the optimizer's step; or convert it back"
         )
-    if session.in_backward.has_begun(session, store.group_index(name)):
+    if session.in_backward.has_begun(store.group_index(name)):
         raise UnsupportedError(
             f'the data of {name} was replaced after its update had begun (overlap="backward"): do so after step(), or '
             'use overlap="forward"'

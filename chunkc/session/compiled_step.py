@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -263,7 +262,7 @@ class CompiledGraph:
             gc.collect()
         session, step = self.session, self._step(FORWARD, arguments)
         self._called_in = threading.get_ident()
-        session.in_backward.enter_forward(session, self._groups)
+        session.in_backward.enter_forward(self._groups)
         session.store.release_slots()
         detect_changes(session, self._names)
         if session.transport is not None:
@@ -317,7 +316,7 @@ class CompiledGraph:
         asked = self._asked()
         hooked_nodes = self._node_hooks.hooked(asked.nodes)
         store.trainers.claim(self._all_names, None if store.tier.device.type == "cpu" else self._called_in)
-        session.in_backward.enter_backward(session, self._groups, is_last=asked.adds_all or not keeps_graph())
+        session.in_backward.enter_backward(self._groups, is_last=asked.adds_all or not keeps_graph())
         if detect_changes(session, self._names):
             store.release_slots()  # what was kept there is not what the user has
         if not asked.returned:
@@ -366,7 +365,7 @@ class CompiledGraph:
         if saved is not None:
             arguments += saved.take(again=keeps_graph())
         own_nbytes = seen.between_nbytes + seen.tangent_nbytes
-        settled = partial(session.in_backward.settled, session) if asked.adds_all else _leave_alone
+        settled = session.in_backward.gradients_complete if asked.adds_all else _leave_alone
         outputs = self._run(BACKWARD, step, planned, arguments, saved, own_nbytes, gone_nbytes, settled)
         if hooked:
             # Autograd will keep these as `.grad`, on the compute tier, until the next phase takes them home.
@@ -382,8 +381,8 @@ class CompiledGraph:
         if not asked.adds_all:
             return PhaseContext(hooked=hooked - asked.returned - asked.left_out, left_out=asked.left_out)
         session, made = self.session, {name for _, _, name in self._sunk()}
-        updates = session.in_backward.updates_in_slots(session, self._groups)
-        transient = session.in_backward.transient(session, made, hooked, updates)
+        updates = session.in_backward.updates_in_slots(self._groups)
+        transient = session.in_backward.transient(made, hooked, updates)
         return PhaseContext(
             hooked=hooked, updates=updates, undoable=session.in_backward.undoable(updates), transient=transient
         )
@@ -443,7 +442,7 @@ class CompiledGraph:
             consumed = part.consumes - planned.request.context.undoable
             sunk = {name for _, _, name in self._sunk()} - planned.request.context.left_out
             session.store.reserve_gradients(session.store.layout.groups_of(sunk) - consumed)
-        update = session.in_backward.updating(session, tiles.values()) if tiles else None
+        update = session.in_backward.updating(tiles.values()) if tiles else None
         run = Run(session.store, measurement, update, settled, saved)
         outputs = planned.phases[phase].executable(arguments, run)
         session.records.note(phase, plan, measurement)

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Collection, Mapping, Set
 
 import torch
 
@@ -19,42 +18,9 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.layout import ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Tile
 from chunkc.policy.state import PhaseContext, transient_in
+from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.declared_states import declared
-
-if TYPE_CHECKING:
-    from chunkc.session.session import Session
-
-
-class Starter(Protocol):
-    """An optimizer that begins updates during the backward."""
-
-    def begin_update(self, session: Session, group: int) -> bool:
-        """Begin a settled group's update, if it is this optimizer's and may begin; whether it did."""
-
-    def expects(self, session: Session, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
-        """The stages of its updates, and which of these groups it updates in slots, and which where they stay."""
-
-    def stages_in_slots(self, session: Session, group: int) -> int:
-        """The stages of a group's update, if the next backward may make it in slots, or where the group stays; 0 if it
-        may not."""
-
-    def make_ready(self, session: Session, group: int) -> None:
-        """A backward is about to run that updates this group."""
-
-    def update(self, session: Session, tile: Tile, tiles: Sequence[Tile]) -> None:
-        """Update a tile of a group, where `tiles` are all of them."""
-
-    @property
-    def undoable(self) -> bool:
-        """Whether its updates leave gradients as they are, and can be undone."""
-
-    def take_back(self, session: Session, groups: Collection[int]) -> None:
-        """Undo the updates that have begun of these groups, if they can be undone."""
-
-    def begun_in(self, session: Session) -> Container[int]:
-        """Groups of a session whose updates have begun during a backward since the last step."""
-
-    def __hash__(self) -> int: ...
+from chunkc.session.protocols import Starter
 
 
 class UpdatesInBackward:
@@ -64,7 +30,8 @@ class UpdatesInBackward:
     joins in the middle of a step waits for all that have had no backward yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: ChunkStore) -> None:
+        self._store = store
         self._open: Counter[int] = Counter()
         self._in_flight: weakref.WeakKeyDictionary[Starter, Counter[int]] = weakref.WeakKeyDictionary()
         self._in_slots: dict[int, weakref.ref[Starter]] = {}
@@ -78,20 +45,20 @@ class UpdatesInBackward:
         if starter not in self._in_flight:
             self._in_flight[starter] = self._open.copy()
 
-    def enter_forward(self, session: Session, groups: Collection[int]) -> None:
+    def enter_forward(self, groups: Collection[int]) -> None:
         """A graph that uses these groups is about to run its forward.
 
         Raises:
             UnsupportedError: the update of one of them has begun.
         """
-        self._refuse(session, groups, "forward")
+        self._refuse(groups, "forward")
 
     def leave_forward(self, groups: Collection[int]) -> None:
         """A graph that uses these groups has run a forward that has a backward; one that failed has none."""
         for in_flight in self._counted():
             in_flight.update(groups)
 
-    def enter_backward(self, session: Session, groups: Collection[int], *, is_last: bool = True) -> None:
+    def enter_backward(self, groups: Collection[int], *, is_last: bool = True) -> None:
         """A graph that uses these groups is about to run the backward of one of its forwards.
 
         Args:
@@ -100,28 +67,28 @@ class UpdatesInBackward:
         Raises:
             UnsupportedError: as above, or it would add to gradients that were used up.
         """
-        self._refuse(session, groups, "backward")
+        self._refuse(groups, "backward")
         for group in groups:
-            session.store.check_not_consumed(group)
+            self._store.check_not_consumed(group)
         for in_flight in self._counted() if is_last else ():
             for group in groups:
                 if in_flight[group] > 0:
                     in_flight[group] -= 1
 
-    def settled(self, session: Session, group: int) -> None:
+    def gradients_complete(self, group: int) -> None:
         """A group is settled in the backward that runs now; its updates begin unless another backward may follow."""
         for starter, in_flight in list(self._in_flight.items()):
             if in_flight[group] == 0:
-                starter.begin_update(session, group)
+                starter.begin_update(group)
 
-    def updates_in_slots(self, session: Session, groups: Collection[int]) -> tuple[tuple[int, int], ...]:
+    def updates_in_slots(self, groups: Collection[int]) -> tuple[tuple[int, int], ...]:
         """(group, stages of its update) of those groups that a graph's backward may update in slots: none is to come
         that uses them. Asked in its forward, which does not count yet, and before the backward."""
         found: dict[int, int] = {}
         self._in_slots.clear()
         for starter, in_flight in list(self._in_flight.items()):
             for group in sorted(groups):
-                if in_flight[group] == 0 and (num_stages := starter.stages_in_slots(session, group)):
+                if in_flight[group] == 0 and (num_stages := starter.stages_in_slots(group)):
                     found[group], self._in_slots[group] = num_stages, weakref.ref(starter)
         return tuple(sorted(found.items()))
 
@@ -130,7 +97,7 @@ class UpdatesInBackward:
         starters = {group: self._in_slots[group]() for group, _ in updates}
         return frozenset(group for group, starter in starters.items() if starter is not None and starter.undoable)
 
-    def expected(self, session: Session, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]) -> PhaseContext:
+    def expected(self, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]) -> PhaseContext:
         """What `updates_in_slots`, `undoable` and `transient` will find once optimizers do as they have said of their
         parameters; these are asked from now on."""
         by_starter: dict[Starter, list[ChunkGroup]] = {}
@@ -139,7 +106,7 @@ class UpdatesInBackward:
             said = [None if parameter is None else declared(parameter) for parameter in known]
             keepers = [one.keeper() if one is not None and one.keeper is not None else None for one in said]
             keeper = keepers[0] if all(one is keepers[0] for one in keepers) else None
-            starter = None if keeper is None else keeper.in_backward.starter
+            starter = None if keeper is None else keeper.starter_in(self._store)
             if starter is not None and group.trainable:
                 by_starter.setdefault(starter, []).append(group)
         updates: set[tuple[int, int]] = set()
@@ -147,7 +114,7 @@ class UpdatesInBackward:
         undoable: set[int] = set()
         for starter, groups in by_starter.items():
             self.join(starter)
-            num_stages, in_slots, in_place = starter.expects(session, groups)
+            num_stages, in_slots, in_place = starter.expects(groups)
             updates |= {(group, num_stages) for group in in_slots | in_place}
             transient |= in_place
             undoable |= in_slots if starter.undoable else set()
@@ -155,9 +122,7 @@ class UpdatesInBackward:
             updates=tuple(sorted(updates)), undoable=frozenset(undoable), transient=frozenset(transient)
         )
 
-    def transient(
-        self, session: Session, made: Set[str], hooked: Set[str], updates: Collection[tuple[int, int]]
-    ) -> frozenset[int]:
+    def transient(self, made: Set[str], hooked: Set[str], updates: Collection[tuple[int, int]]) -> frozenset[int]:
         """Groups that stay, and have no gradients before and after a phase of a graph.
 
         Args:
@@ -165,21 +130,21 @@ class UpdatesInBackward:
             updates: what `updates_in_slots` has found for it.
         """
         updated, starters = {group for group, _ in updates}, list(self._in_flight)
-        resident = session.store.resident if starters else frozenset[int]()
-        free = {i for i in resident if i in updated or any(one.stages_in_slots(session, i) for one in starters)}
-        return transient_in(session.store.layout, free, made, hooked, updated)
+        resident = self._store.resident if starters else frozenset[int]()
+        free = {i for i in resident if i in updated or any(one.stages_in_slots(i) for one in starters)}
+        return transient_in(self._store.layout, free, made, hooked, updated)
 
-    def updating(self, session: Session, tiles: Collection[Tile]) -> Callable[[Tile], None]:
+    def updating(self, tiles: Collection[Tile]) -> Callable[[Tile], None]:
         """What updates these tiles of groups, which the latest `updates_in_slots` has named."""
         by_group: dict[int, list[Tile]] = {}
         for tile in tiles:
             by_group.setdefault(tile.group, []).append(tile)
         starters = {group: starter for group in by_group if (starter := self._in_slots[group]()) is not None}
         for group, starter in starters.items():
-            starter.make_ready(session, group)
+            starter.make_ready(group)
 
         def update(tile: Tile) -> None:
-            starters[tile.group].update(session, tile, by_group[tile.group])
+            starters[tile.group].update(tile, by_group[tile.group])
 
         return update
 
@@ -191,14 +156,14 @@ class UpdatesInBackward:
     def _counted(self) -> list[Counter[int]]:
         return [self._open, *self._in_flight.values()]
 
-    def has_begun(self, session: Session, group: int) -> bool:
+    def has_begun(self, group: int) -> bool:
         """Whether a group's update has begun in the backward, and no step has ended since."""
-        return any(group in starter.begun_in(session) for starter in self._in_flight)
+        return any(group in starter.begun_groups() for starter in self._in_flight)
 
-    def _refuse(self, session: Session, groups: Collection[int], phase: str) -> None:
+    def _refuse(self, groups: Collection[int], phase: str) -> None:
         for starter in list(self._in_flight):
-            starter.take_back(session, groups)
-        if any(self.has_begun(session, group) for group in groups):
+            starter.take_back(groups)
+        if any(self.has_begun(group) for group in groups):
             raise UnsupportedError(
                 f'a {phase} would use parameters that the last backward has begun to update (overlap="backward"): call '
                 "optimizer.step() after each backward(), or, where gradients are accumulated, run all but the last "

@@ -11,9 +11,10 @@ from torch import nn
 from chunkc.ir.layout import Chunk, ChunkGroup, ChunkLayout
 from chunkc.policy.state import PlannerState
 from chunkc.runtime.storage.unassigned import unassigned_memory_of
-from chunkc.session.declared_states import StateKeeper, declared
+from chunkc.session.declared_states import declared
 from chunkc.session.movable import shares_memory
 from chunkc.session.pending_readers import await_readers
+from chunkc.session.protocols import StateKeeper
 from chunkc.session.session import Session
 
 Kept = Mapping[str, tuple[StateKeeper, dict[str, Any]]]

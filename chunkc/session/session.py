@@ -38,8 +38,9 @@ from chunkc.runtime.storage.open_compute import open_compute
 from chunkc.runtime.store.consumed_gradients import gradient_of
 from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.runtime.store.store import ChunkStore
-from chunkc.session.declared_states import StateKeeper, declare_states, declared, declared_states, state_format_of
+from chunkc.session.declared_states import declare_states, declared, declared_states, state_format_of
 from chunkc.session.in_backward import UpdatesInBackward
+from chunkc.session.protocols import StateKeeper
 from chunkc.session.records import Records
 from chunkc.session.state_keepers import StateKeepers
 from chunkc.utils.identity import ByIdentity, WeakIdentity
@@ -120,7 +121,7 @@ class Session:
         self.update_plans: Recent[Key, tuple[UpdatePlan, Executable]] = Recent(MAX_UPDATE_PLANS)
         self.keepers = StateKeepers(self.store)
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self.in_backward = UpdatesInBackward()
+        self.in_backward = UpdatesInBackward(self.store)
         self.estimates: tuple[EstimatedOperator, ...] = ()
         self._lock = threading.RLock()
         self._num_entered = 0
@@ -128,6 +129,7 @@ class Session:
         self._had_parameters = False
         self.is_over = False
         self.number = next(_numbers)
+        _by_store[id(self.store)] = self
 
     @property
     def options(self) -> Options:
@@ -296,12 +298,18 @@ class Session:
 
 _numbers = itertools.count()
 _owners: ByIdentity[tuple[Session, str]] = ByIdentity()
+_by_store: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()  # by id, while the session lives
 OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
     """The session that owns a parameter, and the parameter's name in it."""
     return _owners.get(local_shard_of(parameter))
+
+
+def session_with(store: ChunkStore) -> Session:
+    """Return the session that made a store."""
+    return _by_store[id(store)]
 
 
 def readable_parameters() -> list[torch.Tensor]:

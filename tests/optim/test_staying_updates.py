@@ -203,10 +203,10 @@ def test_no_slot_is_planned_for_it() -> None:
 def test_gradients_of_what_another_thread_trains_are_not_looked_at() -> None:
     made = Subject("backward", WITHOUT_GRADIENTS)
     made.step(0)
-    starter, found = made.optimizer.in_backward.starter, []
+    starter, found = made.optimizer.in_backward.starter_in(made.session), []
 
     def ask() -> None:
-        found.append([starter.stages_in_slots(made.session, group) for group in range(4)])
+        found.append([starter.stages_in_slots(group) for group in range(4)])
 
     ask()
     other = threading.Thread(target=ask)
