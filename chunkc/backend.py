@@ -23,7 +23,7 @@ from chunkc.compile import NotForAnyShapes, compile_graph
 from chunkc.distributed.agreement import refuse
 from chunkc.distributed.whole_parameters import has_own_meshes, with_own_meshes, with_whole_parameters
 from chunkc.explaining.whole_step import completed
-from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
+from chunkc.ir.errors import ChunkcError, InternalError, OptionsError, UnsupportedError
 from chunkc.options import Options, parse_options
 from chunkc.passes.codegen import prepare_compiler
 from chunkc.passes.graphs.graphs import placeholders
@@ -40,6 +40,7 @@ from chunkc.torch_private.fake import DataDependentOutputException, TracingConte
 from chunkc.tracing.autograd_checks import COMPILED_AUTOGRAD
 from chunkc.tracing.caller import runs_inside_the_compiled_call
 from chunkc.tracing.capture import detached
+from chunkc.tracing.internal_errors import as_internal_errors
 from chunkc.tracing.names import GraphNames
 from chunkc.variants import Variant, Variants
 
@@ -57,8 +58,12 @@ def chunkc(
     wrapped by Dynamo. Dynamo keeps the callable for every call that its guards let pass, so an error is that of the
     call for which the graph was compiled, and the next call is judged for itself.
     """
-    with COMPILING:  # where somebody else than Dynamo calls
-        return _compiled(gm, example_inputs, options, mode)
+    with COMPILING:  # where Dynamo does not hold it
+        try:
+            with as_internal_errors():
+                return _compiled(gm, example_inputs, options, mode)
+        except InternalError as error:
+            return _refusing(error, example_inputs)
 
 
 COMPILING = compile_lock
@@ -106,7 +111,8 @@ def _served(
     names = GraphNames(gm)
 
     def compile_for(inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]:
-        return compile_graph(gm, inputs, names, settings, options, arguments, is_part=is_part)
+        with as_internal_errors(NotForAnyShapes):  # a later call compiles outside of Dynamo
+            return compile_graph(gm, inputs, names, settings, options, arguments, is_part=is_part)
 
     variants = Variants(compile_for, COMPILING, partial(completed, options=settings))
     try:

@@ -20,6 +20,10 @@ class UnsupportedError(ChunkcError):
     """The model does something that chunkc cannot plan for; the message says what to do instead."""
 
 
+class InternalError(ChunkcError):
+    """An unforeseen failure inside chunkc while it compiled a graph: a bug in chunkc, with the failure as its cause."""
+
+
 class FileError(ChunkcError):
     """A file of weights cannot be read or written, or is not what it should be."""
 

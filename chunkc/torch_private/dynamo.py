@@ -14,9 +14,18 @@ from torch import fx, nn
 from torch._dynamo import compiled_autograd, config, convert_frame, eval_frame, trace_rules
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
-from torch._dynamo.exc import BackendCompilerFailed, TensorifyScalarRestartAnalysis, TorchDynamoException
+from torch._dynamo.exc import (
+    BackendCompilerFailed,
+    RestartAnalysis,
+    ShortenTraceback,
+    SkipFrame,
+    TensorifyScalarRestartAnalysis,
+    TorchDynamoException,
+    exceptions_allowed_to_be_fallback,
+)
 
 __all__ = [
+    "ACTED_ON_BY_DYNAMO",
     "CONVERTS_FRAMES",
     "EVALUATES_FRAMES",
     "BackendCompilerFailed",
@@ -32,6 +41,14 @@ CONVERTS_FRAMES = convert_frame.__file__
 
 EVALUATES_FRAMES = eval_frame.__file__
 """The file of what `torch.compile` returns."""
+
+ACTED_ON_BY_DYNAMO: tuple[type[Exception], ...] = (
+    RestartAnalysis,
+    SkipFrame,
+    ShortenTraceback,
+    *exceptions_allowed_to_be_fallback,
+)
+"""Exceptions of a backend by which Dynamo goes another way: it traces anew, breaks the graph, or skips the function."""
 
 LINEAR = torch._C._nn.linear
 """What Dynamo's graphs have for `nn.functional.linear`."""

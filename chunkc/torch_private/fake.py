@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "detect_fake_mode",
     "disable_current_modes",
     "enable_python_dispatcher",
+    "is_traceable_wrapper_subclass",
     "tracing",
     "without_values",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,9 +35,9 @@ from chunkc.torch_private.aot import (
     run_and_save_rng_state,
     run_with_rng_state,
 )
-from chunkc.torch_private.dynamo import is_of_a_module
+from chunkc.torch_private.dynamo import is_of_a_module, source_name
 from chunkc.torch_private.engine import without_autocast
-from chunkc.torch_private.fake import detect_fake_mode
+from chunkc.torch_private.fake import detect_fake_mode, is_traceable_wrapper_subclass
 from chunkc.torch_private.inductor import (
     prepare_all_but_random,
     prepare_joint_graph,
@@ -47,6 +48,9 @@ from chunkc.torch_private.versions import warn_if_newer
 from chunkc.tracing.decompositions import decompositions
 
 logger = logging.getLogger(__name__)
+
+_VARIABLE = re.compile(r"^[LG]\['([^']*)'\]")
+"""The variable that Dynamo's expression for an input begins with."""
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -144,6 +148,7 @@ def capture_graph(
     # Nothing below keeps the inputs: PyTorch 2.11 keeps these functions with the graph.
     without_gradient = [isinstance(value, torch.Tensor) and not value.requires_grad for value in inputs]
     num_inputs, num_outputs = len(inputs), len(returned(gm.graph))
+    wrappers = _wrapper_inputs(gm, inputs)
 
     def with_all_layers(gm: fx.GraphModule) -> fx.GraphModule:
         return gm if repeats is None else _with_graph(gm, unroll(gm.graph, repeats, num_inputs, num_outputs))
@@ -218,7 +223,7 @@ def capture_graph(
             logger.debug("all layers are traced: %s", error)
             repeats = None
             call = trace(gm)
-    _name_parameters(capture, parameter_names)
+    _name_parameters(capture, parameter_names, wrappers)
     assert capture.forward is not None
     capture.may_repeat = repeatable
     if repeatable and capture.backward is not None:
@@ -294,13 +299,21 @@ def detached(traced: torch.Tensor) -> torch.Tensor:
 
 
 def _refuse_what_no_plan_describes(graph: fx.Graph) -> None:
-    """AOTAutograd keeps the order of operators that act on nothing in the graph, by tokens that are inputs of it; and
-    some operators call graphs of their own.
+    """Refuse operators that plans do not describe.
+
+    AOTAutograd keeps the order of operators that act on nothing in the graph, by tokens that are inputs of it. Some
+    operators call graphs of their own. And a sparse tensor has no storage, whose bytes could be counted.
 
     Raises:
         UnsupportedError: there is such an operator.
     """
     for node in graph.nodes:
+        if (layout := _unstrided_layout(node)) is not None:
+            where = f" in {module_path(node)}" if module_path(node) else ""
+            raise UnsupportedError(
+                f"{node.target}{where} makes a tensor of layout {layout}, whose bytes no plan counts; use dense "
+                "tensors there, or keep it out of the graph with torch.compiler.disable"
+            )
         if getattr(node.target, "__name__", "") == "with_effects":
             raise UnsupportedError(
                 f"{node.args[1]} has an effect beside its outputs, which no plan keeps in order; keep it out of the "
@@ -314,15 +327,62 @@ def _refuse_what_no_plan_describes(graph: fx.Graph) -> None:
             )
 
 
-def _name_parameters(capture: TracedGraphs, names: Sequence[str | None]) -> None:
-    """Note which placeholders and gradients belong to which parameters, and copy parameters' views to their readers."""
+def _wrapper_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
+    """The inputs that are tensors made of other tensors, as `batch['x'] (NestedTensor)`."""
+    found = []
+    for node, value in zip(placeholders(gm.graph), inputs, strict=True):
+        if is_traceable_wrapper_subclass(value):
+            path = _VARIABLE.sub(r"\1", source_name(node))
+            found.append(f"{path or node.name} ({type(value).__name__})")
+    return found
+
+
+def _unstrided_layout(node: fx.Node) -> torch.layout | None:
+    """The layout of a node's value, where that is a sparse tensor."""
+    layouts = (leaf.layout for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, torch.Tensor))
+    return next((layout for layout in layouts if layout is not torch.strided), None)
+
+
+def _refuse_sparse_gradients(backward: fx.Graph, names: Sequence[str | None]) -> None:
+    """Refuse parameters whose gradients are sparse.
+
+    Raises:
+        UnsupportedError: there are some.
+    """
+    sparse = [
+        name
+        for gradient, name in zip(returned(backward), names)
+        if name is not None and gradient is not None and _unstrided_layout(gradient) is not None
+    ]
+    if sparse:
+        more = f" and of {len(sparse) - 1} more parameters" if len(sparse) > 1 else ""
+        raise UnsupportedError(
+            f"the gradient of {sparse[0]}{more} is sparse, and chunks have room for dense gradients alone; use "
+            "sparse=False in nn.Embedding or nn.EmbeddingBag"
+        )
+
+
+def _name_parameters(capture: TracedGraphs, names: Sequence[str | None], wrappers: Sequence[str]) -> None:
+    """Note which placeholders and gradients belong to which parameters, and copy parameters' views to their readers.
+
+    Args:
+        names: per input of Dynamo's graph, the parameter's name; None for an input that is none.
+        wrappers: inputs that are tensors around other tensors, as text.
+    """
     forward, backward = capture.forward, capture.backward
     assert forward is not None
+    if backward is not None:
+        _refuse_sparse_gradients(backward.graph, names)
     for phase in (forward, backward) if backward is not None else (forward,):
         _refuse_what_no_plan_describes(phase.graph)
         wait_at_once(phase.graph)
     primals = placeholders(forward.graph)
     if len(primals) != len(names):
+        if wrappers:
+            raise UnsupportedError(
+                f"{wrappers[0]} is a tensor made of other tensors, which no plan describes; pass those (of a jagged "
+                "nested tensor: values() and offsets()) and put them together inside the model, or pass a padded tensor"
+            )
         raise UnsupportedError("the model changes inputs that share memory; pass copies of them")
     capture.by_placeholder = {node.name: name for node, name in zip(primals, names) if name is not None}
     clone_parameter_views(forward.graph, [n for n in primals if n.name in capture.by_placeholder])
