@@ -258,7 +258,7 @@ MEANINGS = {
     "Stage": {"UpdateStage", "Stage", "ZeroStage"},
     "Capture": set[str](),
     "Captured": {"Captured", "GraphCaptured", "PartlyCapturedError"},
-    "Settle": {"_Settle"},
+    "Settle": set[str](),
     "Place": set[str](),
 }
 """Words that ARCHITECTURE.md defines -> the classes and types that are called so, or after it. All mean the same."""

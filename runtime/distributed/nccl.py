@@ -1,14 +1,14 @@
-"""Messages between GPUs: by NCCL, from memory to memory, in the order of the current stream.
+"""Send messages between GPUs by NCCL, from memory to memory, in the order of the current stream.
 
-One communicator has all of them, since NCCL's kernels must start in one order on every rank: that in which they are
-launched, which is the plan's (see `runtime.cuda`). To launch is not to wait: the current stream goes on when messages
-are there, and the host goes on at once. So a thread looks after what is under way, and aborts it when it takes too
-long. What an abort leaves in memory is no message; so ranks have failed before it.
+All messages use one communicator, since NCCL's kernels must start in one order on every rank: the order of their
+launches, which is the plan's (see `runtime.device.cuda`). A launch does not wait: the current stream goes on when the
+messages have arrived, and the host goes on at once. So a thread watches messages under way, and aborts them after a
+timeout. Received memory is undefined after an abort; so the transport is marked as failed before it.
 
-PyTorch's own watchdog would end the process, and count from the launch on; here it only clears up.
+PyTorch's own watchdog would end the process, and count from the launch on; here it only cleans up.
 
-Where ranks compute layers together, their collectives are PyTorch's, of another communicator. They are looked after in
-the same way, and aborted with the messages: each may wait for a rank that waits for the other.
+With tensor parallelism, the layers' collectives are PyTorch's, on another communicator. They are watched in the same
+way, and aborted with the messages: each may wait for a rank that waits for the other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,23 +31,23 @@ _POLL_S = 0.1
 
 
 class _InFlight:
-    """What has been enqueued and is not over, in order."""
+    """Enqueued work that is not over, in order."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[Any, Any]] = deque()  # of its turn, and of its end
+        self._events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # begin and end of each
         self._waits_since_s: float | None = None
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Around what is enqueued on the current stream."""
-        turn, end = torch.cuda.Event(), torch.cuda.Event()
-        turn.record()
+        """Note the work that is enqueued inside on the current stream."""
+        begin, end = torch.cuda.Event(), torch.cuda.Event()
+        begin.record()
         yield
         end.record()
-        self._events.append((turn, end))
+        self._events.append((begin, end))
 
     def is_late(self, timeout_s: float) -> bool:
-        """Whether the first of it takes longer than that, from when its turn in the stream has come."""
+        """Whether the first work takes longer than `timeout_s`, counted from when the stream has reached it."""
         while self._events and self._events[0][1].query():
             self._events.popleft()
             self._waits_since_s = None
@@ -61,14 +60,14 @@ class _InFlight:
 
 
 class GpuMessages:
-    """The GPUs of some ranks, one each, connected.
+    """Connection of the GPUs of several ranks, one each. All ranks make it collectively.
 
     Args:
-        ranks: of the default process group; all of them come here together.
+        ranks: of the default process group.
         device: this rank's.
-        timeout_s: how long messages may take from when their turn in the stream has come.
-        on_timeout: called by another thread before what is under way is aborted.
-        layers: groups in which ranks compute layers together.
+        timeout_s: how long messages may take, counted from when the stream has reached them.
+        on_timeout: called by another thread before messages under way are aborted.
+        layers: groups of tensor parallelism.
 
     Raises:
         RuntimeError: a rank is gone, or NCCL cannot connect them.
@@ -100,10 +99,10 @@ class GpuMessages:
         torch.cuda.synchronize(device)
 
     def exchange(self, sends: Sequence[tuple[int, torch.Tensor]], receives: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """Enqueue messages on the current stream, all at once; returns as soon as that is done.
+        """Enqueue messages on the current stream, all at once. Does not wait for them.
 
         Args:
-            sends, receives: an index into `ranks`, and flat uint8 tensors on the device.
+            sends, receives: an index into `ranks` and a flat uint8 tensor on the device for each message.
 
         Raises:
             RuntimeError: they cannot be enqueued.
@@ -117,7 +116,7 @@ class GpuMessages:
                 work.wait()  # the current stream does
 
     def abort(self) -> None:
-        """End what is under way, and whatever comes; memory has anything then."""
+        """Abort messages under way and all later ones; received memory is undefined then."""
         with self._aborting:
             if not self._is_aborted:
                 self._is_aborted = True
@@ -126,17 +125,17 @@ class GpuMessages:
                     abort(group, "cuda")
 
     def look(self) -> None:
-        """Abort where the other ranks' messages have not come in time."""
-        if any(one.is_late(self._timeout_s) for one in (self._under_way, self._in_layers)):
+        """Abort if the other ranks' messages have not come in time."""
+        if any(work.is_late(self._timeout_s) for work in (self._under_way, self._in_layers)):
             self._on_timeout()
             self.abort()
 
 
-def _watch(messages: weakref.ref[GpuMessages], stop: threading.Event) -> None:
+def _watch(reference: weakref.ref[GpuMessages], stop: threading.Event) -> None:
     while not stop.wait(_POLL_S):
-        found = messages()
-        if found is None:
+        messages = reference()
+        if messages is None:
             return
-        with suppress(RuntimeError):  # a broken device: whoever uses it is told
-            found.look()
-        del found
+        with suppress(RuntimeError):  # a broken device: its next use raises
+            messages.look()
+        del messages  # else the thread would keep it alive while it sleeps

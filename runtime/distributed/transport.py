@@ -1,10 +1,10 @@
-"""Bytes between ranks: messages from memory to memory, in the same order on every rank.
+"""Send bytes between ranks: messages from memory to memory, in the same order on every rank.
 
-What lies on a GPU goes by NCCL, in stream order (`runtime.nccl`); everything else by gloo, and the caller waits for it.
-Each channel is a process group of its own, so that threads which use different ones do not wait for each other.
-Messages are sent from where they lie and received where they are to be, without buffers; so what a rank sends is
-exactly what others lack, whatever the sizes of their parts are. A channel's exchanges are matched by their order, and
-where threads share one, by their tags.
+Messages on a GPU go by NCCL, in stream order (`runtime.distributed.nccl`); all others by gloo, and the caller waits for
+them. Each channel is a process group of its own, so that threads on different channels do not wait for each other.
+Messages are sent and received in place, without buffers, so a rank sends exactly the bytes that other ranks lack,
+whatever the sizes of their shards are. A channel's exchanges are matched by their order, and where threads share one,
+by their tags.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ GATHERS, SCATTERS, AGREEMENTS, SUMS, CHECKPOINTS = "gathers", "scatters", "agree
 _CHANNELS = (GATHERS, SCATTERS, AGREEMENTS, SUMS, CHECKPOINTS)
 
 _HEAD_NBYTES = 1024
-"""Of what ranks tell each other, these go first, with the length of all: mostly that is all there is."""
+"""First bytes of a gathered value, with its length: mostly these are the whole value."""
 
 _INLINE_NBYTES = _HEAD_NBYTES - 8
 
 _ANEW = "Start all ranks anew from the latest checkpoint"
 
 Message = tuple[int, torch.Tensor]
-"""A rank, as an index into `Transport.ranks`, and a contiguous tensor that is sent there or filled from there."""
+"""Rank, as an index into `Transport.ranks`, and a contiguous tensor that is sent there or filled from there."""
 
 
 @dataclass
 class Transport:
-    """The ranks that share a model, and what they have said to each other.
+    """Connection of the ranks that share a model, with the state that they have agreed on.
 
     Args:
         ranks: of the default process group, in the order of the mesh; this process's is among them.
-        timeout_s: how long a rank waits for another before it gives up.
-        num_copies: of every part (see `chunkc.ir.shards`).
+        timeout_s: how long a rank waits for another before it fails.
+        num_copies: of every shard (see `chunkc.ir.shards`).
 
     Attributes:
-        num_hosts: that the ranks run on, by their names.
+        num_hosts: hosts that the ranks run on, by their names.
         sent_nbytes: bytes that this rank has sent, by channel.
-        failure: why ranks can no longer train together; None: nothing has failed. A checkpoint that is being written
-            goes on then, and one that fails stops nobody: that channel stands for itself.
+        failure: why ranks can no longer exchange; None: nothing has failed. A checkpoint that is being written goes on
+            then, and one that fails does not stop training: that channel fails by itself.
         accumulating: more gradients will be added to those of the backwards that run now: in stage 1 of ZeRO each rank
             keeps its own until then.
-        num_renewed: how often ranks have forgotten plans of a step; the same on all of them.
+        num_renewed: how often ranks have dropped their plans of a step; the same on all of them.
         steps: a hash of the steps of optimizers so far.
-        device: where this rank computes (see `connect_gpus`).
+        device: this rank's compute device (see `connect_gpus`).
 
     Raises:
         DistributedError: another rank does not come.
@@ -88,19 +88,19 @@ class Transport:
         self._layers: tuple[dist.ProcessGroup, ...] = ()
         self._failed_checkpoint: BaseException | None = None
         self._gpus: GpuMessages | None = None
-        self._linked_gpus: GpuMessages | None = None  # of who fails with this one
+        self._linked_gpus: GpuMessages | None = None  # of the transport that fails with this one
 
     def connect_gpus(self, device: torch.device) -> None:
-        """All ranks compute on GPUs, of which this one's is `device`: what lies there is exchanged by NCCL.
+        """Connect the GPUs of all ranks, this rank's being `device`: tensors there are exchanged by NCCL.
 
         Raises:
             DistributedError: NCCL cannot connect them.
         """
-        lost = self._lost("parts between GPUs", "another rank")
-        me = weakref.ref(self)
+        lost = self._lost("shards between GPUs", "another rank")
+        reference = weakref.ref(self)
 
         def on_timeout() -> None:
-            if (transport := me()) is not None and transport.failure is None:
+            if (transport := reference()) is not None and transport.failure is None:
                 transport.failure = lost
 
         try:
@@ -112,11 +112,11 @@ class Transport:
 
     @property
     def world(self) -> Transport:
-        """By which all ranks meet that train the model: with tensor parallelism more than these."""
+        """Transport of all ranks that train the model: with tensor parallelism more than `ranks`."""
         return self if self._world is None else self._world
 
     def join_layers(self, world: Transport, layers: Sequence[dist.ProcessGroup]) -> None:
-        """Ranks compute layers together, and meet in groups of their own there; all of them meet by `world`."""
+        """Note the groups of tensor parallelism, and the transport of all ranks."""
         self._world, self._layers = world, tuple(layers)
 
     @property
@@ -125,23 +125,23 @@ class Transport:
 
     @property
     def others(self) -> tuple[int, ...]:
-        """The other ranks, beginning with the next one: not all send to the same one at first."""
+        """Other ranks, beginning with the next: ranks do not all send to the same one at first."""
         return tuple((self.rank + step) % self.num_ranks for step in range(1, self.num_ranks))
 
     def exchange(self, channel: str, sends: Sequence[Message], receives: Sequence[Message], tag: int = 0) -> None:
-        """Send and receive; returns once all is done. Empty tensors are no messages.
+        """Send and receive, and wait until all messages are over. Empty tensors are no messages.
 
-        Tensors on a GPU are exchanged in the order of the current stream, whatever the channel and the tag are. Then it
-        returns at once, and who is not there is noticed later (see `failure`).
+        Tensors on a GPU are exchanged in the order of the current stream, whatever the channel and the tag are. Then
+        the call does not wait, and a missing rank is detected later (see `failure`).
 
         Args:
-            tag: exchanges of one tag meet, in their order.
+            tag: exchanges of one tag match, in their order.
 
         Raises:
             DistributedError: another rank is gone, or has not come within the timeout.
         """
         self.check(channel)
-        group, works, other = self._groups[channel], [], self.rank
+        group, works, peer = self._groups[channel], [], self.rank
         receives = [(rank, _bytes(tensor)) for rank, tensor in receives if tensor.numel()]
         sends = [(rank, _bytes(tensor)) for rank, tensor in sends if tensor.numel()]
         try:
@@ -150,16 +150,16 @@ class Transport:
                 self._gpus.exchange(sends, receives)
                 self.sent_nbytes[channel] += sum(tensor.nbytes for _, tensor in sends)
                 return
-            for other, tensor in receives:
-                works.append((other, dist.irecv(tensor, src=self.ranks[other], group=group, tag=tag)))
-            for other, tensor in sends:
-                works.append((other, dist.isend(tensor, dst=self.ranks[other], group=group, tag=tag)))
+            for peer, tensor in receives:
+                works.append((peer, dist.irecv(tensor, src=self.ranks[peer], group=group, tag=tag)))
+            for peer, tensor in sends:
+                works.append((peer, dist.isend(tensor, dst=self.ranks[peer], group=group, tag=tag)))
                 self.sent_nbytes[channel] += tensor.nbytes
-            for other, work in works:  # noqa: B007
+            for peer, work in works:  # noqa: B007
                 assert work is not None
                 work.wait()
         except RuntimeError as error:
-            lost = self._lost(channel, f"rank {other}")
+            lost = self._lost(channel, f"rank {peer}")
             if channel == CHECKPOINTS:
                 self._failed_checkpoint = lost
             else:
@@ -167,26 +167,28 @@ class Transport:
             raise copy(lost) from error
 
     def all_gather(self, value: Any, channel: str = AGREEMENTS) -> list[Any]:
-        """Every rank's value, in the order of the ranks; all of them call this. Takes no memory of torch's allocator.
+        """Gather every rank's value, in the order of the ranks; all ranks call this collectively.
+
+        Takes no memory of torch's allocator.
 
         Raises:
             DistributedError: as `exchange`.
         """
         own = pickle.dumps(value)
-        told = [bytearray(_HEAD_NBYTES) for _ in self.ranks]
-        told[self.rank][:] = (len(own).to_bytes(8, "little") + own[:_INLINE_NBYTES]).ljust(_HEAD_NBYTES, b"\0")
-        self._tell(told, channel)
-        lengths = [int.from_bytes(head[:8], "little") for head in told]
+        heads = [bytearray(_HEAD_NBYTES) for _ in self.ranks]
+        heads[self.rank][:] = (len(own).to_bytes(8, "little") + own[:_INLINE_NBYTES]).ljust(_HEAD_NBYTES, b"\0")
+        self._all_gather_bytes(heads, channel)
+        lengths = [int.from_bytes(head[:8], "little") for head in heads]
         rests = [bytearray(max(0, length - _INLINE_NBYTES)) for length in lengths]
         rests[self.rank][:] = own[_INLINE_NBYTES:]
-        self._tell(rests, channel)
-        values = zip(told, rests, lengths, strict=True)
+        self._all_gather_bytes(rests, channel)
+        values = zip(heads, rests, lengths, strict=True)
         return [pickle.loads((head[8:] + rest)[:length]) for head, rest, length in values]
 
     def add_up(self, values: torch.Tensor, rendezvous: Sequence[int], tag: int) -> None:
-        """Sum a tensor over those ranks that are meeting, this one among them, in place: on each the same bits.
+        """Sum a tensor over the ranks of a rendezvous, this one among them, in place: the same bits on each.
 
-        The host waits for it. Takes no memory of torch's allocator.
+        Blocks the host. Takes no memory of torch's allocator.
 
         Raises:
             DistributedError: as `exchange`.
@@ -196,22 +198,22 @@ class Transport:
             torch.frombuffer(bytearray(values.nbytes), dtype=values.dtype).view(values.shape)
             for _ in range(len(rendezvous) + 1)
         )
-        of_rank = dict(zip(rendezvous, rooms, strict=True))
-        of_rank[self.rank].copy_(values)
-        sends = [(rank, of_rank[self.rank]) for rank in others]
-        self.exchange(SUMS, sends, [(rank, of_rank[rank]) for rank in others], tag)
+        terms = dict(zip(rendezvous, rooms, strict=True))
+        terms[self.rank].copy_(values)
+        sends = [(rank, terms[self.rank]) for rank in others]
+        self.exchange(SUMS, sends, [(rank, terms[rank]) for rank in others], tag)
         for rank in rendezvous:
-            total.add_(of_rank[rank])
+            total.add_(terms[rank])
         values.copy_(total)
 
-    def _tell(self, of_ranks: Sequence[bytearray], channel: str) -> None:
-        """Send this rank's bytes, and fill the others'; which of them are none, all know."""
-        tensors = {n: torch.frombuffer(b, dtype=torch.uint8) for n, b in enumerate(of_ranks) if b}
+    def _all_gather_bytes(self, buffers: Sequence[bytearray], channel: str) -> None:
+        """Send this rank's buffer, and fill the others'; all ranks know which buffers are empty."""
+        tensors = {n: torch.frombuffer(b, dtype=torch.uint8) for n, b in enumerate(buffers) if b}
         sends = [(rank, tensors[self.rank]) for rank in self.others if self.rank in tensors]
         self.exchange(channel, sends, [(rank, tensors[rank]) for rank in self.others if rank in tensors])
 
     def check(self, channel: str = AGREEMENTS) -> None:
-        """Raises DistributedError: nothing can be exchanged any more."""
+        """Raise DistributedError if ranks can no longer exchange on a channel."""
         failure = self._failed_checkpoint if channel == CHECKPOINTS else self.failure
         if isinstance(failure, DistributedError):
             raise copy(failure) from failure.__cause__
@@ -221,10 +223,10 @@ class Transport:
             ) from failure
 
     def give_up(self, cause: BaseException) -> None:
-        """This rank stops in the middle of a plan: the others must not wait for it.
+        """Fail because this rank stops in the middle of a plan: the others must not wait for it.
 
-        Closes the connections, which ends what the others wait for, in layers too. That of checkpoints stays: what is
-        being written is of a step before.
+        Closes the connections, which ends the others' waits, in tensor-parallel layers too. The channel of checkpoints
+        stays open: the checkpoint being written is of an earlier step.
         """
         if self.failure is None:
             self._fail(cause)
@@ -238,26 +240,26 @@ class Transport:
             _close(group)
 
     def _fail(self, cause: BaseException) -> None:
-        """Nothing is exchanged any more. What is under way between GPUs ends, so that nobody waits for it."""
+        """Stop all exchanges; those under way between GPUs are aborted, so that no rank waits for them."""
         self.failure = self.failure or cause
         for gpus in (self._gpus, self._linked_gpus):
             if gpus is not None:
                 gpus.abort()
 
-    def _lost(self, channel: str, who: str) -> DistributedError:
+    def _lost(self, channel: str, peer: str) -> DistributedError:
         return DistributedError(
-            f"rank {self.rank} of {self.num_ranks} cannot go on: in an exchange of {channel} {who} was gone, or did "
+            f"rank {self.rank} of {self.num_ranks} cannot go on: in an exchange of {channel} {peer} was gone, or did "
             f"not come within {self.timeout_s:g} s. The first error of any rank is the cause. {_ANEW}"
         )
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory as bytes: gloo does not know all dtypes."""
+    """View a contiguous tensor as bytes: gloo does not support all dtypes."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _close(group: dist.ProcessGroup) -> None:
-    """Close this rank's connections in a group: gloo does so where a message is not there in time."""
+    """Close this rank's connections in a group: gloo does so when a message does not come in time."""
     for rank in dist.get_process_group_ranks(group):
         if rank != dist.get_rank():
             with suppress(RuntimeError):

@@ -1,8 +1,8 @@
-"""The executor: a rewritten FX graph as a flat list of instructions over a register file.
+"""Execute a rewritten FX graph as a flat list of instructions over a register file.
 
 A value's register is cleared before its last reader runs, so that the reader holds the only reference and may free
-the value inside. Nothing here decides anything: order, slots and waits are the plan's. What an instruction computes,
-values in registers included, is enqueued on the tier; all else is the host's.
+the value inside. Nothing here decides anything: order, slots and waits are the plan's. An instruction's computation,
+including its reads and writes of registers, is enqueued on the tier; the rest runs on the host.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ Segment = Callable[[list[Any]], Sequence[Any]]
 
 @dataclass(frozen=True)
 class _Event:
+    """Event of the plan on a chunk: prefetch, wait, write-back or eviction."""
+
     do: Callable[[ChunkStore, Chunk, str], None]
     chunk: Chunk
     link: str = ""
@@ -39,7 +41,9 @@ class _Event:
 
 
 @dataclass(frozen=True)
-class _Settle:
+class _GradientsComplete:
+    """Report that a group's gradients are complete."""
+
     group: int
 
     def __call__(self, registers: Registers, run: Run) -> None:
@@ -49,6 +53,8 @@ class _Settle:
 
 @dataclass(frozen=True)
 class _Parameter:
+    """Put a parameter's view of its slot into a register."""
+
     chunk: Chunk
     name: str
     target: int
@@ -59,6 +65,8 @@ class _Parameter:
 
 @dataclass(frozen=True)
 class _Call:
+    """Call a compiled segment, as one moment."""
+
     name: str
     segment: Segment
     arguments: tuple[int, ...]
@@ -91,6 +99,8 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Sink:
+    """Take a complete gradient out of a register, into its slot or into `.grad`."""
+
     name: str
     chunk: Chunk | None
     source: int
@@ -109,6 +119,8 @@ class _Sink:
 
 @dataclass(frozen=True)
 class _Update:
+    """Update a tile in slots, as one moment."""
+
     tile: Tile
 
     def __call__(self, registers: Registers, run: Run) -> None:
@@ -126,7 +138,7 @@ def _prefetch(store: ChunkStore, chunk: Chunk, link: str) -> None:
 
 
 def _wait(store: ChunkStore, chunk: Chunk, link: str) -> None:
-    store.wait(chunk)  # whose slot knows the copy
+    store.wait(chunk)  # the chunk's slot has the copy, so its link is not needed
 
 
 def _write_back(store: ChunkStore, chunk: Chunk, link: str) -> None:
@@ -147,7 +159,7 @@ _EVENTS: Mapping[object, Callable[[ChunkStore, Chunk, str], None]] = {
 
 @dataclass(frozen=True)
 class Executable:
-    """A phase, lowered."""
+    """Lowered phase: instructions, and the registers of inputs and outputs."""
 
     instructions: tuple[Instruction, ...]
     num_registers: int
@@ -160,7 +172,7 @@ class Executable:
         object.__setattr__(self, "_calls", tuple(instruction.__call__ for instruction in self.instructions))
 
     def __call__(self, arguments: list[Any], run: Run) -> list[Any]:
-        """Run with `arguments`, a list that is emptied. An error leaves the store without slots.
+        """Run the phase with `arguments`, a list that is emptied. An error leaves the store without slots.
 
         Raises:
             StreamError, HomeError: a copy failed; parameters and gradients at home stay valid.
@@ -178,7 +190,7 @@ class Executable:
                 for call in self._calls:
                     call(registers, run)
                 run.store.tier.materialise()
-            run.store.tier.mark()  # where the next phase begins, on whatever stream
+            run.store.tier.mark()  # the next phase starts after this mark, on whatever stream it is
         except BaseException as error:
             if run.saved is not None:
                 run.saved.wait_out()  # copies read registers
@@ -188,7 +200,7 @@ class Executable:
             except ChunkcError as second:
                 error.add_note(f"while giving slots back after this: {second}")
             try:
-                run.store.tier.mark()  # what was enqueued before the error runs on, and the next phase comes after it
+                run.store.tier.mark()  # work enqueued before the error still runs: the next phase starts after it
             except RuntimeError as second:  # the error broke the device
                 error.add_note(f"while marking the stream after this: {second}")
             raise
@@ -204,10 +216,10 @@ class Executable:
 
 
 def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
-    """Turn a rewritten graph into instructions.
+    """Lower a rewritten graph to instructions.
 
     Args:
-        graph: as `passes.insert` builds it.
+        graph: as `passes.rewrite.insert` builds it.
         segments: compiled segments by name; each takes a list, which it empties, and returns a sequence.
     """
     register = {n: i for i, n in enumerate(n for n in graph.nodes if _has_value(n))}
@@ -242,7 +254,7 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
         elif node.target in SAVED_OPS:
             instructions.append(lower_saved(node, register, last_reader))
         elif node.target is chunk_ops.settle:
-            instructions.append(_Settle(*args))
+            instructions.append(_GradientsComplete(*args))
         elif node.target is chunk_ops.update:
             instructions.append(_Update(Tile(*args)))
         else:

@@ -84,7 +84,7 @@ class Run:
 
     Attributes:
         update: the optimizer's update of a tile in slots.
-        gradients_complete: called with each group whose gradients are complete.
+        gradients_complete: called with each group, once its gradients are complete.
     """
 
     store: ChunkStore
@@ -95,6 +95,6 @@ class Run:
 
 
 class Instruction(Protocol):
-    """One step of a lowered phase."""
+    """Step of a lowered phase."""
 
     def __call__(self, registers: Registers, run: Run) -> None: ...

@@ -1,11 +1,12 @@
-"""Values that a forward saves and that are absent until its backward reads them: at home, or dropped.
+"""Keep saved values that are offloaded, or dropped and recomputed, from a forward until its backward.
 
-What autograd holds meanwhile are stand-ins: tensors of the values' shapes over a few bytes that are not on the compute
-tier. They keep the copies at home, and what the backward reads to make dropped values again. When the last of them is
-gone (the backward has run, or the graph was dropped), the room at home is free for the next forward.
+Meanwhile autograd holds stand-ins: tensors of the values' shapes over a few bytes that are not on the compute tier.
+They keep alive the copies at home, and the tensors from which the backward recomputes dropped values. When the last
+stand-in is gone (the backward has run, or the graph was dropped), the home memory is free for the next forward.
 
-A stand-in is known by its dtype, which no value that leaves has, and found by what its bytes say. So a copy of one, as
-hooks on saved tensors make, is recognised; if all that it was copied from is gone, so are the values.
+A stand-in is recognised by its dtype, which no such value has, and found by the number in its bytes. So a copy of a
+stand-in, as hooks on saved tensors make, is recognised; if the stand-ins that it was copied from are gone, so are the
+values.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from chunkc.runtime.device.tier import Mark
 from chunkc.runtime.storage.homes import Home, Region
 
 STAND_IN = torch.complex128
-"""The dtype of what stands for values at home."""
+"""Dtype of stand-ins."""
 
 
 @dataclass(frozen=True)
-class _Form:
-    """How a value lies in its storage."""
+class _Geometry:
+    """Size, strides, offset and dtype of a value in its storage."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -41,39 +42,39 @@ class _Form:
     dtype: torch.dtype
 
     @staticmethod
-    def of(value: torch.Tensor) -> _Form:
-        return _Form(tuple(value.size()), tuple(value.stride()), int(value.storage_offset()), value.dtype)
+    def of(value: torch.Tensor) -> _Geometry:
+        return _Geometry(tuple(value.size()), tuple(value.stride()), int(value.storage_offset()), value.dtype)
 
     def over(self, buffer: torch.Tensor) -> torch.Tensor:
-        """The value in a storage that begins with `buffer`; not a view of it for autograd."""
+        """Make the value in the storage of `buffer`; for autograd it is no view of `buffer`."""
         empty = torch.empty(0, dtype=self.dtype, device=buffer.device)
         return empty.set_(buffer.untyped_storage(), self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True)
-class _Forms:
-    """How saved values lie in their one storage, of so many bytes."""
+class _StorageGeometry:
+    """Geometry of the saved values of one storage, and its size."""
 
-    values: tuple[_Form, ...]
+    values: tuple[_Geometry, ...]
     nbytes: int
 
     @staticmethod
-    def of(values: Sequence[torch.Tensor]) -> _Forms:
+    def of(values: Sequence[torch.Tensor]) -> _StorageGeometry:
         storage = values[0].untyped_storage()
         if any(value.untyped_storage().data_ptr() != storage.data_ptr() for value in values):
             raise AssertionError("saved values do not lie in one storage")
-        return _Forms(tuple(map(_Form.of, values)), storage.nbytes())
+        return _StorageGeometry(tuple(map(_Geometry.of, values)), storage.nbytes())
 
 
 def _version(value: object) -> int:
-    """How often a tensor was changed in place; of an inference tensor, or of what is none, nobody counts."""
+    """Return how often a tensor was changed in place; 0 for inference tensors, which have no count, and non-tensors."""
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
 class SavedRoom:
-    """Regions at home for saved storages. One that is given back is taken again by a storage of the same size.
+    """Pool of regions at home for saved storages. A returned region is reused by a storage of the same size.
 
-    What is kept for that never makes more, with what is in use, than was in use at once before.
+    Regions in use and spare ones never take more bytes together than were once in use at the same time.
     """
 
     def __init__(self, home: Home) -> None:
@@ -85,18 +86,18 @@ class SavedRoom:
 
     @property
     def nbytes(self) -> int:
-        """Bytes at home, in use or kept for the next forward."""
+        """Bytes at home, in use or spare."""
         self._collect()
         return self._in_use_nbytes + sum(region.nbytes for region in self._spare)
 
     @property
     def in_use_nbytes(self) -> int:
-        """Bytes of values that some backward may still read."""
+        """Bytes of values that a backward may still read."""
         self._collect()
         return self._in_use_nbytes
 
     def take(self, nbytes: int) -> Region:
-        """A region of that size; what is in it is anything.
+        """Take a region of that size; its contents are undefined.
 
         Raises:
             HomeError: the home has no room.
@@ -113,19 +114,19 @@ class SavedRoom:
         return region
 
     def give_back(self, regions: Sequence[Region]) -> None:
-        """Nobody reads these any more. May be called at any time, by any thread."""
+        """Return regions that no backward will read. May be called at any time, by any thread."""
         self._returned.append(regions)
 
     def writer(self, region: Region, source: Callable[[], torch.Tensor]) -> Callable[[], None]:
-        """A job that copies home what `source` gives when the job runs."""
+        """Make a job that copies a tensor home: the result of `source`, called when the job runs."""
         return self._job(region, lambda: self._home.write(region, 0, source()))
 
     def reader(self, region: Region, buffer: torch.Tensor) -> Callable[[], None]:
-        """A job that fills `buffer`."""
+        """Make a job that fills `buffer` from home."""
         return self._job(region, partial(self._home.read, region, 0, buffer))
 
     def close(self) -> None:
-        """Give all back to the home, what is in use as soon as nobody reads it any more."""
+        """Free all regions, those in use as soon as they are given back."""
         self._is_closed = True
         self._trim(0)
         self._collect()
@@ -142,7 +143,7 @@ class SavedRoom:
             self._trim(0)
 
     def _trim(self, most_nbytes: int) -> None:
-        """Keep no more spare regions than so many bytes, the latest ones."""
+        """Free the oldest spare regions until the rest takes at most `most_nbytes`."""
         spare_nbytes = sum(region.nbytes for region in self._spare)
         while self._spare and spare_nbytes > most_nbytes:
             region = self._spare.popleft()
@@ -150,62 +151,56 @@ class SavedRoom:
             self._home.free(region)
 
 
-@dataclass
-class _Copy:
-    """A storage at home."""
-
-    region: Region
-
-
-class _Bytes(bytearray):
-    """What the stand-ins of a storage lie in; it keeps what the forward has left at home."""
+class _StandInBuffer(bytearray):
+    """Memory of a storage's stand-ins; keeps the forward's saved values alive."""
 
     saved: SavedValues
 
 
-_stand_in_buffers: weakref.WeakValueDictionary[int, _Bytes] = weakref.WeakValueDictionary()
+_stand_in_buffers: weakref.WeakValueDictionary[int, _StandInBuffer] = weakref.WeakValueDictionary()
+"""Memory of stand-ins by the number in its bytes."""
 _numbers = itertools.count(1)
 
 
 @dataclass
 class SavedValues:
-    """What one forward has left for its backward, however often that runs.
+    """Values that one forward has saved for its backward, which may run more than once.
 
     Attributes:
-        absence: what is absent in between.
-        under_way: copies that nobody has waited for yet.
+        activation_plan: which values are offloaded or recomputed.
+        under_way: copies that have not been waited for, by storage.
     """
 
     room: SavedRoom
     activation_plan: ActivationPlan = KEEP_ALL
     under_way: dict[str, Mark] = field(default_factory=dict)
-    _copies: dict[str, _Copy] = field(default_factory=dict)
-    _forms: dict[str, _Forms] = field(default_factory=dict)
-    _regions: list[Region] = field(default_factory=list)
+    _region_of: dict[str, Region] = field(default_factory=dict)
+    _geometry: dict[str, _StorageGeometry] = field(default_factory=dict)
+    _regions: list[Region] = field(default_factory=list)  # those of `_region_of`, for the finalizer, which gets no self
     _kept: list[tuple[Any, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         weakref.finalize(self, self.room.give_back, self._regions).atexit = False
 
     def keep(self, outputs: list[Any], count: int) -> None:
-        """Take over the last outputs of a forward: what its backward reads to make dropped values again."""
+        """Take over the last outputs of a forward: the inputs from which its backward recomputes dropped values."""
         for value in outputs[len(outputs) - count :]:
             if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
-                value = value.detach()  # what the user gets has a graph, which keeps this
+                value = value.detach()  # the user's tensor has a graph that keeps this object: no reference cycle
             self._kept.append((value, _version(value)))
         del outputs[len(outputs) - count :]
 
     def take(self, *, again: bool) -> list[Any]:
-        """What was kept, for a backward; with `again`, for another one, too.
+        """Return the kept values for a backward; with `again`, keep them for another backward.
 
         Raises:
-            UnsupportedError: some of it was changed in place.
+            UnsupportedError: one was changed in place.
         """
         kept = self._kept
         if any(_version(value) != version for value, version in kept):
             raise UnsupportedError(
                 "a parameter, an input or an output of the model was changed in place between its forward and its "
-                "backward, which has to run a part of the forward again with what it was; change it after the "
+                "backward, which recomputes a part of the forward from its old value; change it after the "
                 'backward, or use the option activations="keep" or "offload"'
             )
         if not again:
@@ -213,55 +208,58 @@ class SavedValues:
         return [value for value, _ in kept]
 
     def note(self, storage: str, values: Sequence[torch.Tensor]) -> None:
-        """Note how values lie in their storage."""
-        self._forms[storage] = _Forms.of(values)
+        """Note the geometry of values in their storage."""
+        self._geometry[storage] = _StorageGeometry.of(values)
 
     def writer(self, storage: str, nbytes: int, values: Callable[[], Sequence[torch.Tensor]]) -> Callable[[], None]:
-        """A job that copies a storage home, given when it runs by the values that lie in it.
+        """Make a job that copies a storage home.
+
+        Args:
+            values: returns the values that lie in the storage, when the job runs.
 
         Raises:
             HomeError: the home has no room.
         """
         region = self.room.take(nbytes)
         self._regions.append(region)
-        self._copies[storage] = _Copy(region)
-        return self.room.writer(region, partial(self._whole, storage, nbytes, values))
+        self._region_of[storage] = region
+        return self.room.writer(region, partial(self._storage_bytes, storage, nbytes, values))
 
     def reader(self, storage: str, buffer: torch.Tensor) -> Callable[[], None]:
-        """A job that fills `buffer` with a storage's bytes."""
-        return self.room.reader(self._copies[storage].region, buffer)
+        """Make a job that fills `buffer` with a storage's bytes."""
+        return self.room.reader(self._region_of[storage], buffer)
 
     def values(self, storage: str, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The saved values of a storage, in one that has its bytes again: the one `buffer` lies in."""
-        return [form.over(buffer) for form in self._forms[storage].values]
+        """Make the saved values of a storage over the storage of `buffer`, which has the same bytes."""
+        return [geometry.over(buffer) for geometry in self._geometry[storage].values]
 
-    def recomputed(self, storage: str, made: torch.Tensor) -> list[torch.Tensor]:
-        """The saved values of a storage that a call has made again, `made` being one that lies in it."""
-        if made.untyped_storage().nbytes() != self._forms[storage].nbytes:
-            raise AssertionError(f"{storage} was made again with another number of bytes")
-        return self.values(storage, made)
+    def recomputed(self, storage: str, value: torch.Tensor) -> list[torch.Tensor]:
+        """Make the saved values of a storage that a call has recomputed; `value` lies in the new one."""
+        if value.untyped_storage().nbytes() != self._geometry[storage].nbytes:
+            raise AssertionError(f"{storage} was recomputed with another number of bytes")
+        return self.values(storage, value)
 
     def stand_ins(self, storage: str) -> list[torch.Tensor]:
-        """What stands for them, in the forward: one element, as often as it takes."""
+        """Make a forward's stand-ins for the values of a storage: one element, expanded to each value's size."""
         number = next(_numbers)
-        held = _Bytes(struct.pack("=dd", number, 0.0))
-        held.saved = self
-        _stand_in_buffers[number] = held
-        base = torch.frombuffer(held, dtype=STAND_IN, count=1)
-        return [base.as_strided(form.size, (0,) * len(form.size)) for form in self._forms[storage].values]
+        buffer = _StandInBuffer(struct.pack("=dd", number, 0.0))
+        buffer.saved = self
+        _stand_in_buffers[number] = buffer
+        base = torch.frombuffer(buffer, dtype=STAND_IN, count=1)
+        return [base.as_strided(value.size, (0,) * len(value.size)) for value in self._geometry[storage].values]
 
-    def _whole(self, name: str, nbytes: int, values: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
-        """All bytes of the one storage that values lie in; notes how they lie in it."""
-        given = values()
-        self.note(name, given)
-        if self._forms[name].nbytes > nbytes:
+    def _storage_bytes(self, name: str, nbytes: int, get_values: Callable[[], Sequence[torch.Tensor]]) -> torch.Tensor:
+        """View all bytes of the one storage that values lie in; note their geometry."""
+        values = get_values()
+        self.note(name, values)
+        if self._geometry[name].nbytes > nbytes:
             raise AssertionError(f"{name} has more than the {nbytes} bytes that were planned")
-        storage = given[0].untyped_storage()
-        flat = torch.empty(0, dtype=torch.uint8, device=given[0].device)
+        storage = values[0].untyped_storage()
+        flat = torch.empty(0, dtype=torch.uint8, device=values[0].device)
         return flat.set_(storage, 0, (storage.nbytes(),), (1,))
 
     def wait_out(self) -> None:
-        """Block until no copy is under way, whatever became of it: a run has failed."""
+        """Block until no copy is under way, ignoring errors: the run has failed already."""
         for mark in self.under_way.values():
             try:
                 mark.wait()
@@ -271,19 +269,19 @@ class SavedValues:
 
 
 def saved_values(arguments: Iterable[object]) -> SavedValues | None:
-    """What a backward's arguments stand for; None: all are values.
+    """Find the saved values behind stand-ins among a backward's arguments; None: no argument is a stand-in.
 
     Raises:
-        UnsupportedError: it is gone.
+        UnsupportedError: the saved values are gone.
     """
     first = next((a for a in arguments if isinstance(a, torch.Tensor) and a.dtype is STAND_IN), None)
     if first is None:
         return None
     number = int(first.as_strided((1,), (1,)).item().real)
-    found = _stand_in_buffers.get(number)
-    if found is None:
+    buffer = _stand_in_buffers.get(number)
+    if buffer is None:
         raise UnsupportedError(
-            "the forward's saved values are absent, and hooks on saved tensors have copied and "
-            'dropped what autograd knows them by; use the option activations="keep"'
+            "the forward's saved values are gone: hooks on saved tensors have copied and dropped the tensors that "
+            'stand for them in autograd\'s graph; use the option activations="keep"'
         )
-    return found.saved
+    return buffer.saved

@@ -1,7 +1,7 @@
-"""Instructions of the executor for storages that are absent between forward and backward.
+"""Instructions of the executor for storages that are offloaded, or recomputed, between forward and backward.
 
-What is in registers is the computation's: it is read by copies that start after the computation so far, and written by
-what is enqueued.
+Registers belong to the computation: copies that read them start after the computation so far, and only enqueued
+computation writes them.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ from chunkc.runtime.store.slots import fill_with_nan
 SAVED_OPS = frozenset(
     {chunk_ops.offload, chunk_ops.leave, chunk_ops.reload, chunk_ops.arrive, chunk_ops.forget, chunk_ops.again}
 )
-"""The chunk nodes that become instructions of this module."""
+"""Chunk nodes that become instructions of this module."""
 
 Targets = tuple[tuple[int, int], ...]
-"""(register, which of a storage's values)."""
+"""Pairs (register, index of one of a storage's values)."""
 
 
 @dataclass(frozen=True)
 class Offload:
+    """Start to copy a storage home."""
+
     storage: str
     link: str
     nbytes: int
@@ -44,27 +46,31 @@ class Offload:
 
 @dataclass(frozen=True)
 class Leave:
+    """Replace an offloaded storage's values by stand-ins, after its copy home."""
+
     storage: str
     sources: tuple[int, ...]
     targets: Targets
 
     def __call__(self, registers: Registers, run: Run) -> None:
         _hold_for(self.storage, run)
-        run.store.tier.enqueue(self._give_up, registers, _saved(run), run.store.debug)
+        run.store.tier.enqueue(self._replace, registers, _saved(run), run.store.debug)
 
-    def _give_up(self, registers: Registers, saved: SavedValues, debug: bool) -> None:
+    def _replace(self, registers: Registers, saved: SavedValues, debug: bool) -> None:
         if debug:
             value = registers[self.sources[0]]
             fill_with_nan(torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage()))
         for index in self.sources:
             registers[index] = None
         stand_ins = saved.stand_ins(self.storage)
-        for index, place in self.targets:
-            registers[index] = stand_ins[place]
+        for index, position in self.targets:
+            registers[index] = stand_ins[position]
 
 
 @dataclass(frozen=True)
 class Reload:
+    """Start to copy an offloaded storage back into a new buffer."""
+
     storage: str
     link: str
     nbytes: int
@@ -83,6 +89,8 @@ class Reload:
 
 @dataclass(frozen=True)
 class Arrive:
+    """Make the values of a reloaded storage, after its copy."""
+
     storage: str
     source: int
     targets: Targets
@@ -94,12 +102,14 @@ class Arrive:
     def _take(self, registers: Registers, saved: SavedValues) -> None:
         values = saved.values(self.storage, registers[self.source])
         registers[self.source] = None
-        for index, place in self.targets:
-            registers[index] = values[place]
+        for index, position in self.targets:
+            registers[index] = values[position]
 
 
 @dataclass(frozen=True)
 class Forget:
+    """Replace a storage's values by stand-ins: the backward recomputes them."""
+
     storage: str
     sources: tuple[int, ...]
     cleared: tuple[int, ...]
@@ -113,12 +123,14 @@ class Forget:
         for index in self.cleared:
             registers[index] = None
         stand_ins = saved.stand_ins(self.storage)
-        for index, place in self.targets:
-            registers[index] = stand_ins[place]
+        for index, position in self.targets:
+            registers[index] = stand_ins[position]
 
 
 @dataclass(frozen=True)
 class Again:
+    """Make the saved values of a storage that the backward has recomputed."""
+
     storage: str
     source: int
     cleared: tuple[int, ...]
@@ -131,12 +143,12 @@ class Again:
         values = saved.recomputed(self.storage, registers[self.source])
         for index in self.cleared:
             registers[index] = None
-        for index, place in self.targets:
-            registers[index] = values[place]
+        for index, position in self.targets:
+            registers[index] = values[position]
 
 
 def _saved(run: Run) -> SavedValues:
-    assert run.saved is not None, "the plan has absent values, and the run has none"
+    assert run.saved is not None, "the plan offloads or recomputes values, and the run has none"
     return run.saved
 
 
@@ -147,17 +159,17 @@ def _hold_for(storage: str, run: Run) -> None:
 
 
 def lower_saved(node: fx.Node, register: Mapping[fx.Node, int], last_reader: Mapping[fx.Node, fx.Node]) -> Instruction:
-    """The instruction of a node of `SAVED_OPS`.
+    """Lower a node of `SAVED_OPS` to its instruction.
 
     Args:
-        register: of every node that has a value.
-        last_reader: of every node that some other node reads.
+        register: by node that has a value.
+        last_reader: by node that another node reads.
     """
     args: Any = node.args
     targets: Any = tuple(
         (register[user], user.args[1]) for user in node.users if user in last_reader and user in register
     )
-    cleared = tuple(register[one] for one in node.all_input_nodes if last_reader[one] is node)
+    cleared = tuple(register[source] for source in node.all_input_nodes if last_reader[source] is node)
     if node.target is chunk_ops.forget:
         return Forget(args[0], tuple(register[value] for value in args[1:]), cleared, targets)
     if node.target is chunk_ops.again:
