@@ -33,7 +33,7 @@ def test_values_come_back_as_they_were(home: Home) -> None:
     assert {s.dtype for s in stand_ins} == {STAND_IN}
     found = saved_values(stand_ins)
     assert found is not None
-    assert found._copies.keys() == {"s"}
+    assert found._region_of.keys() == {"s"}
     for _ in range(2):  # however often the backward runs
         buffer = torch.empty(whole.nbytes, dtype=torch.uint8)
         found.reader("s", buffer)()
