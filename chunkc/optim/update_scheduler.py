@@ -296,7 +296,7 @@ class BackwardUpdates:
         begun = self._begun.get(session, {}) if self._overlap.undoable else {}
         for index in [index for index in begun if groups is None or index in groups]:
             session.store.updates.wait(index)
-            session.store.shadow_copies.drop(index)
+            session.store.shadow_copies.roll_back(index)
             del begun[index]
 
     def adopt(self, optimizer: Any) -> None:
@@ -306,7 +306,7 @@ class BackwardUpdates:
                 for note in noted:
                     count(optimizer, note.parameter)
                 states = {name: optimizer.kept_states_of(p) for p, name, _ in self._known[session][index]}
-                session.store.adopt(index, states)
+                session.store.commit_shadow_copies(index, states)
         self.end()
 
     def end(self) -> None:

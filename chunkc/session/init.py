@@ -166,7 +166,7 @@ class _Builder(TorchFunctionMode):
             former = parameter.data
             parameter.data = self._unassigned_memory.copy_of(former)
             note_unassigned_memory(parameter, self._unassigned_memory)
-            if self._unassigned_memory.opened.is_shared_with_forks:
+            if self._unassigned_memory.parameter_home.is_shared_with_forks:
                 refuse_in_forks(parameter)
             evict_pages(former)  # `from_pretrained` maps files, and keeps them to its end
         else:

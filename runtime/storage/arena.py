@@ -1,4 +1,4 @@
-"""Room for chunks on the home tier: which chunk has which region."""
+"""Allocate chunks on the home tier: which chunk has which region of which home."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chunkc.runtime.storage.homes import Home, Region
 
 @dataclass(frozen=True)
 class _Allocation:
-    """Where a chunk's home is."""
+    """Home and region of a chunk."""
 
     home: Home
     region: Region
@@ -24,22 +24,22 @@ class _Allocation:
 
 @dataclass(frozen=True)
 class PutAside:
-    """What chunks have had as their homes (see `Arena.put_aside`)."""
+    """Allocations that chunks had before `Arena.put_aside`, for `Arena.put_back`."""
 
     wanted: tuple[tuple[Chunk, int], ...]
-    places: Mapping[Chunk, _Allocation]
+    allocations: Mapping[Chunk, _Allocation]
     untouched: Set[Chunk] = frozenset()
 
 
 @dataclass
 class Arena:
-    """The homes of all chunks of one model.
+    """Home memory of all chunks of one model.
 
     Args:
-        home: of parameters and gradients, and of all else unless there is a `state_home`.
+        home: of parameters and gradients, and of optimizer states unless there is a `state_home`.
         state_home: of optimizer states: their home views need not be on the device.
-        launches_only: parameters and gradients are copied by launches alone, from pinned memory or from what is in the
-            device's reach; room that needs a thread is refused.
+        launches_only: parameters and gradients are copied by launches alone, from pinned memory or from memory in the
+            device's reach; memory that needs a thread for copies is refused.
     """
 
     home: Home
@@ -60,36 +60,38 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all room that there is."""
-        return sum(place.region.nbytes for place in (*self._allocations.values(), *self._shadow_copies.values()))
+        """Bytes of all regions."""
+        return sum(
+            allocation.region.nbytes for allocation in (*self._allocations.values(), *self._shadow_copies.values())
+        )
 
     @property
     def used_nbytes(self) -> int:
-        """Bytes of chunks that are not all zeros, as far as is known, and of second room: others take no RAM."""
-        return self._used_nbytes + sum(place.region.nbytes for place in self._shadow_copies.values())
+        """Bytes of shadow copies, and of chunks that may be other than zeros: untouched chunks take no RAM."""
+        return self._used_nbytes + sum(allocation.region.nbytes for allocation in self._shadow_copies.values())
 
     def reserve(self, wanted: Mapping[Chunk, int]) -> None:
-        """Room, all zeros, for chunks of the given bytes: for all of them or for none.
+        """Allocate zeroed memory for chunks of the given bytes: for all of them or for none.
 
         Raises:
             HomeError: the home tier has no room, or none of the kind that it must be.
         """
-        places = self._allocate(wanted)
-        self._allocations.update(places)
-        self._untouched.update(places)
-        for chunk in places:
+        new = self._allocate(wanted)
+        self._allocations.update(new)
+        self._untouched.update(new)
+        for chunk in new:
             self._promised.pop(chunk, None)
 
     def promise(self, wanted: Mapping[Chunk, int]) -> None:
-        """Room, all zeros, for chunks of the given bytes, once somebody reads or writes them. Takes none until then."""
+        """Note chunks of the given bytes, to be allocated, all zeros, with their first read or write."""
         self._promised.update(wanted)
 
     def is_promised(self, chunk: Chunk) -> bool:
-        """Whether a chunk has no room yet."""
+        """Whether a chunk is not allocated yet."""
         return chunk in self._promised
 
     def keep_promises(self, chunks: Iterable[Chunk]) -> None:
-        """Room now for those of the chunks that have none yet.
+        """Allocate promised chunks among these now.
 
         Raises:
             HomeError: as `reserve`.
@@ -98,7 +100,7 @@ class Arena:
             self.reserve(wanted)
 
     def reserve_shadow_copies(self, wanted: Mapping[Chunk, int]) -> None:
-        """Second room for chunks, for all of them or for none: what is written there is at home once they `swap`.
+        """Allocate shadow copies of chunks, for all of them or for none; `swap` makes a shadow copy the home.
 
         Raises:
             HomeError: as `reserve`.
@@ -106,63 +108,60 @@ class Arena:
         self._shadow_copies.update(self._allocate(wanted))
 
     def _allocate(self, wanted: Mapping[Chunk, int]) -> dict[Chunk, _Allocation]:
-        places: dict[Chunk, _Allocation] = {}
+        new: dict[Chunk, _Allocation] = {}
         try:
             for chunk, nbytes in wanted.items():
                 home = self._home_of(chunk.kind)
-                place = places[chunk] = _Allocation(home, home.allocate(nbytes))
-                is_launched = home.is_in_reach or home.only_launches(place.region)
+                allocation = new[chunk] = _Allocation(home, home.allocate(nbytes))
+                is_launched = home.is_in_reach or home.only_launches(allocation.region)
                 if self.launches_only and not is_state(chunk.kind) and not is_launched:
                     raise HomeError(
                         f"{chunk} of a distributed model is gathered from pinned memory, and this host's could not be "
                         "pinned: raise the limit of lockable memory (`ulimit -l`)"
                     )
         except BaseException:
-            _free(places.values())
+            _free(new.values())
             raise
-        return places
+        return new
 
     def has_shadow_copy(self, chunk: Chunk) -> bool:
-        """Whether a chunk has second room."""
+        """Whether a chunk has a shadow copy."""
         return chunk in self._shadow_copies
 
     def swap(self, chunk: Chunk) -> None:
-        """Make a chunk's second room its home, and its home the second. Views stay with the bytes that they are of."""
+        """Swap a chunk's home and its shadow copy. Views keep the memory that they were made over."""
         self._allocations[chunk], self._shadow_copies[chunk] = self._shadow_copies[chunk], self._touched(chunk)
 
     def is_zero(self, chunk: Chunk) -> bool:
-        """Whether a chunk is all zeros still, since nobody has been given a way to write it."""
+        """Whether a chunk is all zeros still: no view or job that may write it has been made."""
         return chunk in self._untouched or chunk in self._promised
 
     def forget(self, chunk: Chunk) -> None:
-        """Let go of a chunk's bytes, of which nobody has views: it is all zeros then, and takes no memory in RAM.
-
-        A home that cannot do that leaves them as they are.
-        """
+        """Zero a chunk that has no views, so that it takes no RAM; a home that cannot do that leaves it as it is."""
         if chunk in self._promised:
             return
-        place = self._allocations[chunk]
-        if chunk not in self._untouched and place.home.forget(place.region):
+        allocation = self._allocations[chunk]
+        if chunk not in self._untouched and allocation.home.forget(allocation.region):
             self._untouched.add(chunk)
-            self._used_nbytes -= place.region.nbytes
+            self._used_nbytes -= allocation.region.nbytes
 
     def _home_of(self, kind: str) -> Home:
         return (self.state_home or self.home) if is_state(kind) else self.home
 
     def free(self, chunks: Iterable[Chunk]) -> None:
-        """Give room back, as soon as nobody has views of it."""
+        """Free chunks and their shadow copies; each region is kept until its last view is gone."""
         chunks = [chunk for chunk in chunks if self._promised.pop(chunk, None) is None]
         for chunk in chunks:
-            place = self._touched(chunk)
-            self._used_nbytes -= place.region.nbytes
+            allocation = self._touched(chunk)
+            self._used_nbytes -= allocation.region.nbytes
         _free([self._allocations.pop(chunk) for chunk in chunks])
         _free([self._shadow_copies.pop(chunk) for chunk in chunks if chunk in self._shadow_copies])
 
     def replace(self, chunk: Chunk, nbytes: int) -> None:
-        """Other room for a chunk, all zeros; the former goes with the last view of it.
+        """Allocate a new region, all zeros, for a chunk; free the former one with its last view.
 
         Raises:
-            HomeError: the home tier has no room; the chunk is where it was.
+            HomeError: the home tier has no room; the chunk keeps its region.
         """
         former = self._touched(chunk)
         self.reserve({chunk: nbytes})
@@ -170,23 +169,23 @@ class Arena:
         former.home.free(former.region)
 
     def put_aside(self, wanted: Mapping[Chunk, int]) -> PutAside:
-        """Let chunks of the given bytes have no room yet; what they have is kept for `put_back`."""
+        """Make chunks of the given bytes unallocated; return their allocations for `put_back`."""
         aside = PutAside(tuple(wanted.items()), {c: self._allocations.pop(c) for c in wanted if c in self._allocations})
-        self._promised.update({chunk: nbytes for chunk, nbytes in wanted.items() if chunk in aside.places})
-        return replace(aside, untouched=self._untouched.intersection(aside.places))
+        self._promised.update({chunk: nbytes for chunk, nbytes in wanted.items() if chunk in aside.allocations})
+        return replace(aside, untouched=self._untouched.intersection(aside.allocations))
 
     def put_back(self, aside: PutAside) -> None:
-        """Undo `put_aside`: room that chunks have got since goes with the last view of it."""
+        """Undo `put_aside`; regions allocated since are freed with their last views."""
         for chunk, nbytes in aside.wanted:
-            place, is_known = aside.places.get(chunk), chunk in self
+            allocation, is_known = aside.allocations.get(chunk), chunk in self
             self.free([chunk] if is_known else [])
             self._untouched.discard(chunk)
-            if not is_known:  # it needs none any more
-                if place is not None:
-                    self._used_nbytes -= 0 if chunk in aside.untouched else place.region.nbytes
-                    _free([place])
-            elif place is not None:
-                self._allocations[chunk] = place
+            if not is_known:  # the chunk was freed meanwhile
+                if allocation is not None:
+                    self._used_nbytes -= 0 if chunk in aside.untouched else allocation.region.nbytes
+                    _free([allocation])
+            elif allocation is not None:
+                self._allocations[chunk] = allocation
                 self._untouched.update(aside.untouched & {chunk})
             else:
                 self._promised[chunk] = nbytes
@@ -198,61 +197,61 @@ class Arena:
     def view(
         self, chunk: Chunk, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int
     ) -> torch.Tensor:
-        """A home view of a part of a chunk (see `Home.tensor`)."""
-        place = self._touched(chunk)
-        return place.home.tensor(place.region, dtype, shape, stride, offset_nbytes)
+        """Make a home view of elements of a chunk (see `Home.tensor`)."""
+        allocation = self._touched(chunk)
+        return allocation.home.tensor(allocation.region, dtype, shape, stride, offset_nbytes)
 
     def address(self, chunk: Chunk) -> int:
-        """Where a chunk's home views begin: the address of its first byte."""
-        place = self._allocation(chunk)
-        return place.home.address(place.region)
+        """Return the address of a chunk's first byte, where its home views begin."""
+        allocation = self._allocation(chunk)
+        return allocation.home.address(allocation.region)
 
     def host_view(self, chunk: Chunk, dtype: torch.dtype, numel: int, *, shadow: bool = False) -> torch.Tensor:
-        """A chunk's elements at home, or in its second room, as a flat CPU tensor, for the host to read and write.
+        """View a chunk's home, or its shadow copy, as a flat CPU tensor, for the host to read and write.
 
-        Who uses it orders himself: see `ChunkStore.await_home`.
+        The caller orders its reads and writes: see `ChunkStore.await_home`.
         """
-        place = self._shadow_copies[chunk] if shadow else self._touched(chunk)
-        return place.home.bytes(place.region)[: numel * dtype.itemsize].view(dtype)
+        allocation = self._shadow_copies[chunk] if shadow else self._touched(chunk)
+        return allocation.home.bytes(allocation.region)[: numel * dtype.itemsize].view(dtype)
 
     def reader(self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor) -> Callable[[], None]:
-        """A job that fills `buffer` with a chunk's bytes from `offset_nbytes`."""
-        place = self._allocation(chunk)
-        job = Launch if place.home.only_launches(place.region) else partial
-        return job(place.home.read, place.region, offset_nbytes, buffer)
+        """Make a job that fills `buffer` with a chunk's bytes from `offset_nbytes`."""
+        allocation = self._allocation(chunk)
+        job = Launch if allocation.home.only_launches(allocation.region) else partial
+        return job(allocation.home.read, allocation.region, offset_nbytes, buffer)
 
     def only_launches(self, chunk: Chunk) -> bool:
-        """Whether copies from and to a chunk have only to be launched (see `Launch`)."""
-        place = self._allocation(chunk)
-        return place.home.only_launches(place.region)
+        """Whether copies from and to a chunk only need launching (see `Launch`)."""
+        allocation = self._allocation(chunk)
+        return allocation.home.only_launches(allocation.region)
 
     def caster(self, chunk: Chunk, dtype: torch.dtype, buffer: torch.Tensor) -> Callable[[], None]:
-        """A job that fills `buffer` with a chunk's elements, which are of `dtype`, cast to its own."""
-        place = self._allocation(chunk)
-        return partial(place.home.read_cast, place.region, dtype, buffer)
+        """Make a job that fills `buffer` with a chunk's elements, which are of `dtype`, cast to the buffer's dtype."""
+        allocation = self._allocation(chunk)
+        return partial(allocation.home.read_cast, allocation.region, dtype, buffer)
 
     def writer(
         self, chunk: Chunk, offset_nbytes: int, buffer: torch.Tensor, *, shadow: bool = False
     ) -> Callable[[], None]:
-        """A job that writes `buffer` into a chunk, or its second room, from `offset_nbytes`."""
-        place = self._shadow_copies[chunk] if shadow else self._touched(chunk)
-        job = Launch if place.home.only_launches(place.region) else partial
-        return job(place.home.write, place.region, offset_nbytes, buffer)
+        """Make a job that writes `buffer` into a chunk, or its shadow copy, from `offset_nbytes`."""
+        allocation = self._shadow_copies[chunk] if shadow else self._touched(chunk)
+        job = Launch if allocation.home.only_launches(allocation.region) else partial
+        return job(allocation.home.write, allocation.region, offset_nbytes, buffer)
 
     def _touched(self, chunk: Chunk) -> _Allocation:
-        """Where a chunk is, for somebody who may write it."""
-        place = self._allocation(chunk)
+        """Return a chunk's allocation to a caller that may write it: the chunk counts as touched."""
+        allocation = self._allocation(chunk)
         if chunk in self._untouched:
             self._untouched.discard(chunk)
-            self._used_nbytes += place.region.nbytes
-        return place
+            self._used_nbytes += allocation.region.nbytes
+        return allocation
 
     def _allocation(self, chunk: Chunk) -> _Allocation:
-        """Where a chunk is, which has room from now on."""
+        """Return a chunk's allocation; allocate a promised chunk now."""
         self.keep_promises((chunk,))
         return self._allocations[chunk]
 
 
-def _free(places: Iterable[_Allocation]) -> None:
-    for place in places:
-        place.home.free(place.region)
+def _free(allocations: Iterable[_Allocation]) -> None:
+    for allocation in allocations:
+        allocation.home.free(allocation.region)

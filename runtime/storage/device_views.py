@@ -1,8 +1,8 @@
-"""A device's views of home memory: what saving and copying make of them.
+"""Save and copy a device's views of home memory as home memory.
 
 torch takes them for the device's own memory. `torch.save` would say so, and a plain `torch.load` fill the device;
 `copy.deepcopy` would put a whole model there. So a storage over home memory is saved as the CPU's, and a copy of it is
-home memory as well, which goes with the last tensor over it.
+home memory as well, which is freed with the last tensor over it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from chunkc.runtime.storage.maps import Mapping, drop_pages
 from chunkc.torch_private.copying import copied_by
 
 _BEFORE_TORCH_S_OWN = 1
-"""A priority of `torch.serialization.register_package`: torch asks about CUDA's storages at 20."""
+"""Priority of `torch.serialization.register_package`, before torch's own for CUDA's storages, 20."""
 
 
 @dataclass(frozen=True)
 class Viewed:
-    """Home memory that a device has views of.
+    """Home memory with views on a device.
 
     Attributes:
-        home: where copies are to be, such as a weak reference, since a home keeps its memory; None once it is gone.
+        home: returns the home for copies, or None once it is gone. A weak reference, for one: a strong one would keep
+            the home's memory.
     """
 
     nbytes: int
@@ -41,11 +42,11 @@ class Viewed:
 
 
 _viewed: dict[int, Viewed] = {}
-"""By address, as long as the memory is there, which views keep. Finalizers pop from it, in any thread."""
+"""Home memory by address, as long as views keep it. Finalizers pop from it, in any thread."""
 
 
 def note_view(mapping: Mapping, home: Callable[[], Home | None], gpu: Gpu) -> None:
-    """Note that a device has views of this memory, and which home has room for copies of them."""
+    """Note that a device has views of this memory, and which home is for copies of them."""
     _register()
     if mapping.address not in _viewed:
         _viewed[mapping.address] = Viewed(len(mapping.memory), home, gpu)
@@ -53,7 +54,7 @@ def note_view(mapping: Mapping, home: Callable[[], Home | None], gpu: Gpu) -> No
 
 
 def home_memory_of(storage: Any) -> Viewed | None:
-    """Where at home a device's storage lies, of any of torch's classes; None if it is the device's own memory."""
+    """Find the home memory of a device's storage, of any of torch's classes; None if it is the device's own memory."""
     address = storage.data_ptr() if storage.device.type == "cuda" else 0
     if not address:
         return None
@@ -69,30 +70,30 @@ def _register() -> None:
 
 
 def _location(storage: Any) -> str | None:
-    """Where `torch.load` is to put a storage; None leaves it to others."""
+    """Return the location that `torch.save` notes for a storage; None leaves it to torch's own packages."""
     return None if home_memory_of(storage) is None else "cpu"
 
 
 def _copied_storage(storage: torch.UntypedStorage, memo: dict[int, Any]) -> torch.UntypedStorage | None:
-    """A copy at home, by the host; None if this is none of it.
+    """Copy a storage to new home memory, by the host; None if it is no home memory.
 
     Raises:
         HomeError: the home has no room, or is gone.
     """
-    found = home_memory_of(storage)
-    if found is None:
+    memory = home_memory_of(storage)
+    if memory is None:
         return None
-    home = found.home()
+    home = memory.home()
     if home is None:
-        raise HomeError("the disk home of what is to be copied is gone with its model: copy by `tensor.detach().cpu()`")
-    found.gpu.synchronize()  # whatever was enqueued may write to it, on any thread's stream
+        raise HomeError("the tensor's disk home is gone with its model: copy by `tensor.detach().cpu()`")
+    memory.gpu.synchronize()  # enqueued work may write to it, on any thread's stream
     nbytes = storage.nbytes()
     source = torch.frombuffer((ctypes.c_char * nbytes).from_address(storage.data_ptr()), dtype=torch.uint8)
     region = home.allocate(nbytes)
     try:
         view, target = home.tensor(region, torch.uint8, (nbytes,), (1,), 0), home.bytes(region)
     finally:
-        home.free(region)  # from now on the views alone keep it
+        home.free(region)  # from here the views alone keep it
     target.copy_(source)
     for touched in (source, target):
         drop_pages(touched)
@@ -100,7 +101,7 @@ def _copied_storage(storage: torch.UntypedStorage, memo: dict[int, Any]) -> torc
 
 
 def _copied_parameter(parameter: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter | None:
-    """torch clones a parameter's data on its device, whatever its storage is."""
+    """Copy a parameter over home memory by its storage: torch would clone its data on the device."""
     is_plain = type(parameter.data) is torch.Tensor and parameter.layout is torch.strided
     if not is_plain or parameter.device.type != "cuda":
         return None

@@ -1,10 +1,10 @@
-"""Reads of a disk home's file: several requests under way at once, past the page cache.
+"""Read a disk home's file: several requests under way at once, past the page cache.
 
-A piece that the cache has is copied from there. Others are read past it (O_DIRECT) into pages of the reader's own: the
-kernel need not find, fill and later evict pages of its cache for bytes that are read once per step. Such a read
-finds what was written before, through the map or by positional writes: the kernel first writes out what is dirty in
-its range. Whoever writes the bytes that are read must order himself; others may write beside them, even in the same
-page.
+A piece that the cache has is copied from there. Other pieces are read past it (O_DIRECT) into pages of the reader's
+own: the kernel need not find, fill and later evict pages of its cache for bytes that are read once per step. Such a
+read returns the bytes written before, through the map or by positional writes: the kernel first writes out dirty pages
+in its range. A writer of the bytes that are read must be ordered with the read; a writer of neighbouring bytes need not
+be, even in the same page.
 
 Writes go through the cache, one at a time. A write past it has to take its range out of the cache, in whole folios; the
 kernel gives that up where a neighbour is in use at that moment, and the map would show the old bytes from then on.
@@ -31,17 +31,17 @@ NUM_UNDER_WAY = 4
 PIECE_NBYTES = 4 << 20
 """Bytes of one request."""
 WORTH_A_THREAD_NBYTES = 1 << 18
-"""Less is read by who asks, through the cache: the kernel reads ahead, and the bytes around may be wanted next."""
+"""Smaller reads run on the calling thread, through the cache: the kernel reads ahead, and neighbours may be next."""
 _PAGE = mmap.PAGESIZE
 
 
 def room_for(piece_nbytes: int) -> int:
-    """Bytes of the whole pages in which a piece of a file may lie, wherever it begins."""
+    """Count the bytes of whole pages that a piece of a file may touch, wherever it begins."""
     return -(-piece_nbytes // _PAGE) * _PAGE + _PAGE
 
 
 def _read_through_cache(fd: int, offset: int, into: memoryview) -> None:
-    """Fill `into`, as often as it takes. Raises OSError."""
+    """Fill `into`, by as many calls as it takes. Raises OSError."""
     while into:
         moved_nbytes = os.preadv(fd, [into], offset)
         if moved_nbytes == 0:
@@ -51,7 +51,7 @@ def _read_through_cache(fd: int, offset: int, into: memoryview) -> None:
 
 
 def write_through_cache(fd: int, offset: int, data: memoryview) -> None:
-    """Write all of `data`, as often as it takes. Raises OSError."""
+    """Write all of `data`, by as many calls as it takes. Raises OSError."""
     while data:
         moved_nbytes = os.pwritev(fd, [data], offset)
         if moved_nbytes == 0:
@@ -63,11 +63,11 @@ def write_through_cache(fd: int, offset: int, data: memoryview) -> None:
 def read_into_pages(
     mapping: Mapping, offset_nbytes: int, nbytes: int, pages: torch.Tensor, *, past_cache: bool
 ) -> torch.Tensor:
-    """A map's bytes from `offset_nbytes` on, read from its file, as a part of `pages`.
+    """Read a map's bytes from `offset_nbytes` on from its file; return them as a view of `pages`.
 
     Args:
-        pages: page-aligned, uint8, with `room_for` so many bytes.
-        past_cache: past the cache what is not in it, where the file system can.
+        pages: page-aligned, uint8, of `room_for(nbytes)` bytes.
+        past_cache: read bytes that are not in the cache past it, where the file system can.
 
     Raises:
         OSError: the medium fails.
@@ -87,7 +87,7 @@ def read_into_pages(
 def read_by_way_of(
     mapping: Mapping, offset_nbytes: int, into: torch.Tensor, pages: torch.Tensor, *, past_cache: bool
 ) -> None:
-    """Fill `into`, flat uint8 anywhere in RAM: from the cache, or past it by way of `pages`; else `read_into_pages`."""
+    """Fill `into`, flat uint8 anywhere in RAM, from the cache, or past it by way of `pages` (see `read_into_pages`)."""
     file, nbytes = mapping.file, into.numel()
     assert file is not None
     if past_cache and file.past_cache_fd is not None and not is_cached(mapping, offset_nbytes, nbytes):
@@ -102,15 +102,15 @@ def is_cached(mapping: Mapping, offset_nbytes: int, nbytes: int) -> bool:
     address = mapping.address + offset_nbytes
     begin = address // _PAGE * _PAGE
     num_pages = -(-(address + nbytes - begin) // _PAGE)
-    found = ctypes.create_string_buffer(num_pages)
-    return not _mincore(begin, num_pages * _PAGE, found) and found.raw.count(1) == num_pages
+    in_cache = ctypes.create_string_buffer(num_pages)
+    return not _mincore(begin, num_pages * _PAGE, in_cache) and in_cache.raw.count(1) == num_pages
 
 
 class Readers:
     """Threads that read pieces at the same time. They start with the first read.
 
     Args:
-        num: how many.
+        num: number of threads.
     """
 
     def __init__(self, num: int) -> None:
@@ -118,16 +118,16 @@ class Readers:
         self._streams = [WorkerStream(f"disk-reader-{index}") for index in range(num)]
 
     def run(self, num_jobs: int, job_of: Callable[[int], Callable[[], None]]) -> Generator[int]:
-        """Run jobs, as many at a time as there are readers, and come back after each, in their order.
+        """Run jobs, as many at a time as there are readers, and yield the index of each that has ended, in order.
 
-        Nothing is under way any more when this ends, however it does. Job `index` runs on reader `index % num`, behind
-        what that one has to do.
+        No job is under way when the generator ends, even by an error. Job `index` runs on reader `index % num`, behind
+        that reader's earlier jobs.
 
         Args:
-            job_of: makes a job, on the caller's thread, once the caller is through with job `index - num`.
+            job_of: makes a job, on the caller's thread, after the caller has processed job `index - num`.
 
         Raises:
-            HomeError, StreamError: a job raised it, or something else.
+            HomeError, StreamError: a job failed.
         """
         under_way: deque[JobMark] = deque()
         try:
@@ -147,13 +147,13 @@ class Readers:
 
 
 def _wait_out(mark: JobMark) -> None:
-    """Wait for a job whose error does not matter any more: another one is on its way to the caller."""
+    """Wait for a job, and ignore its error: another one is on its way to the caller."""
     with contextlib.suppress(HomeError, StreamError):
         mark.wait()
 
 
 def _read_past_cache(past_fd: int, offset: int, pages: memoryview) -> None:
-    """Fill whole pages from the medium; what the cache has dirty in that range, the kernel writes out first."""
+    """Fill whole pages from the medium; the kernel first writes out dirty pages of the cache in that range."""
     while pages:
         moved_nbytes = os.preadv(past_fd, [pages], offset) // _PAGE * _PAGE
         if moved_nbytes == 0:

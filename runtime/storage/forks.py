@@ -1,8 +1,8 @@
-"""A disk home in a child of `os.fork`: its tensors refuse, and nothing that is written reaches the parent.
+"""Protect a disk home in a child of `os.fork`: its tensors raise at any use, and no write reaches the parent.
 
-A home in RAM is a snapshot there, as all memory is. A file that both processes map is not: the child would read what
-the parent trains, and change it. A copy of the file at every fork would cost a model's size for each worker of a data
-loader. So tensors over it, in the child, raise at any use; and its pages become private, for who has their address.
+A home in RAM is a snapshot there, as all memory is. A file that both processes map is not: the child would read and
+change the parent's training state. A copy of the file at every fork would cost a model's size for each worker of a data
+loader. So tensors over it, in the child, raise at any use; and its pages become private, for code that has addresses.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _tensors: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def refuse_in_forks(tensor: torch.Tensor) -> None:
-    """From now on any use of this very tensor raises UnsupportedError in children of `os.fork`."""
+    """Make any use of this tensor object raise UnsupportedError in children of `os.fork`."""
     key = id(tensor)
     _tensors[key] = weakref.ref(tensor, lambda _: _tensors.pop(key, None))
 

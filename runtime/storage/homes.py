@@ -1,4 +1,4 @@
-"""Home memory: where chunks live when they are not on the compute tier.
+"""Provide home memory, for chunks while they are not on the compute tier.
 
     home = open_home("disk:/data")
     region = home.allocate(1 << 20)                                        # zeros, page aligned
@@ -45,18 +45,18 @@ from chunkc.runtime.storage.maps import Mapping, NamelessFile, home_error, map_m
 
 @dataclass(frozen=True)
 class Region:
-    """What one `allocate` gave: `nbytes` bytes at `offset`, a page-aligned address within that home only."""
+    """Memory of one `allocate`: `nbytes` bytes at `offset`, a page-aligned address within that home only."""
 
     offset: int
     nbytes: int
 
 
 class Home(abc.ABC):
-    """Memory in regions. Any number of threads may `read` and `write`; who overlaps must order himself.
+    """Memory in regions. Any number of threads may `read` and `write`; callers order overlapping accesses.
 
     Attributes:
-        is_shared_with_forks: a child of `os.fork` would share the memory. Its home views refuse there.
-        is_in_reach: home views are the device's, though the memory is not pinned.
+        is_shared_with_forks: a child of `os.fork` would share the memory. Its home views raise there.
+        is_in_reach: home views are on the device, though the memory is not pinned.
     """
 
     is_shared_with_forks = False
@@ -69,26 +69,26 @@ class Home(abc.ABC):
         self._closed = False
 
     def bytes(self, region: Region) -> torch.Tensor:
-        """A region's bytes as a flat CPU tensor, for the host to read and write. The region must not be freed."""
+        """View a region's bytes as a flat CPU tensor, for the host to read and write. The region must not be freed."""
         return Home.tensor(self, region, torch.uint8, (region.nbytes,), (1,), 0)
 
     def memory(self, region: Region) -> Any:
-        """What a region's home views keep alive: a buffer that can be referred to weakly."""
+        """Return the buffer that a region's home views keep alive; weak references to it are possible."""
         return self._find(region, 0, 0).memory
 
     def address(self, region: Region) -> int:
-        """Where a region's home views begin, on the device as on the host."""
+        """Return the address of a region's home views, on the device as on the host."""
         return self._find(region, 0, 0).address
 
     def only_launches(self, region: Region) -> bool:
-        """Whether `read` and `write` return at once and the current CUDA stream copies. Else they block."""
+        """Whether `read` and `write` return at once, and the current CUDA stream copies; else they block."""
         return False
 
     def allocate(self, nbytes: int) -> Region:
         """Reserve `nbytes` > 0 bytes of zeros.
 
         Raises:
-            HomeError: there is no room for them, the home cannot be used, or it is closed.
+            HomeError: there is not enough room, the home cannot be used, or it is closed.
         """
         if nbytes <= 0:
             raise ValueError(f"a region has at least one byte, not {nbytes}")
@@ -110,10 +110,10 @@ class Home(abc.ABC):
         stride: Sequence[int],
         offset_nbytes: int,
     ) -> torch.Tensor:
-        """A home view: a tensor over a region's bytes, valid as long as it lives, even after the home.
+        """Make a home view: a tensor over a region's bytes, valid as long as it lives, even after the home.
 
-        Its storage is its own and spans just its elements, so `torch.save` and `deepcopy` carry no
-        neighbours; home views of the same bytes share them, but torch does not know that they alias.
+        Its storage is its own and spans just its elements, so `torch.save` and `deepcopy` copy no neighbours; home
+        views of the same bytes alias, but torch does not know it.
 
         Args:
             shape, stride: in elements; `stride` is not negative.
@@ -143,7 +143,7 @@ class Home(abc.ABC):
 
     @abc.abstractmethod
     def read_cast(self, region: Region, dtype: torch.dtype, destination: torch.Tensor) -> None:
-        """Fill `destination` (flat, contiguous) with a region's first elements, which are of `dtype`, cast to its own.
+        """Fill `destination` (flat, contiguous) with a region's first elements, of `dtype`, cast to its own dtype.
 
         Blocks until done; otherwise as `read`.
         """
@@ -153,23 +153,23 @@ class Home(abc.ABC):
         """Copy `source` into the region at `offset_nbytes`; otherwise as `read`."""
 
     def forget(self, region: Region) -> bool:
-        """Make a region zeros that take no memory until they are written; whether this home can."""
+        """Zero a region so that it takes no memory until written; return whether this home can do that."""
         return False
 
     def free(self, region: Region) -> None:
-        """Give a region back, as soon as no home view and no running copy uses it."""
+        """Free a region, as soon as no home view and no running copy uses it."""
         with self._lock:
             self._mappings.pop(region.offset, None)
 
     def close(self) -> None:
-        """Give the memory back, each region as soon as no home view and no running copy uses it."""
+        """Free all regions, each as soon as no home view and no running copy uses it."""
         with self._lock:
             self._closed = True
             self._mappings.clear()
 
     @abc.abstractmethod
     def _map(self, nbytes: int) -> Mapping:
-        """New zeroed memory of `nbytes` bytes, a multiple of the page size. Raises HomeError."""
+        """Map new zeroed memory of `nbytes` bytes, a multiple of the page size. Raises HomeError."""
 
     def _find(self, region: Region, offset_nbytes: int, nbytes: int) -> Mapping:
         mapping = self._mappings.get(region.offset)
@@ -205,17 +205,17 @@ class MemoryHome(Home):
 
 
 class DiskHome(Home):
-    """Home memory in a file without a name: nothing is left behind, however the process ends.
+    """Home memory in a file without a name: no file is left behind, however the process ends.
 
     Home views are shared maps of the file, coherent with `read` and `write` through the page cache. A child of
-    `os.fork` cannot have a snapshot of them, so they refuse there (see `runtime.forks`). Space is reserved at
+    `os.fork` cannot have a snapshot of them, so they raise there (see `runtime.storage.forks`). Space is reserved at
     `allocate`, so that a full disk is an error there and not a crash at a later access; a file system that copies on
     write may not keep that promise.
 
     Args:
         directory: where the files are made; the system's temporary directory by default.
         num_under_way: pieces that are read at the same time.
-        past_cache: read past the page cache what is not in it, where the file system can.
+        past_cache: read bytes that are not in the page cache past it, where the file system can.
 
     Raises:
         HomeError: the directory does not exist, is not a directory, or no file can be made in it.
@@ -240,7 +240,7 @@ class DiskHome(Home):
         self._file: Callable[[], NamelessFile | None] = lambda: None
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
-        """As `Home.read`: several pieces at once, past the page cache what is not in it (see `disk_reads`)."""
+        """Read as `Home.read`: several pieces at once, those not in the page cache past it (see `disk_reads`)."""
         nbytes = _copied_nbytes(destination)
         mapping = self._find(region, offset_nbytes, nbytes)
         target = destination.detach().reshape(-1).view(torch.uint8)
@@ -264,7 +264,7 @@ class DiskHome(Home):
             pass
 
     def read_cast(self, region: Region, dtype: torch.dtype, destination: torch.Tensor) -> None:
-        """As `Home.read_cast`: in pieces, as `read`."""
+        """Read as `Home.read_cast`, in pieces as `read`."""
         num_elements = PIECE_NBYTES // dtype.itemsize
         mapping = self._find(region, 0, destination.numel() * dtype.itemsize)
         parts = destination.split(num_elements)
@@ -277,7 +277,7 @@ class DiskHome(Home):
             pass
 
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
-        """As `Home.write`: one request at a time, through the page cache."""
+        """Write as `Home.write`: one request at a time, through the page cache."""
         nbytes = _copied_nbytes(source)
         mapping = self._find(region, offset_nbytes, nbytes)
         assert mapping.file is not None
@@ -286,7 +286,7 @@ class DiskHome(Home):
             write_through_cache(mapping.file.fd, mapping.offset + offset_nbytes, flat.numpy().data)
 
     def write_out(self, region: Region, *, forget: bool = False) -> None:
-        """Wait until the medium has the file, and let the page cache forget it: for measurements.
+        """Wait until the medium has the file; with `forget`, drop it from the page cache. For measurements.
 
         Pages that a process has touched through the map stay in the cache.
         """
@@ -306,24 +306,24 @@ class DiskHome(Home):
     def _cast_piece(
         self, mapping: Mapping, offset_nbytes: int, dtype: torch.dtype, pages: torch.Tensor, into: torch.Tensor
     ) -> None:
-        """On a reader's thread: elements of the file, cast."""
+        """Read elements of the file and cast them, on a reader's thread."""
         nbytes = into.numel() * dtype.itemsize
         with self._problems("read", nbytes):
             piece = read_into_pages(mapping, offset_nbytes, nbytes, pages, past_cache=self._past_cache)
         into.copy_(piece.view(dtype))
 
     def _reader_pages(self, num: int) -> list[torch.Tensor]:
-        """Memory for each reader, which takes room only once it is used."""
+        """Map memory for each reader, which takes RAM only once it is used."""
         return [torch.frombuffer(map_memory(room_for(PIECE_NBYTES)), dtype=torch.uint8) for _ in range(num)]
 
     @contextlib.contextmanager
     def _problems(self, verb: str, nbytes: int) -> Iterator[None]:
-        """What the medium says, as a HomeError."""
+        """Turn the medium's errors inside into a HomeError."""
         try:
             yield
         except OSError as error:
-            what = f"{format_nbytes(nbytes)} of a disk home in {self.directory}"
-            raise home_error(f"cannot {verb} {what}: {error.strerror}", error) from error
+            target = f"{format_nbytes(nbytes)} of a disk home in {self.directory}"
+            raise home_error(f"cannot {verb} {target}: {error.strerror}", error) from error
 
     def _map(self, nbytes: int) -> Mapping:
         file = self._file() or NamelessFile(self.directory)
@@ -343,10 +343,10 @@ class DiskHome(Home):
 
 
 def open_home(spec: str) -> Home:
-    """The home that an option names: `"cpu"`, `"disk"` (temporary directory) or `"disk:DIR"`.
+    """Open the home that an option names: `"cpu"`, `"disk"` (temporary directory) or `"disk:DIR"`.
 
     Raises:
-        OptionsError: it names none.
+        OptionsError: the option names no home.
         HomeError: the directory cannot be used.
     """
     kind, colon, directory = spec.partition(":")
@@ -358,7 +358,7 @@ def open_home(spec: str) -> Home:
 
 
 def home_view_span(dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int) -> int:
-    """Elements from a home view's first to its last. Raises ValueError if they would not be aligned."""
+    """Count elements from a home view's first to its last. Raises ValueError if they would not be aligned."""
     if offset_nbytes % dtype.itemsize:
         raise ValueError(f"offset {offset_nbytes} is not a multiple of {dtype}'s {dtype.itemsize} bytes")
     return 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -1,8 +1,8 @@
-"""Memory maps behind homes: of RAM, or of ranges of one file without a name.
+"""Map memory for homes: RAM, or ranges of one file without a name.
 
-A range of a file costs no descriptor of its own: a model may have thousands. When the last tensor over it is gone, its
-map goes and its bytes are taken out of the file, so the disk has them again. Its pages are in the page cache, which
-counts as the process's memory for as long as they are mapped: `drop_pages` lets go of them.
+A range of a file costs no descriptor of its own: a model may have thousands. When the last tensor over it is gone, the
+range is unmapped and its bytes are taken out of the file, so the disk has them again. Its pages are in the page cache,
+which counts as the process's memory for as long as they are mapped: `drop_pages` drops them.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from chunkc.ir.errors import HomeError
 from chunkc.ir.units import format_nbytes
 
 _WORTH_A_LOOK_NBYTES = 1 << 18
-"""Smaller tensors are not worth a look at what is mapped where."""
+"""Smaller tensors are not worth reading the list of the process's maps."""
 
 
 class Mapping:
-    """The memory of one region, and the file behind it if there is one, from `offset` on."""
+    """Memory of one region, with the file behind it, from `offset` on, if there is one."""
 
     def __init__(self, memory: Any, file: NamelessFile | None = None, offset: int = 0) -> None:
         self.memory = memory
@@ -35,13 +35,13 @@ class Mapping:
 
 
 class NamelessFile:
-    """A growing file that nobody else sees; closed with the last user of this object: never under a running copy.
+    """Growing file without a name; closed with the last reference to this object, so never under a running copy.
 
     Args:
         directory: where it is made.
 
     Attributes:
-        past_cache_fd: another descriptor, for reads past the page cache; None where the file system has none.
+        past_cache_fd: another descriptor, for reads past the page cache; None where the file system cannot.
 
     Raises:
         HomeError: the directory does not exist, is not a directory, or no file can be made in it.
@@ -55,7 +55,10 @@ class NamelessFile:
         self._end_nbytes = 0
 
     def map(self, nbytes: int) -> Mapping:
-        """Further `nbytes` bytes of the file, zeros, reserved on the disk: a multiple of the page size.
+        """Map `nbytes` new bytes of the file, zeros, reserved on the disk.
+
+        Args:
+            nbytes: a multiple of the page size.
 
         Raises:
             OSError: there is no room; the file is as it was.
@@ -67,7 +70,7 @@ class NamelessFile:
             if address == _MAP_FAILED:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         except OSError:
-            os.ftruncate(self.fd, offset)  # part of it may be reserved
+            os.ftruncate(self.fd, offset)  # a part may have been reserved
             raise
         memory = (ctypes.c_char * nbytes).from_address(address)
         _live[address] = nbytes, self.fd, offset
@@ -112,32 +115,34 @@ def _close(*fds: int | None) -> None:
 
 
 _live: dict[int, tuple[int, int, int]] = {}
-"""Every map of a file: its address -> bytes, descriptor, offset. Finalizers pop from it, in any thread."""
+"""Address of every map of a file -> bytes, descriptor, offset. Finalizers pop from it, in any thread."""
 
 
 def _unmap(address: int, nbytes: int, file: NamelessFile, pid: int) -> None:
-    """The last user of a range is gone. In a child of `os.fork`, the parent may still use the file's bytes."""
+    """Unmap a range after its last user. In a child of `os.fork`, the parent may still use the file's bytes."""
     _live.pop(address, None)
     if os.getpid() == pid:
-        _libc.madvise(address, nbytes, _MADV_REMOVE)  # not every file system can: then they go with the file
+        _libc.madvise(
+            address, nbytes, _MADV_REMOVE
+        )  # not every file system can: the bytes then stay until the file is closed
     _libc.munmap(address, nbytes)
 
 
 def drop_pages(tensor: torch.Tensor) -> None:
-    """Let go of the RAM behind a tensor over a disk home; its bytes stay in the file. Nothing for other tensors."""
+    """Drop the RAM behind a tensor over a disk home; its bytes stay in the file. Does nothing for other tensors."""
     if tensor.device.type == "cpu" and tensor.numel():
         drop_span(tensor.data_ptr(), _span_nbytes(tensor))
 
 
 def _span_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to its last."""
+    """Count bytes from a tensor's first element to its last."""
     return (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))) * (
         tensor.itemsize
     )
 
 
 def drop_span(address: int, nbytes: int) -> None:
-    """As `drop_pages`, of bytes from an address on, as far as the map goes that has this address."""
+    """Drop the RAM behind bytes from an address on, as `drop_pages`, up to the end of the map with this address."""
     for first, (size, *_) in list(_live.items()):
         if first <= address < first + size:
             begin = address // mmap.PAGESIZE * mmap.PAGESIZE
@@ -146,9 +151,9 @@ def drop_span(address: int, nbytes: int) -> None:
 
 
 def evict_pages(tensor: torch.Tensor) -> None:
-    """Let the kernel take the RAM behind a tensor that a library mapped from a file; nothing for other tensors.
+    """Let the kernel take the RAM behind a tensor that a library mapped from a file. Does nothing for other tensors.
 
-    Its contents stay, and are read again if need be, and so do those of what lies between its rows. The kernel declines
+    The contents stay valid, also those between the tensor's rows: pages are read again if needed. The kernel declines
     if the process may not write the file.
     """
     if tensor.device.type != "cpu" or tensor.nbytes < _WORTH_A_LOOK_NBYTES:
@@ -160,7 +165,7 @@ def evict_pages(tensor: torch.Tensor) -> None:
 
 
 def _is_of_a_file(begin: int, end: int) -> bool:
-    """Whether one map of a file with a name has all these addresses."""
+    """Whether a single map of a file with a name has all these addresses."""
     try:
         with open("/proc/self/maps") as maps:
             for line in maps:
@@ -174,7 +179,7 @@ def _is_of_a_file(begin: int, end: int) -> bool:
 
 
 def make_private_in_child() -> None:
-    """In a child of `os.fork`: every shared map of a file becomes a private one, for who has its address."""
+    """Make every shared map of a file private at its address, in a child of `os.fork`: code may have the address."""
     protection, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _MAP_FIXED
     for address, (nbytes, fd, offset) in _live.items():
         if _libc.mmap(address, nbytes, protection, flags, fd, offset) != address:
@@ -183,7 +188,7 @@ def make_private_in_child() -> None:
 
 
 def map_memory(nbytes: int) -> mmap.mmap:
-    """Anonymous, private memory, zeroed. Raises HomeError."""
+    """Map anonymous, private memory, zeroed. Raises HomeError."""
     try:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -191,12 +196,12 @@ def map_memory(nbytes: int) -> mmap.mmap:
         raise home_error(message, error) from error
 
 
-# How kernels and file systems refuse O_TMPFILE.
+# Errors by which kernels and file systems refuse O_TMPFILE.
 _NO_NAMELESS_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 
 def _open_nameless(directory: str) -> int:
-    """A descriptor of a new empty file in `directory` that has no name, or lost it at once."""
+    """Open a new empty file in `directory` that has no name, or lost it at once; return its descriptor."""
     try:
         try:
             return os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -219,6 +224,7 @@ def _open_nameless(directory: str) -> int:
 
 
 def home_error(message: str, cause: OSError) -> HomeError:
+    """Make a HomeError with the cause's errno."""
     error = HomeError(message)
     error.errno = cause.errno
     return error

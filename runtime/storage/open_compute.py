@@ -1,4 +1,4 @@
-"""The memory a model computes in and the homes behind it, for a device."""
+"""Open the compute tier of a device, and the homes behind it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 def split_exactly(environment: Mapping[str, str]) -> None:
-    """Let torch's CUDA allocator split large blocks exactly, as plans reckon: only expandable segments do.
+    """Make torch's CUDA allocator split large blocks exactly, as plans assume: only expandable segments do.
 
-    Otherwise a block may keep 1 MiB or less that is left over (`should_split`, see `passes.cuda_memory`), and memory
-    that is free lies in pieces. Users who have decided otherwise are warned.
+    Otherwise a block may keep up to 1 MiB that is left over (`should_split`, see `passes.graphs.cuda_memory`), and free
+    memory is fragmented. A user's other choice is kept, with a warning.
 
     Args:
         environment: of the process; as in PyTorch 2.13 (`CUDAAllocatorConfig.h`), the older name of the variable goes
@@ -46,10 +46,10 @@ def split_exactly(environment: Mapping[str, str]) -> None:
 
 
 def open_compute(device: torch.device, home: str, disk_holds_everything: bool) -> tuple[Tier, Arena]:
-    """The compute tier on a device, and the homes that an option names: `"cpu"`, `"disk"` or `"disk:DIR"`.
+    """Open the compute tier on a device, and the homes that an option names: `"cpu"`, `"disk"` or `"disk:DIR"`.
 
     Args:
-        disk_holds_everything: a disk is the home of all model data; else of optimizer states, and RAM is of the rest.
+        disk_holds_everything: a disk is the home of all model data; else of optimizer states, and RAM of the rest.
 
     Raises:
         UnsupportedError: chunkc does not compute on such a device, torch cannot use it, or it cannot read files in
@@ -58,8 +58,8 @@ def open_compute(device: torch.device, home: str, disk_holds_everything: bool) -
         HomeError: the directory cannot be used, or the buffers for it cannot be pinned.
     """
     if device.type == "cpu":
-        opened = open_home(home)
-        return CpuTier(), Arena(opened) if disk_holds_everything else Arena(open_home("cpu"), opened)
+        named = open_home(home)
+        return CpuTier(), Arena(named) if disk_holds_everything else Arena(open_home("cpu"), named)
     if device.type == "cuda":
         gpu = TorchGpu(device.index)
         split_exactly(os.environ)

@@ -1,12 +1,12 @@
-"""A disk as the home behind a GPU: through a few small pinned buffers, piece by piece.
+"""Use a disk as the home behind a GPU, through a few small pinned buffers, piece by piece.
 
-A read fills several buffers from the file at a time (`disk_reads`), and the copies of those that are full to the device
-are under way meanwhile; a write empties a buffer into the file while the copies of later pieces from the device are.
-Both are run by the threads of `CudaLink`.
+A read fills several buffers from the file at a time (`disk_reads`), while full buffers are copied to the device; a
+write empties a buffer into the file while later pieces are copied from the device. Both run on the threads of
+`CudaLink`.
 
 Eager code reads and writes the file in place, through a map: on the CPU, or on a device that can (see
-`Gpu.view_pageable`). Map and positional writes share the kernel's page cache, and reads look there first, so that each
-finds what the others wrote.
+`Gpu.view_pageable`). Map and positional writes share the kernel's page cache, and reads look there first, so all three
+are coherent.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from chunkc.runtime.storage.pinned import PinnedHome, flat_bytes, on_device
 
 
 def open_arena(home: str, gpu: Gpu, disk_holds_everything: bool = False) -> Arena:
-    """The homes behind a GPU that an option names: `"cpu"`, `"disk"` or `"disk:DIR"`.
+    """Open the homes behind a GPU that an option names: `"cpu"`, `"disk"` or `"disk:DIR"`.
 
-    Parameters and gradients need home views on the device: in memory that cannot be pinned they are only where the
-    device reads it all the same, optimizer states anywhere. A disk holds the states, and pinned memory the rest; or it
-    holds everything, and home views are maps of the file, which cannot be pinned.
+    Parameters and gradients need home views on the device: their memory is pinned, or unpinned where the device reads
+    unpinned memory too; optimizer states may be in any memory. A disk holds the states, and pinned memory the rest; or
+    it holds everything, and home views are maps of the file, which cannot be pinned.
 
     Raises:
-        OptionsError: it names none.
+        OptionsError: the option names no home.
         UnsupportedError: a disk is to hold everything, but the device cannot read files in place.
         HomeError: the directory cannot be used, or the buffers for it cannot be pinned.
     """
@@ -56,13 +56,13 @@ def open_arena(home: str, gpu: Gpu, disk_holds_everything: bool = False) -> Aren
 
 
 class StagedDiskHome(DiskHome):
-    """A disk home that reads into and writes from device tensors. Its home views are maps of the file.
+    """Disk home that reads into and writes from device tensors. Its home views are maps of the file.
 
     Args:
         directory: as for `DiskHome`.
-        gpu: what holds the device tensors.
-        staging: where the buffers are pinned: `num_pieces` of `piece_nbytes` bytes for each direction, and two pages.
-        views_on_device: home views are the device's tensors, else the CPU's.
+        gpu: the device of these tensors.
+        staging: home of the pinned buffers: `num_pieces` of `piece_nbytes` bytes for each direction, and two pages.
+        views_on_device: home views are on the device, else on the CPU.
 
     Raises:
         UnsupportedError: views are to be on the device, which cannot read files in place.
@@ -88,13 +88,13 @@ class StagedDiskHome(DiskHome):
         self._piece_nbytes = piece_nbytes
         super().__init__(directory, num_under_way=num_pieces)
         self._out = [staging.bytes(staging.allocate(piece_nbytes)) for _ in range(num_pieces)]
-        self._copied: list[Any] = [None] * num_pieces  # of each reader's pages: the event of the copy out of them
+        self._copied: list[Any] = [None] * num_pieces  # for each reader, the event of the last copy out of its pages
         self._reading, self._writing = threading.Lock(), threading.Lock()
 
     def tensor(
         self, region: Region, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int
     ) -> torch.Tensor:
-        """A home view as `Home.tensor`, or the same on the device."""
+        """Make a home view as `Home.tensor`, or the same on the device."""
         view = super().tensor(region, dtype, shape, stride, offset_nbytes)
         if not self.is_in_reach:
             return view
@@ -104,7 +104,7 @@ class StagedDiskHome(DiskHome):
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
         """Fill `destination`, a contiguous device tensor, with the region's bytes.
 
-        Returns when the last piece is read and its copy enqueued on the current stream; raises as `Home.read`.
+        Blocks until the last piece is read and its copy enqueued on the current stream; raises as `Home.read`.
         """
         parts = flat_bytes(destination).split(self._piece_nbytes)
         mapping = self._find(region, offset_nbytes, sum(part.numel() for part in parts))
@@ -143,29 +143,29 @@ class StagedDiskHome(DiskHome):
 
     @functools.cached_property
     def _cast_pieces(self) -> list[torch.Tensor]:
-        """Of each reader, where elements are cast; pinned once something is."""
+        """Pinned buffers for cast elements, one for each reader; allocated with the first cast."""
         return [self._staging.bytes(self._staging.allocate(self._piece_nbytes)) for _ in range(self._readers.num)]
 
     def _await_copy(self, reader: int) -> None:
-        """Wait until what this reader has read last is on the device."""
+        """Wait until the piece that this reader has read last is on the device."""
         copied = self._copied[reader]
         if copied is not None:
             copied.synchronize()
 
     def _fill(self, pieces: list[torch.Tensor | None], reader: int, mapping: Mapping, begin: int, nbytes: int) -> None:
-        """On a reader's thread: a piece of the file into its pages."""
+        """Read a piece of the file into the reader's pages, on its thread."""
         with self._problems("read", nbytes):
             pages = self._pages[reader]
             pieces[reader] = read_into_pages(mapping, begin, nbytes, pages, past_cache=self._past_cache)
 
     def _reader_pages(self, num: int) -> list[torch.Tensor]:
-        """Pinned, so that the device copies from them."""
+        """Allocate pages for each reader, pinned, so that the device copies from them."""
         return [self._staging.bytes(self._staging.allocate(room_for(self._piece_nbytes))) for _ in range(num)]
 
     def write(self, region: Region, offset_nbytes: int, source: torch.Tensor) -> None:
         """Copy `source`, a contiguous device tensor, into the region.
 
-        Returns when all of it is written; raises as `Home.write`.
+        Blocks until all of it is written; raises as `Home.write`.
         """
         data = flat_bytes(source)
         under_way: deque[tuple[int, torch.Tensor, Any]] = deque()

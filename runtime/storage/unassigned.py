@@ -1,7 +1,7 @@
-"""Home memory for tensors that no layout knows yet: a model that is being built.
+"""Allocate home memory for tensors that are in no layout yet: of a model that is being built.
 
-Each tensor has a region of its own, which is given back with the last tensor over it. So when parameters move into
-chunks, the memory that they were born in goes with each of them.
+Each tensor has a region of its own, which is freed with the last tensor over it. So when parameters move into chunks,
+each one's unassigned memory is freed as it moves.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from chunkc.runtime.storage.homes import Home, open_home
 from chunkc.runtime.storage.maps import drop_pages
 
 SMALLEST_NBYTES = mmap.PAGESIZE
-"""A smaller tensor would take a page as well; it stays where it is."""
+"""Smaller tensors would take a page as well; they stay where they are."""
 
 
 @dataclass(frozen=True)
 class UnassignedMemory:
-    """Where tensors are born: homes, and the options that name them.
+    """Homes of tensors that are in no chunk yet, and the options that name these homes.
 
     Attributes:
-        opened: the home of parameters.
-        of_states: the home of optimizer states, which are loaded before there are chunks.
+        parameter_home: the home of parameters.
+        state_home: the home of optimizer states, which may be loaded before there are chunks.
     """
 
     home: str
     disk_holds: str
-    opened: Home = field(compare=False, repr=False)
-    of_states: Home = field(compare=False, repr=False)
+    parameter_home: Home = field(compare=False, repr=False)
+    state_home: Home = field(compare=False, repr=False)
 
     @torch.no_grad()
     def copy_of(self, values: torch.Tensor) -> torch.Tensor:
-        """A dense CPU tensor's values, in new home memory; its pages on a disk have left the RAM.
+        """Copy a dense CPU tensor into new home memory; on a disk, its pages have left the RAM.
 
         Raises:
             HomeError: the home has no room.
         """
-        found, memory = _room(self.opened, values.dtype, tuple(values.shape), values.stride())
-        address = found.data_ptr()
+        tensor, memory = _allocate(self.parameter_home, values.dtype, tuple(values.shape), values.stride())
+        address = tensor.data_ptr()
         _memory_by_address[address] = self
         weakref.finalize(memory, _memory_by_address.pop, address, None).atexit = False
-        found.copy_(values)
-        drop_pages(found)
-        return found
+        tensor.copy_(values)
+        drop_pages(tensor)
+        return tensor
 
     def room_for_state(self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-        """Zeros in new home memory, for a state of what was born here.
+        """Allocate zeros in new home memory, for an optimizer state of a parameter here.
 
         Raises:
             HomeError: the home has no room.
         """
-        return _room(self.of_states, dtype, shape, stride)[0]
+        return _allocate(self.state_home, dtype, shape, stride)[0]
 
 
 def unassigned_memory_at(home: str, disk_holds: str, *, disk_holds_parameters: bool) -> UnassignedMemory:
@@ -67,39 +67,39 @@ def unassigned_memory_at(home: str, disk_holds: str, *, disk_holds_parameters: b
     Raises:
         HomeError: the directory cannot be used.
     """
-    of_states = open_home(home)
-    return UnassignedMemory(home, disk_holds, of_states if disk_holds_parameters else open_home("cpu"), of_states)
+    named = open_home(home)
+    return UnassignedMemory(home, disk_holds, named if disk_holds_parameters else open_home("cpu"), named)
 
 
-def _room(home: Home, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> tuple[torch.Tensor, Any]:
-    """A dense tensor in a region of its own, which goes with it; and the region's memory."""
+def _allocate(home: Home, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> tuple[torch.Tensor, Any]:
+    """Make a dense tensor in a region of its own, freed with the tensor; return it and the region's memory."""
     region = home.allocate(math.prod(shape) * dtype.itemsize)
     try:
         return home.tensor(region, dtype, tuple(shape), tuple(stride), 0), home.memory(region)
     finally:
-        home.free(region)  # from now on the tensor alone keeps it
+        home.free(region)  # from here the tensor alone keeps it
 
 
 _memory_by_address: dict[int, UnassignedMemory] = {}
-"""By the address of their storage, which is their own: tensors that are still where they were born."""
+"""Unassigned memory by the address of a tensor's storage, which is its own."""
 
 
 def unassigned_memory_of(tensor: torch.Tensor) -> UnassignedMemory | None:
-    """Where a tensor was born, if it still lies there, or is a view of one that does."""
+    """Return the unassigned memory in which a tensor lies, itself or as a view; None if in none."""
     if not _memory_by_address or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return None
     return _memory_by_address.get(tensor.untyped_storage().data_ptr())
 
 
 _memory_by_parameter: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The nursery of each parameter that was born in one, wherever its data lies."""
+"""Unassigned memory in which each parameter was made, wherever its data lies now."""
 
 
 def note_unassigned_memory(parameter: torch.Tensor, unassigned_memory: UnassignedMemory) -> None:
-    """Remember where a parameter was born."""
+    """Note the unassigned memory in which a parameter was made."""
     _memory_by_parameter[parameter] = unassigned_memory
 
 
 def unassigned_memory_of_parameter(parameter: torch.Tensor) -> UnassignedMemory | None:
-    """Where a parameter was born, though its data has been replaced since (`model.half()`)."""
+    """Return the unassigned memory of a parameter, though its data may have been replaced since (`model.half()`)."""
     return unassigned_memory_of(parameter) or _memory_by_parameter.get(parameter)

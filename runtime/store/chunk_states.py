@@ -1,4 +1,4 @@
-"""The states of a chunk and the transitions between them (after Gemini's and PatrickStar's tensor states)."""
+"""Define the states of a chunk and the transitions between them (after Gemini's and PatrickStar's tensor states)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chunkc.ir.layout import Chunk
 
 
 class ChunkState(enum.Enum):
-    """Where a chunk is. Only HOLD and COMPUTE may be read; only FREE has no slot."""
+    """State of a chunk. Only HOLD and COMPUTE may be read; only FREE has no slot."""
 
     FREE = "FREE"
     PREFETCHING = "PREFETCHING"
@@ -30,10 +30,10 @@ _ALLOWED = {
 
 
 def advance(chunk: Chunk, current: ChunkState, new: ChunkState) -> ChunkState:
-    """`new`, if a chunk may go there from `current`.
+    """Return `new`, if the transition from `current` is allowed.
 
     Raises:
-        ChunkStateError: it may not.
+        ChunkStateError: it is not.
     """
     if (current, new) not in _ALLOWED:
         raise ChunkStateError(f"chunk {chunk} cannot go from {current.value} to {new.value}")

@@ -1,7 +1,7 @@
-"""What stands in `.grad` for a gradient whose values are not there: `gradient_of` finds none.
+"""Put placeholders into `.grad` for gradients without values; `gradient_of` returns None for them.
 
-It says that there is one, so that `step()` and `zero_grad()` find it, and has no bytes. Whoever reads or changes it is
-told what to do, instead of finding nothing: code that clips gradients would then clip none.
+A placeholder makes `step()` and `zero_grad()` find a gradient, and has no bytes. Any operation on it raises and says
+what to do: with None in its place, code that clips gradients would clip none.
 """
 
 from __future__ import annotations
@@ -18,22 +18,19 @@ from chunkc.torch_private.fake import without_values
 
 
 class GradientPlaceholder(torch.Tensor):
-    """A gradient's shape, dtype and device, without its values.
-
-    Every operation on it raises UnsupportedError.
-    """
+    """Shape, dtype and device of a gradient, without its values. Every operation on it raises UnsupportedError."""
 
     _name: str
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, name: str) -> GradientPlaceholder:
-        made = without_values(cls, parameter)
-        made._name = name
-        return made
+        placeholder = without_values(cls, parameter)
+        placeholder._name = name
+        return placeholder
 
     @abstractmethod
     def refusal(self) -> UnsupportedError:
-        """The error for whoever wants it."""
+        """Make the error of operations on it."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -43,21 +40,21 @@ class GradientPlaceholder(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        raise next(_found((args, kwargs))).refusal()
+        raise next(_placeholders((args, kwargs))).refusal()
 
 
 class ConsumedGradient(GradientPlaceholder):
-    """Of a gradient that an update in the backward has used up: it never got home."""
+    """Placeholder of a gradient that an update in the backward has consumed: it never got home."""
 
     def refusal(self) -> UnsupportedError:
         return consumed_error(self._name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"<the gradient of {self._name}, used up by an update in the backward>"
+        return f"<the gradient of {self._name}, consumed by an update in the backward>"
 
 
 class LocalGradient(GradientPlaceholder):
-    """Of a gradient that ranks have not exchanged yet: each has what it has computed itself, whole."""
+    """Placeholder of a gradient that ranks have not exchanged yet: each rank has computed its own, unsharded."""
 
     def refusal(self) -> UnsupportedError:
         return UnsupportedError(
@@ -67,7 +64,7 @@ class LocalGradient(GradientPlaceholder):
         )
 
     def full_tensor(self) -> torch.Tensor:
-        """As a `DTensor` has it."""
+        """Raise: the method of a `DTensor`."""
         raise self.refusal()
 
     to_local = full_tensor
@@ -76,42 +73,45 @@ class LocalGradient(GradientPlaceholder):
         return f"<the gradient of {self._name}, not exchanged between ranks yet>"
 
 
-def _found(values: Any) -> Iterator[GradientPlaceholder]:
-    """Those among an operation's arguments."""
+def _placeholders(values: Any) -> Iterator[GradientPlaceholder]:
+    """Iterate over the placeholders among an operation's arguments."""
     if isinstance(values, GradientPlaceholder):
         yield values
     elif isinstance(values, Mapping):
-        yield from _found(list(values.values()))
+        yield from _placeholders(list(values.values()))
     elif isinstance(values, list | tuple):
         for value in values:
-            yield from _found(value)
+            yield from _placeholders(value)
 
 
 def consumed_error(name: str) -> UnsupportedError:
-    """The error for whoever wants a gradient that was used up."""
+    """Make the error of operations on a consumed gradient."""
     return UnsupportedError(
-        f'the gradient of {name} was used up: with overlap="backward" the backward has updated {name} itself, and its '
-        "gradient went nowhere. Call optimizer.step(), then optimizer.zero_grad() (set_to_none=True), before the next "
+        f'the gradient of {name} was consumed: with overlap="backward" the backward has updated {name} itself and not '
+        "kept the gradient. Call optimizer.step(), then optimizer.zero_grad() (set_to_none=True), before the next "
         'backward; to clip, unscale or read gradients, use overlap="none"'
     )
 
 
 def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient, if it has one whose values are there; they are what its memory has, if it has any."""
+    """Return a parameter's gradient; None if it has none, or a placeholder.
+
+    The values are materialised in the gradient's memory, unless it can have none (see `without_memory`).
+    """
     gradient = parameter.grad
     if gradient is None or isinstance(gradient, GradientPlaceholder):
         return None
     if is_zero_tensor(gradient) or gradient.is_neg():
         # Autograd makes such tensors: zeros without memory (of `sgn`), and memory of which the elements are the
-        # negative. The tensor object stays, since others may have it.
+        # negative. The tensor object stays, since user code may have references to it.
         gradient.data = gradient.detach().clone().resolve_neg()
     return gradient
 
 
 def without_memory(tensor: torch.Tensor) -> str | None:
-    """Why a tensor's elements cannot be read through one pointer and strides, as the end of a sentence; None: they can.
+    """Say, as the end of a sentence, why a tensor's elements cannot be read by pointer and strides; None: they can.
 
-    Of a gradient, ask after `gradient_of`.
+    For gradients: call it on the result of `gradient_of`.
     """
     if tensor.layout is not torch.strided:
         return f"has the layout {tensor.layout}"
@@ -122,7 +122,7 @@ def without_memory(tensor: torch.Tensor) -> str | None:
     if tensor.is_meta:
         return "is on the meta device, without values"
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return f"is a {type(tensor).__name__}, whose values are in other tensors"
+        return f"is a {type(tensor).__name__}, which has its values in other tensors"
     return "has no memory (it stands for zeros, or its storage was freed)"
 
 
@@ -133,7 +133,7 @@ def refuse_without_memory(gradients: Mapping[str, torch.Tensor | None]) -> None:
         gradients: by the names of their parameters.
 
     Raises:
-        UnsupportedError: there is one.
+        UnsupportedError: a gradient cannot be copied home.
     """
     for name, gradient in gradients.items():
         if gradient is not None and (reason := without_memory(gradient)) is not None:

@@ -1,7 +1,7 @@
-"""Sums of squares of gradients, taken in their slots, for whoever asks for their norm: nothing crosses a link for it.
+"""Sum up squares of gradients in their slots, for norms: no gradient crosses a link again for its norm.
 
 Tables and sums lie at home, so that they take no room on the compute tier: the kernel writes a number for each 65,536
-elements there. Whether a sum is still true of a gradient is asked when it is read: of `.grad` as it is by then.
+elements there. A sum is valid if `.grad` is unchanged when the sum is read, not when it was computed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 _INT64_NBYTES = 8
 
 clock = itertools.count(1)
-"""Tells what came first: a gradient's sums, or a look at the optimizer's parameters."""
+"""Orders the computation of a gradient's sums and a caller's reading of the optimizer's parameters."""
 
 
 @dataclass(frozen=True)
 class _Room:
-    """A group's table of rows, their sums, and which of them are each parameter's; at home."""
+    """Home memory of a group's table of rows and of their sums, and each parameter's rows."""
 
     slices: tuple[TensorSlice, ...]
     rows: torch.Tensor
     sums: torch.Tensor
-    places: Mapping[str, slice]
+    rows_of: Mapping[str, slice]
 
     @staticmethod
     def of(group: ChunkGroup, home: Home) -> _Room:
@@ -54,8 +54,8 @@ class _Room:
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """Of what gradient a parameter's sums are: the home view that is `.grad`, as often written to, and when."""
+class _Sums:
+    """Sums of a parameter's gradient: with the home view in `.grad`, its version, and the time by `clock`."""
 
     gradient: weakref.ref[torch.Tensor]
     version: int
@@ -65,15 +65,15 @@ class _Taken:
 
 @dataclass
 class GradientSums:
-    """The sums of one model's gradients.
+    """Sums of squares of one model's gradients.
 
     Args:
-        home: has room for them.
+        home: for tables and sums.
 
     Attributes:
-        askers: who wants norms; sums are taken for as long as there is one.
-        written: how often a group's gradients went home.
-        read_nbytes: bytes of gradients at home that were read for a norm since no sum was true of them.
+        requesters: objects that need norms, each with its kernel; sums are computed as long as there is one.
+        written: how often a group's gradients were written home.
+        read_nbytes: bytes of gradients at home that were read for a norm since they had no valid sum.
     """
 
     home: Home
@@ -81,46 +81,46 @@ class GradientSums:
     written: Counter[int] = field(default_factory=Counter)
     read_nbytes: int = 0
     _rooms: dict[int, _Room] = field(default_factory=dict)
-    _taken: dict[str, _Taken] = field(default_factory=dict)
+    _computed: dict[str, _Sums] = field(default_factory=dict)
     _is_logged: bool = False
 
     @contextmanager
     def without_requests(self) -> Iterator[None]:
-        """Inside, gradients that go home are none of those that anybody asks about; afterwards all is as before."""
-        requesters, written, taken = self.requesters, self.written.copy(), dict(self._taken)
+        """Inside, compute no sums for gradients that go home; afterwards restore requesters and sums."""
+        requesters, written, computed = self.requesters, self.written.copy(), dict(self._computed)
         self.requesters = weakref.WeakKeyDictionary()
         try:
             yield
         finally:
-            self.requesters, self.written, self._taken = requesters, written, taken
+            self.requesters, self.written, self._computed = requesters, written, computed
 
     def forget(self, group: ChunkGroup) -> None:
-        """The group's gradients go home, and nobody takes their sums."""
+        """Note that a group's gradients go home without sums; earlier sums become invalid."""
         self.written[group.index] += 1
         for tensor_slice in group.slices:
-            self._taken.pop(tensor_slice.spec.name, None)
+            self._computed.pop(tensor_slice.spec.name, None)
 
     def take(self, group: ChunkGroup, slot: torch.Tensor, gradients: Mapping[str, torch.Tensor], tier: Tier) -> None:
-        """The group's gradients go home from their slot, where all of them lie as they are to be: compute their sums.
+        """Compute the sums of a group's gradients, which are complete in their slot and about to go home.
 
         Args:
-            gradients: by parameter, the home views that are `.grad`.
+            gradients: the home views in `.grad`, by parameter.
         """
         self.forget(group)
         sum_squares = next(iter(self.requesters.values()), None)
-        if sum_squares is None or group.is_cut:  # a rank's share of them: ranks add theirs up on the way
+        if sum_squares is None or group.is_cut:  # the slot has this rank's terms only: ranks add up on the way home
             return
         if (room := self._room(group)) is None:
             return
         tier.enqueue(sum_squares, slot, room.rows, room.sums)
         for name, gradient in gradients.items():
-            sums = room.sums[room.places[name]]
-            self._taken[name] = _Taken(weakref.ref(gradient), gradient._version, next(clock), sums)
+            sums = room.sums[room.rows_of[name]]
+            self._computed[name] = _Sums(weakref.ref(gradient), gradient._version, next(clock), sums)
 
     def _room(self, group: ChunkGroup) -> _Room | None:
-        """The group's room; None where home has none: then gradients are read, which is logged once."""
-        found = self._rooms.get(group.index)
-        if found is None or found.slices != group.slices:
+        """Return the group's memory, allocated if need be; None where home has no room, which is logged once."""
+        room = self._rooms.get(group.index)
+        if room is None or room.slices != group.slices:
             self._rooms.pop(group.index, None)
             try:
                 self._rooms[group.index] = _Room.of(group, self.home)
@@ -136,22 +136,19 @@ class GradientSums:
         return self._rooms.get(group.index)
 
     def of(self, name: str, gradient: torch.Tensor, *, since: int) -> torch.Tensor | None:
-        """The sums of a parameter's gradient, `[num_rows]` fp64; None: it may have changed since they were taken.
+        """Return the sums of a parameter's gradient, `[num_rows]` fp64; None if it may have changed since.
 
         Args:
-            since: by `clock`; older sums do not count.
+            since: by `clock`; older sums are invalid.
         """
-        taken = self._taken.get(name)
-        is_true = (
-            taken is not None
-            and taken.gradient() is gradient
-            and taken.version == gradient._version
-            and taken.at > since
-        )
-        return taken.sums if is_true and taken is not None else None
+        computed = self._computed.get(name)
+        if computed is None or computed.gradient() is not gradient:
+            return None
+        is_valid = computed.version == gradient._version and computed.at > since
+        return computed.sums if is_valid else None
 
 
-def request_sums(asker: object, of: Iterable[GradientSums], sum_squares: SumSquares) -> None:
-    """From now on sums are taken for somebody."""
+def request_sums(requester: object, of: Iterable[GradientSums], sum_squares: SumSquares) -> None:
+    """Compute sums from now on, as long as the requester lives."""
     for sums in of:
-        sums.requesters.setdefault(asker, sum_squares)
+        sums.requesters.setdefault(requester, sum_squares)

@@ -1,6 +1,6 @@
-"""What computation does with a gradient: into a slot, or straight into `.grad`, as autograd's AccumulateGrad does it.
+"""Accumulate gradients into slots, or straight into `.grad`, as autograd's AccumulateGrad does.
 
-`take` gives the gradient when computation gets there; the host may be far ahead by then.
+`take` returns the gradient when the computation has reached it; the host may be far ahead by then.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def add_later(target: torch.Tensor, take: Callable[[], torch.Tensor]) -> None:
 def note_replicated(
     name: str, parameter: nn.Parameter, adds: dict[str, bool], hand_out: Callable[[], object], *, is_last: bool
 ) -> Callable[[torch.Tensor, Callable[[], torch.Tensor]], None]:
-    """Note a gradient that every rank computes, whole, on its way into a slot; how it gets there.
+    """Note an unsharded gradient of this rank on its way into a slot; return `store_first` or `add_later`.
 
     Args:
         adds: the slot's gradients, each with whether home has one to add to.
         hand_out: makes the home view the parameter's gradient.
-        is_last: ranks exchange it in this backward; else this rank's own stays in the slot.
+        is_last: ranks exchange the gradient in this backward; else it stays in the slot.
     """
     is_first = name not in adds
     if is_first:
@@ -55,7 +55,7 @@ def accumulate(parameter: nn.Parameter, take: Callable[[], torch.Tensor], owned:
     """Store the first gradient of a parameter that never moves, or add a later one.
 
     Args:
-        owned: nothing else will ever read the gradient's storage, so it may become `.grad` without a copy.
+        owned: no other value reads the gradient's storage, so it may become `.grad` without a copy.
     """
     gradient = take()
     if parameter.grad is not None:
@@ -69,12 +69,12 @@ def accumulate(parameter: nn.Parameter, take: Callable[[], torch.Tensor], owned:
 
 
 def _strides(parameter: nn.Parameter) -> tuple[int, ...]:
-    """A gradient's, by autograd's layout contract: those of a dense parameter, else contiguous."""
+    """Compute a gradient's strides by autograd's layout contract: those of a dense parameter, else contiguous."""
     return parameter.stride() if is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
 
 
 def _fits_exactly(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
-    """Whether a gradient may become `.grad` as it is: autograd's layout contract, and no unseen bytes behind it."""
+    """Whether a gradient may become `.grad` as it is: autograd's layout contract, and no other bytes in its storage."""
     return (
         gradient.stride() == _strides(parameter)
         and gradient.dtype == parameter.dtype
@@ -83,7 +83,7 @@ def _fits_exactly(gradient: torch.Tensor, parameter: nn.Parameter) -> bool:
 
 
 def parameters_sharing_gradients(parameters: Mapping[str, nn.Parameter]) -> frozenset[str]:
-    """Those of the parameters whose `.grad` lies in another one's memory: PyTorch adds to it for each."""
+    """Find parameters that have their `.grad` in common memory: PyTorch adds to it for each."""
     by_storage: dict[int, list[str]] = {}
     for name, parameter in parameters.items():
         gradient = gradient_of(parameter)
@@ -100,12 +100,12 @@ def share_gradients(parameters: Iterable[nn.Parameter]) -> bool:
 
 def has_external_views(grad: torch.Tensor) -> bool:
     """Whether other tensors, or arrays, lie in a gradient's memory."""
-    own = 2  # the tensor's, and this object's
+    own = 2  # references of the tensor, and of this call's storage object
     return storage_use_count(grad.untyped_storage()) > own
 
 
 def has_external_references(parameter: nn.Parameter) -> bool:
-    """Whether others have the tensor that is a parameter's `.grad`, or views of it, and expect PyTorch to add to it."""
+    """Whether user code has references to a parameter's `.grad`, or views of it, and expects PyTorch to add to it."""
     has_more = _references(parameter) > _internal_references()
     if isinstance(parameter.grad, GradientPlaceholder):
         return False
@@ -119,7 +119,7 @@ def _references(parameter: nn.Parameter) -> int:
 
 @cache
 def _internal_references() -> int:
-    """What `_references` counts where nobody else has the gradient."""
+    """Measure `_references` of a gradient without other references."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     return _references(parameter)
@@ -127,9 +127,9 @@ def _internal_references() -> int:
 
 @dataclass(frozen=True)
 class HandedOut:
-    """A home view that became a parameter's `.grad`: the tensor, its storage, which views of it share, its address.
+    """Home view that became a parameter's `.grad`: the tensor, the storage that views of it share, and its address.
 
-    Holds both weakly.
+    References to tensor and storage are weak.
     """
 
     view: Callable[[], torch.Tensor | None]
@@ -141,9 +141,9 @@ class HandedOut:
         return cls(weakref.ref(view), StorageWeakRef(view.untyped_storage()), view.data_ptr())
 
     def is_gone(self) -> bool:
-        """Whether nobody has it, nor any view of it."""
+        """Whether the view, and every view of it, is gone."""
         return self.storage is None or self.storage.expired()
 
 
 NOT_HANDED_OUT = HandedOut(lambda: None, None, 0)
-"""Stands for a gradient that was never handed out."""
+"""Record of a gradient that was never handed out."""

@@ -1,4 +1,4 @@
-"""Where each parameter's data is: its chunk, its home views, room for its optimizer's states."""
+"""Map parameters to their chunks, and make home views and slot views of them and of their optimizer states."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chunkc.runtime.store.slots import ChunkSlots
 
 @dataclass
 class ParameterViews(ChunkSlots):
-    """Slots, and the places at home of what lies in chunks. Holds parameters weakly.
+    """Slots, and home views of parameters, gradients and states. References to parameters are weak.
 
     Attributes:
         resident: groups that stay on the compute tier.
@@ -39,14 +39,14 @@ class ParameterViews(ChunkSlots):
 
     @cached_property
     def sums(self) -> GradientSums:
-        """Sums of squares of gradients, for whoever asks for their norm."""
+        """Sums of squares of gradients, for their norms."""
         return GradientSums(self.arena.home)
 
     def parameter(self, name: str) -> nn.Parameter:
-        """The parameter of that name.
+        """Return the parameter of a name.
 
         Raises:
-            UnsupportedError: the model it belonged to is gone.
+            UnsupportedError: its model is gone.
         """
         parameter = self._parameters[name]()
         if parameter is None:
@@ -57,35 +57,35 @@ class ParameterViews(ChunkSlots):
         return parameter
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter that still exists, by name."""
+        """Return the parameters that still exist, by name."""
         return {name: p for name, ref in self._parameters.items() if (p := ref()) is not None}
 
     def is_managed(self, name: str) -> bool:
         """Whether the parameter's home is on the home tier (it is neither small nor resident)."""
-        found = self._slices.get(name)
-        return found is not None and found[0].index not in self.resident
+        entry = self._slices.get(name)
+        return entry is not None and entry[0].index not in self.resident
 
     def group_index(self, name: str) -> int:
         return self._slices[name][0].index
 
     def parameters_in_chunk_of(self, name: str) -> dict[str, nn.Parameter]:
-        """The parameters that share a chunk with this one and still exist, itself included."""
+        """Return the parameters of this one's chunk that still exist, itself included, by name."""
         return self._parameters_of(self.group_index(name))
 
     def _parameters_of(self, index: int) -> dict[str, nn.Parameter]:
-        """The parameters of a group that still exist, by name."""
+        """Return the parameters of a group that still exist, by name."""
         names = [tensor_slice.spec.name for tensor_slice in self.layout.groups[index].slices]
         bound = [(name, self._parameters[name]) for name in names if name in self._parameters]
         return {name: parameter for name, reference in bound if (parameter := reference()) is not None}
 
     def set_state_kinds(self, layout: ChunkLayout) -> None:
-        """Take over a layout that differs in what states are kept; none may be at home yet where it does."""
+        """Take over a layout with other kinds of states; groups that differ may have no states at home yet."""
         for old, new in zip(self.layout.groups, layout.groups, strict=True):
             assert old.states == new.states or not self._states_at_home(old), "states are at home"
         self._take_over(layout)
 
     def set_replicated(self, layout: ChunkLayout) -> None:
-        """Take over a layout that differs in what stands whole on every rank; what does no more gives its room back."""
+        """Take over a layout with other replicated groups; free the buffers of groups that no longer are."""
         self._take_over(layout)
 
     def _take_over(self, layout: ChunkLayout) -> None:
@@ -95,9 +95,9 @@ class ParameterViews(ChunkSlots):
 
     @torch.no_grad()
     def write(self, kind: str, name: str, values: torch.Tensor) -> None:
-        """Write a parameter's values (or its gradient's, or a state's) into their place at home, which is reserved.
+        """Write a parameter's values (or its gradient's, or a state's) home, where memory must be reserved.
 
-        What the host has, the host copies, past the device. On a disk, the pages that this touched leave the RAM.
+        The host copies CPU tensors itself, past the device. On a disk, pages touched by this leave the RAM.
         """
         group, where = self._slices[name]
         if values.device.type != "cpu":
@@ -112,14 +112,14 @@ class ParameterViews(ChunkSlots):
         drop_pages(target)
 
     def home_view(self, kind: str, name: str) -> torch.Tensor:
-        """A tensor over a parameter's bytes (or its gradient's, or a state's) at home; its storage is its own."""
+        """Make a tensor over a parameter's bytes (or its gradient's, or a state's) at home, with its own storage."""
         group, where = self._slices[name]
         dtype, entries = group.kind_dtype(kind), group.entries(kind, where)
         shape, stride = self._extent(kind, name)
         return self.arena.view(Chunk(kind, group.index), dtype, shape, stride, entries.start * dtype.itemsize)
 
     def is_home_view(self, tensor: torch.Tensor, kind: str, name: str) -> bool:
-        """Whether a tensor begins where `home_view` would: it need not be made again, which takes microseconds."""
+        """Whether a tensor begins where `home_view` would, so that no new one is needed, which takes microseconds."""
         group, where = self._slices[name]
         begin_nbytes = group.entries(kind, where).start * group.kind_dtype(kind).itemsize
         return tensor.data_ptr() == self.arena.address(Chunk(kind, group.index)) + begin_nbytes
@@ -132,18 +132,18 @@ class ParameterViews(ChunkSlots):
             refuse_in_forks(parameter)
 
     def _extent(self, kind: str, name: str) -> tuple[Sequence[int], Sequence[int]]:
-        """Shape and strides at home of a parameter, its gradient, or a state; scales are a flat row."""
+        """Return shape and strides at home of a parameter, its gradient, or a state; scales are a flat row."""
         group, where = self._slices[name]
         entries = group.entries(kind, where)
         return ((entries.stop - entries.start,), (1,)) if is_scale(kind) else (where.spec.shape, where.spec.stride)
 
     def _on_tier(self, name: str, values: torch.Tensor) -> torch.Tensor:
-        """A copy of a parameter's (or its gradient's) values on the compute tier."""
+        """Copy a parameter's (or its gradient's) values to the compute tier."""
         shape, stride = self._extent(PARAM, name)
         return torch.empty_strided(shape, stride, dtype=values.dtype, device=self.tier.device).copy_(values)
 
     def _reader(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
-        """A job that fills a slot: of a cast, from the parameters, at home or where they stay."""
+        """Make a job that fills a slot; a cast's from the parameters, at home or resident."""
         if chunk.kind not in CASTS:
             return super()._reader(chunk, buffer)
         group = self.layout.groups[chunk.group]
@@ -158,7 +158,7 @@ class ParameterViews(ChunkSlots):
         return super()._read_nbytes(chunk, buffer)
 
     def parameter_view(self, chunk: Chunk, name: str) -> torch.Tensor:
-        """The parameter in its slot, which must hold it."""
+        """Make a view of the parameter in its slot, which must hold it."""
         slot, (_, where) = self.slot(chunk), self._slices[name]
         if slot.buffer is None or slot.state not in (ChunkState.HOLD, ChunkState.COMPUTE):
             raise ChunkStateError(f"{name} is read from chunk {chunk}, which is {slot.state.value}")
@@ -168,20 +168,20 @@ class ParameterViews(ChunkSlots):
         return _placed(slot.buffer, where)
 
     def reserve_states(self, group: int) -> None:
-        """Reserve home room, all zeros, for the optimizer states of a group, and of all others at the same time.
+        """Reserve zeroed home memory for the optimizer states of a group, and of all other groups at the same time.
 
         Raises:
             HomeError: the home tier has no room.
         """
-        of_group = self.layout.groups[group]
-        if len(self._states_at_home(of_group)) == len(of_group.state_kinds):
+        own = self.layout.groups[group]
+        if len(self._states_at_home(own)) == len(own.state_kinds):
             return
         groups = [g for g in self.layout.groups if g.trainable and g.index not in self.resident]
         wanted = {Chunk(kind, g.index): g.nbytes(kind) for g in groups for kind in g.update_kinds}
         self.arena.reserve({chunk: nbytes for chunk, nbytes in wanted.items() if chunk not in self.arena})
 
     def reserve_gradients(self, groups: Iterable[int]) -> None:
-        """Room at home for gradients of these groups, of those that move, which no update will use up.
+        """Allocate promised home memory for gradients of these groups, which no update will consume.
 
         Raises:
             HomeError: the home tier has no room.
@@ -189,11 +189,10 @@ class ParameterViews(ChunkSlots):
         self.arena.keep_promises(Chunk(GRAD, group) for group in groups)
 
     @torch.no_grad()
-    def adopt(self, group: int, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """The update of a group that waits in twins (see `ShadowCopies`) stands; nothing else may use the group
-        meanwhile.
+    def commit_shadow_copies(self, group: int, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Commit a group's update from its shadow copies (see `ShadowCopies`); the group must be unused meanwhile.
 
-        Parameters and states become views of what it has written, unless somebody has views of their memory.
+        Parameters and states become views of the new values, unless there are external views of their memory.
 
         Args:
             states: by parameter, its states at home by kind.
@@ -210,7 +209,7 @@ class ParameterViews(ChunkSlots):
             self.updates.wait(group)
             for mark in self.home_marks(group):
                 mark.wait()
-        self.shadow_copies.adopt(self.layout, group, copied=viewed)
+        self.shadow_copies.commit(self.layout, group, copied=viewed)
         for (kind, name), view in views.items():
             if kind in viewed:
                 continue
@@ -220,20 +219,20 @@ class ParameterViews(ChunkSlots):
                 view.data = self.home_view(kind, name)
 
     def release_states(self, group: int) -> None:
-        """Leave a group's states at home to who has views of them; room for others has to be reserved."""
+        """Free a group's states at home, except for external views; new states need `reserve_states`."""
         self.arena.free(self._states_at_home(self.layout.groups[group]))
 
     def _states_at_home(self, group: ChunkGroup) -> list[Chunk]:
-        """The chunks of a group's states that have room at home."""
+        """Return the chunks of a group's states that have memory at home."""
         return [chunk for kind in group.state_kinds if (chunk := Chunk(kind, group.index)) in self.arena]
 
 
 def _placed(buffer: torch.Tensor, where: TensorSlice) -> torch.Tensor:
-    """A parameter's elements in a slot of its group."""
+    """Make a view of a parameter's elements in a slot of its group."""
     return buffer.as_strided(where.spec.shape, where.spec.stride, where.offset)
 
 
 def _cast_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Cast each tensor into the other one of its pair."""
+    """Cast the first tensor of each pair into the second."""
     for source, destination in pairs:
         destination.copy_(source)

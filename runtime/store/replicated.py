@@ -1,8 +1,8 @@
-"""What every rank has whole from one step to the next: parameters in stages 1 and 2 of ZeRO, gradients in stage 1.
+"""Keep replicated chunks that persist across steps: parameters in stages 1 and 2 of ZeRO, gradients in stage 1.
 
-Its room is taken at the first use and never given back, so every plan counts it. This rank's part at home stays what
-counts: before a phase, it is compared with what stands here, bit by bit. Whoever has changed it in whatever way, an
-optimizer or its user, on one rank or on all, is seen by that, and the chunk is gathered anew on all of them.
+Buffers are allocated at the first use and not freed between steps, so every plan counts them. This rank's shard at home
+is authoritative: before a phase, it is compared with the replica, bit by bit. So any change of it is detected, by an
+optimizer or by user code, on one rank or on all, and the chunk is gathered anew on all ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Replicated:
-    """Whole chunks that stay on the compute tier.
+    """Replicated chunks, which stay on the compute tier.
 
     Attributes:
-        current: groups of which the parameters here are those that all ranks had at home when they were gathered.
-        waiting: gradients that are here and not exchanged yet, each with whether home has one to add to.
+        current: groups with parameters here, as all ranks had them at home when they were gathered.
+        waiting: gradients here that ranks have not exchanged yet, each with whether home has one to add to.
     """
 
     current: set[int] = field(default_factory=set)
@@ -38,13 +38,13 @@ class Replicated:
     _buffers: dict[Chunk, torch.Tensor] = field(default_factory=dict)
 
     def room(self, chunk: Chunk, group: ChunkGroup, tier: Tier) -> torch.Tensor:
-        """The room of a chunk, with what it has held before."""
+        """Return a chunk's buffer with its contents, allocated at the first call."""
         if chunk not in self._buffers:
             self._buffers[chunk] = tier.allocate_slot(group.replicated_numel(chunk), group.dtype)
         return self._buffers[chunk]
 
     def is_outdated(self, group: ChunkGroup, home: torch.Tensor) -> bool:
-        """Whether a group's parameters are not all here, or this rank's parts are others than at home.
+        """Whether a group's parameters are not all here, or this rank's shards differ from those at home.
 
         Args:
             home: a flat tensor of the group's elements, as `ChunkGroup` describes them, on the compute tier's device.
@@ -65,29 +65,29 @@ class Replicated:
         return not is_same
 
     def local_gradients(self, groups: Iterable[int], parameter: Callable[[str], torch.Tensor]) -> list[str]:
-        """Parameters of groups whose gradients wait to be exchanged. Those that somebody has dropped do not any more.
+        """Find parameters of groups with gradients that wait to be exchanged; drop those that user code has reset.
 
         Args:
             parameter: by name.
         """
-        found: list[str] = []
+        names: list[str] = []
         for index in sorted(groups):
             waiting = self.waiting.get(Chunk(GRAD, index), {})
             for name in sorted(waiting):
                 if isinstance(parameter(name).grad, LocalGradient):
-                    found.append(name)
+                    names.append(name)
                 else:
                     del waiting[name]
-        return found
+        return names
 
     def keep(self, groups: Collection[int]) -> None:
-        """Give back to the tier what is here of all groups but these."""
+        """Free the buffers of all groups but these."""
         self.current.intersection_update(groups)
         for chunk in [chunk for chunk in self._buffers if chunk.group not in groups]:
             del self._buffers[chunk]
 
     def clear(self) -> None:
-        """Give all of it back to the tier."""
+        """Free all buffers."""
         self.current.clear()
         self.waiting.clear()
         self._buffers.clear()

@@ -1,8 +1,8 @@
-"""Parameters that are cut over ranks: what a user has is a `DTensor`, and what chunks hold is this rank's part of it.
+"""Represent sharded parameters: a `DTensor` for the user, this rank's `LocalShard` of it for chunks.
 
-Dynamo, autograd and the user see the `DTensor`. The store, the optimizers and everything that asks where data lies see
-the `LocalShard`, which is the `DTensor`'s local tensor: an ordinary tensor that has the parameter's gradient as its
-own.
+Dynamo, autograd and the user see the `DTensor`. The store, the optimizers and all code that locates data see the
+`LocalShard`, the `DTensor`'s local tensor: an ordinary tensor with the local shard of the parameter's gradient as its
+`.grad`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from chunkc.torch_private.dtensor import (
 
 
 class LocalShard(nn.Parameter):
-    """This rank's part of a parameter, which knows the parameter weakly.
+    """Shard of a parameter on this rank, with a weak reference to the parameter.
 
     Attributes:
-        shards: how the parameter is cut. With tensor parallelism (see `chunkc.distributed.tensor_parallel`), how this
-            rank's local tensor of it is, the one that it has without chunkc.
-        transport: by which the ranks that have its parts meet.
+        shards: how the parameter is sharded. With tensor parallelism (see `chunkc.distributed.tensor_parallel`), how
+            this rank's local tensor of it is, the one that it has without chunkc.
+        transport: of the ranks that have shards of it.
         is_first: whether this rank is the first of those that have the same of the parameter without chunkc.
     """
 
@@ -51,19 +51,19 @@ class LocalShard(nn.Parameter):
 
     @staticmethod
     def of(local: torch.Tensor, shards: Shards, transport: Transport) -> LocalShard:
-        """The part that lies in a tensor's memory; `attach` says of what."""
-        part = as_subclass_without_grad(LocalShard, local)
-        part.shards, part.transport = shards, transport
-        return part
+        """Make the shard that lies in a tensor's memory; `attach` sets its parameter."""
+        shard = as_subclass_without_grad(LocalShard, local)
+        shard.shards, shard.transport = shards, transport
+        return shard
 
     @property
     def world(self) -> Transport:
-        """By which all ranks meet that train the model."""
+        """Transport of all ranks that train the model."""
         return self.transport.world
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Whether ranks compute layers together, by tensor parallelism."""
+        """Whether ranks compute layers collectively, by tensor parallelism."""
         return self.world is not self.transport
 
     def attach(self, distributed: DTensor) -> None:
@@ -73,26 +73,26 @@ class LocalShard(nn.Parameter):
 
     @property
     def distributed(self) -> DTensor | None:
-        """The parameter, as its user has it; None: it is gone."""
+        """Parameter that the user has; None: it is gone."""
         return self._distributed()
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """This rank's part of the parameter's gradient.
+        """Shard of the parameter's gradient on this rank.
 
         Raises:
-            UnsupportedError: the gradient lies over the ranks in another way than the parameter.
+            UnsupportedError: the gradient is sharded in another way than the parameter.
         """
         whole = self._distributed()
-        found: Any = None if whole is None else whole.grad
-        if whole is None or found is None or isinstance(found, GradientPlaceholder):
-            return found
-        if not isinstance(found, DTensor) or not lie_alike(found, whole):
+        grad: Any = None if whole is None else whole.grad
+        if whole is None or grad is None or isinstance(grad, GradientPlaceholder):
+            return grad
+        if not isinstance(grad, DTensor) or not lie_alike(grad, whole):
             raise UnsupportedError(
                 "the gradient of a distributed parameter must be cut over the ranks as the parameter is: assign a "
                 "DTensor with the parameter's placements"
             )
-        return local_of(found)
+        return local_of(grad)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
@@ -109,13 +109,13 @@ class LocalShard(nn.Parameter):
         return whole is not None and whole.requires_grad
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """A copy of a model is distributed, but no part of a plan: `chunkc.distribute` has not seen it."""
+        """Copy the values only: a copy of a model is in no plan, as `chunkc.distribute` was not called on it."""
         if id(self) not in memo:
             memo[id(self)] = self.detach().clone()
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as an ordinary tensor."""
+        """Pickle as an ordinary tensor."""
         return self.detach().__reduce_ex__(protocol)
 
 
@@ -132,34 +132,34 @@ def local_shard_of(value: Any) -> Any: ...
 
 
 def local_shard_of(value: Any) -> Any:
-    """Of a parameter that `chunkc.distribute` has cut, this rank's part; anything else as it is."""
-    if type(value) is DTensor and isinstance(found := local_of(value), LocalShard):
-        return found
+    """Return this rank's shard of a parameter that `chunkc.distribute` has sharded; any other value as it is."""
+    if type(value) is DTensor and isinstance(shard := local_of(value), LocalShard):
+        return shard
     return value
 
 
 def leaf_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What autograd knows a parameter as: for a part the parameter that it is of.
+    """Return the leaf tensor of a parameter in autograd's graph: for a shard its parameter.
 
     Raises:
-        UnsupportedError: that is gone.
+        UnsupportedError: the shard's parameter is gone.
     """
     if type(parameter) is not LocalShard:  # `isinstance` asks nn.Parameter's metaclass, which takes four times as long
         return parameter
-    found = parameter.distributed
-    if found is None:
+    distributed = parameter.distributed
+    if distributed is None:
         raise UnsupportedError("a distributed parameter no longer exists, but code compiled for it still runs")
-    return found
+    return distributed
 
 
 def block_of(tensor: DTensor, rank: int | None = None) -> Block:
-    """What a rank has of a tensor.
+    """Return the block of a tensor that a rank has.
 
     Args:
         rank: in the order of the tensor's mesh; None: this one.
 
     Raises:
-        UnsupportedError: the tensor's values are sums of what ranks have.
+        UnsupportedError: the tensor's values are sums over ranks.
     """
     mesh = tensor.device_mesh
     sizes = tuple(mesh.mesh.shape)
@@ -182,13 +182,14 @@ def _block(
             (cut_last if cuts_last(placement) else cuts).append((dim, size, at))
         else:
             raise UnsupportedError(
-                f"a tensor lies over the ranks as {placements}: only those are saved and loaded that are cut, or whole"
+                f"a tensor is placed on the ranks as {placements}: only sharded or replicated tensors can be saved and "
+                "loaded"
             )
     return cut_to_block(shape, [*cuts, *cut_last], is_first=is_first)
 
 
 def _unraveled(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The coordinate of a rank in a mesh."""
+    """Return the coordinate of a rank in a mesh."""
     coordinate: list[int] = []
     for size in reversed(sizes):
         rank, at = divmod(rank, size)
@@ -197,16 +198,20 @@ def _unraveled(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shards_on(mesh: DeviceMesh, shape: tuple[int, ...], zero_stage: ZeroStage | None = 3, *, is_cut: bool) -> Shards:
-    """A tensor's parts on a mesh: cut over its last dimension, with copies along the first of two; or whole on all."""
+    """Return a tensor's shards on a mesh: over its last dimension, with copies along the first of two dimensions.
+
+    Args:
+        is_cut: False: every rank has the whole tensor.
+    """
     coordinate = mesh.get_coordinate()
     assert coordinate is not None
-    place, size = coordinate[-1], mesh.size(mesh.ndim - 1)
-    number = place + (coordinate[0] * size if mesh.ndim > 1 else 0)
+    position, size = coordinate[-1], mesh.size(mesh.ndim - 1)
+    number = position + (coordinate[0] * size if mesh.ndim > 1 else 0)
     if not is_cut:
         return Shards(shape, 1, 0, zero_stage, mesh.size(), number)
-    return Shards(shape, size, place, zero_stage, mesh.size() // size, number // size)
+    return Shards(shape, size, position, zero_stage, mesh.size() // size, number // size)
 
 
 def shard_like(whole: torch.Tensor, like: DTensor) -> DTensor:
-    """A whole tensor cut over ranks as another one of its shape: what this rank has of it, over the same memory."""
+    """Shard a whole tensor as another one of its shape; this rank's shard is a view of the whole tensor's memory."""
     return with_local(like, whole[block_of(like).slices])

@@ -1,8 +1,8 @@
-"""Which thread trains which parameters: no other one may look at their `.grad`.
+"""Note which thread trains which parameters: no other thread may read their `.grad`.
 
-`parameter.grad = None` is not atomic in PyTorch (it lets go of the interpreter's lock while it frees the gradient, and
-only then forgets it), nor is what a CPU backward writes. Who reads `.grad` in another thread meanwhile, reads memory
-that is being freed. A session is one for several threads, so each looks at the gradients of what it trains itself.
+`parameter.grad = None` is not atomic in PyTorch (it releases the interpreter's lock while it frees the gradient, and
+only then clears the reference), nor are the writes of a CPU backward. A thread that reads `.grad` meanwhile reads
+memory that is being freed. Several threads share a session, so each reads only the gradients that it trains itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 
 
 class Trainers:
-    """The threads that ran backwards or steps of one session, by the parameters that took part."""
+    """Threads that ran backwards or steps of one session, by the parameters that took part."""
 
     def __init__(self) -> None:
         self._threads: dict[frozenset[str], int] = {}
@@ -20,14 +20,14 @@ class Trainers:
     def claim(self, names: frozenset[str], thread: int | None = None) -> None:
         """Note that a thread, this one by default, trains these parameters from now on, and no other does.
 
-        Where `thread` is another one, this one works for it until it claims again: on CUDA, backwards run in a thread
-        of autograd's, while the one that called waits.
+        If `thread` is another one, this thread works for it until its next claim: on CUDA, backwards run in a thread of
+        autograd's, while the calling thread waits.
         """
         here = threading.get_ident()
         self._works_for[here] = self._threads[names] = here if thread is None else thread
 
     def trained_by_others(self) -> frozenset[str]:
-        """The parameters whose `.grad` this thread must not read."""
+        """Return the parameters with a `.grad` that this thread must not read."""
         here = self._works_for.get(threading.get_ident(), threading.get_ident())
         others = [names for names, thread in self._threads.items() if thread != here]
         if not others:

@@ -118,7 +118,7 @@ def test_a_used_gradient_refuses_whoever_needs_it(spare_nbytes: int) -> None:
     weight = made.model.get_parameter("layers.2.weight")
     assert isinstance(weight.grad, ConsumedGradient)
     assert (weight.grad.shape, weight.grad.dtype) == (weight.shape, weight.dtype)
-    assert "used up" in repr(weight.grad)
+    assert "consumed" in repr(weight.grad)
     refused = [
         lambda: torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1.0),
         lambda: weight.grad.clone(),
@@ -126,14 +126,14 @@ def test_a_used_gradient_refuses_whoever_needs_it(spare_nbytes: int) -> None:
         lambda: (weight * 2).sum().backward(),
     ]
     for use in refused:
-        with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was used up.*zero_grad"):
+        with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was consumed.*zero_grad"):
             use()
     with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
         made.compiled(**made.case.batch(2))
     made.optimizer.step()
-    with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was used up"):
+    with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was consumed"):
         made.optimizer.step()
-    with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was used up"):
+    with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was consumed"):
         made.backward(2)
     made.optimizer.zero_grad()
     made.step(2)

@@ -46,7 +46,7 @@ def test_what_is_adopted_is_at_home(copied: tuple[str, ...]) -> None:
             shadow_copies.writer(HERE, begin * 4, torch.full((128,), float(step)))()
         assert not differences([home_of(arena)], [before])
         assert shadow_copies.written(0) == {PARAM}
-        shadow_copies.adopt(LAYOUT, 0, copied=copied)
+        shadow_copies.commit(LAYOUT, 0, copied=copied)
         assert not shadow_copies.takes(HERE)
         assert bool((home_of(arena) == step).all())
         assert (arena.address(HERE) == address) == (bool(copied) or step % 2 == 0)
@@ -57,7 +57,7 @@ def test_what_is_dropped_was_never_there() -> None:
     for step in range(1, 4):
         shadow_copies.begin(0)
         shadow_copies.flat(LAYOUT, 0, [PARAM])[PARAM].fill_(float(step))
-        shadow_copies.drop(0)
+        shadow_copies.roll_back(0)
         assert not shadow_copies.takes(HERE)
         assert bool((home_of(arena) == 0).all())
 
