@@ -23,7 +23,7 @@ from chunkc.explaining.dry_run import DryRun
 from chunkc.explaining.explain import budget_of, on_hardware, training_in
 from chunkc.explaining.memory_timeline import PlannedRun, StepPlans
 from chunkc.explaining.offline import OfflineStep, capture_offline
-from chunkc.explaining.paper_step import Replay
+from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
@@ -92,7 +92,7 @@ class Planned:
     """A case, planned on paper. `step` is None where nothing fits the budget."""
 
     dry_run: DryRun
-    replay: Replay
+    predicted: PredictedStep
     step: StepPlans | None
     hardware: Hardware
     budget_nbytes: int
@@ -130,7 +130,7 @@ def _captured(case: Case, dtype: torch.dtype, treatment: Treatment, has_kernels:
 class Replayed:
     """A case, to be planned on paper as `chunkc explain` does. `budget_nbytes`: the case's."""
 
-    replay: Replay
+    predicted: PredictedStep
     hardware: Hardware
     budget_nbytes: int
     updates: Updates
@@ -149,17 +149,19 @@ def replayed(case: Case, overlap: str, activations: str, treatment: Treatment = 
 
     captured = on_hardware(machine_, captured_for(machine_, capture), options, 3)
     hardware, updates = training_in(machine_, captured.graphs), Updates(overlap=overlap)
-    return Replayed(Replay(captured, options, hardware, updates), hardware, budget_of(options, machine_), updates)
+    return Replayed(
+        PredictedStep(captured, options, hardware, updates), hardware, budget_of(options, machine_), updates
+    )
 
 
 def plan(case: Case, overlap: str, activations: str, treatment: Treatment = TREATMENTS[0]) -> Planned:
     """Plan a case."""
     traced = replayed(case, overlap, activations, treatment)
-    replay, budget = traced.replay, traced.budget_nbytes
-    dry_run = replay.fitting(budget)
-    step = replay.planned(dry_run)
+    predicted, budget = traced.predicted, traced.budget_nbytes
+    dry_run = predicted.fitting(budget)
+    step = predicted.planned(dry_run)
     fits = dry_run.budget_nbytes == budget
-    return Planned(dry_run, replay, step if fits else None, traced.hardware, budget, traced.updates)
+    return Planned(dry_run, predicted, step if fits else None, traced.hardware, budget, traced.updates)
 
 
 def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tuple[float, int]:
@@ -174,7 +176,7 @@ def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tup
         costs,
         planned.hardware,
         resident_update_s=nbytes[RESIDENT_UPDATE] / rate,
-        at_home=planned.updates.simulated(step.at_home, step.layout, planned.hardware),
+        at_home=planned.updates.simulated(step.cpu_updated, step.layout, planned.hardware),
     )
     return step_time(events).total, sum(event.nbytes for event in events if event.stream in QUEUES)
 
@@ -204,7 +206,7 @@ def _offloading(planned: Planned) -> StepPlans | None:
     runs = []
     try:
         for run in planned.dry_run.runs:
-            context = replace(run.request.context, absent=absent)
+            context = replace(run.request.context, activation_plan=absent)
             external_nbytes = run.request.external_nbytes - run.request.spare_nbytes
             found = decide(every, PhaseCalled(Forms(captured), external_nbytes, context))
             every = found.planner_state
@@ -214,16 +216,16 @@ def _offloading(planned: Planned) -> StepPlans | None:
     runs = [replace(run, request=replace(run.request, planner_state=every)) for run in runs]
     due = tuple(sorted(every.layout.groups_of(every.trained) - every.resident))
     update = replace(planned.dry_run.update, planner_state=every, groups=due)
-    return planned.replay.planned(replace(planned.dry_run, planner_state=every, runs=tuple(runs), update=update))
+    return planned.predicted.planned(replace(planned.dry_run, planner_state=every, runs=tuple(runs), update=update))
 
 
 def largest(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> frozenset[str]:
     """The fewest of the saved values, largest first, without which every call has room for its own chunks."""
-    order = [one.storage for one in sorted(captured.may_leave, key=lambda one: (-one.nbytes, one.storage))]
+    order = [one.storage for one in sorted(captured.offloadable, key=lambda one: (-one.nbytes, one.storage))]
     free = budget_nbytes - fixed_nbytes(layout, frozenset())
 
     def fits(count: int) -> bool:
-        positions = profile(captured.without(ActivationPlan(offloaded=frozenset(order[:count]))), layout).passes
+        positions = profile(captured.following(ActivationPlan(offloaded=frozenset(order[:count]))), layout).passes
         return needed_nbytes(positions, layout) <= free
 
     low, high = 0, len(order)
@@ -246,7 +248,7 @@ def _by_policies(planned: Planned, step: StepPlans) -> Iterator[tuple[str, float
             for phase, line in lines.items():
                 capacity = [planned.budget_nbytes - fixed - position.non_model_nbytes for position in line]
                 items = chunk_items(step.layout, line, step.resident)
-                saved = () if phase == UPDATE else captured.absent
+                saved = () if phase == UPDATE else captured.offloaded
                 phases.append(phase_plan(policy, phase, line, items, capacity, saved))
         except ValueError:
             continue

@@ -46,7 +46,7 @@ from torch.utils.checkpoint import checkpoint
 import chunkc
 from chunkc.explaining.explain import on_hardware, training_in
 from chunkc.explaining.offline import capture_offline
-from chunkc.explaining.paper_step import Replay
+from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware, LinkSpec
@@ -254,10 +254,10 @@ def on_paper(size: Size, hardware: Hardware, options: dict[str, Any], overlap: s
     parsed = parse_options(options)
     step = capture_offline(built(size), next(batches(size)), {}, codegen="eager", repeatable=True)
     step = on_hardware(hardware, step, parsed, None)
-    replay = Replay(step, parsed, training_in(hardware, step.graphs), Updates(overlap=overlap))
+    predicted = PredictedStep(step, parsed, training_in(hardware, step.graphs), Updates(overlap=overlap))
     assert isinstance(parsed.memory_budget, int)
-    dry_run = replay.fitting(parsed.memory_budget)
-    return step_time(replay.events(replay.planned(dry_run))).total, replay.minimum_nbytes(dry_run)
+    dry_run = predicted.fitting(parsed.memory_budget)
+    return step_time(predicted.events(predicted.planned(dry_run))).total, predicted.minimum_nbytes(dry_run)
 
 
 def cases(size: Size, measured: Hardware) -> Iterator[tuple[str, float, Hardware, dict[str, Any]]]:

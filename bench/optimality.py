@@ -84,7 +84,7 @@ class Finding:
 def examine(case: Case, overlap: str, *, exact: bool) -> Finding:
     """Plan a case, bound it, and hold other policies against it."""
     planned = plan(case, overlap, "auto")
-    step = planned.step or planned.replay.planned(planned.dry_run)
+    step = planned.step or planned.predicted.planned(planned.dry_run)
     early, machine_ = overlap != NONE, planned.hardware
     problem = problem_of(planned.captured, step, planned.updates, machine_, planned.budget_nbytes, early=early)
     bound = lower_bound(problem, exact=exact)

@@ -69,18 +69,18 @@ def digest(step: StepPlans) -> str:
 def measure(case: Case, overlap: str) -> Finding:
     """Plan a case on a graph of its own: what an earlier round has found out is not known to it."""
     replayed_ = replayed(replace(case, budget="auto"), overlap, "auto")
-    replay, budget = replayed_.replay, parse_nbytes(case.budget)
+    predicted, budget = replayed_.predicted, parse_nbytes(case.budget)
     begun_s = time.process_time()
     with no_automatic_collection():
-        replay.planned(replay.fitting(replayed_.budget_nbytes))
+        predicted.planned(predicted.fitting(replayed_.budget_nbytes))
         first_s = time.process_time()
-        dry_run = replay.fitting(budget)
+        dry_run = predicted.fitting(budget)
         dry_run_s = time.process_time()
-        step = replay.planned(dry_run)
+        step = predicted.planned(dry_run)
         planned_s = time.process_time()
     if dry_run.budget_nbytes != budget:
         raise SystemExit(f"{case} does not fit: it takes {dry_run.budget_nbytes:,} bytes")
-    seconds = step_time(replay.events(step)).total
+    seconds = step_time(predicted.events(step)).total
     spans = first_s - begun_s, dry_run_s - first_s, planned_s - dry_run_s
     return Finding(case, *spans, seconds, digest(step))
 

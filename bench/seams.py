@@ -88,7 +88,7 @@ class Seams:
             now.planner_state.resident,
             request.external_nbytes,
         )
-        self.captured = now.captured[0].without(request.context.absent or KEEP_ALL)
+        self.captured = now.captured[0].following(request.context.activation_plan or KEEP_ALL)
         self.step = profile(self.captured, self.layout)
         self.resident_s = planned.updates.nbytes(planned.step)[RESIDENT_UPDATE] / self.hardware.update_bytes_per_s
         self.costs_s = {name: cost for run in planned.step.runs for name, cost in run.costs_s().items()}
@@ -135,7 +135,7 @@ class Seams:
             hardware=self.hardware,
             external_nbytes=self.external_nbytes,
             boundary_nbytes=self.step.boundary_nbytes,
-            saved=self.captured.absent if BACKWARD in names else (),
+            saved=self.captured.offloaded if BACKWARD in names else (),
         )
         return plan.phases
 

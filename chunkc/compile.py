@@ -99,7 +99,7 @@ def compile_graph(
     transport = transport_of({n: p for n, p in zip(names, parameters, strict=True) if p is not None})
     session = session_for(owned, options, source, device)
     join(session, transport, options)
-    session.known.has_parts |= is_part
+    session.known.more_graphs_may_follow |= is_part
     session.modules.update(list(called_modules())[-1:])
     with (
         rendezvous(transport, (NotForAnyShapes, TensorifyScalarRestartAnalysis)) as compare,
@@ -251,7 +251,7 @@ def _build(
         session.hardware,
         can_skip_segmentation=options.can_skip_segmentation and not fused_for_any_sizes,
         strict=options.strict,
-        share=graph_fraction(list(called_modules())[-1:], inputs) if options.may_leave else 1.0,
+        graph_fraction=graph_fraction(list(called_modules())[-1:], inputs) if options.may_leave else 1.0,
         show=show,
     )
     steps, step = _steps(builder, gm, session.planner_state.can_skip_segmentation, arguments)
@@ -323,7 +323,7 @@ def _held_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> Ex
     tensors = [v for v in inputs if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return ExternalBytes(0, 0)
-    return session.live.beside_forward(captured, tensors)
+    return session.live.external_to_forward(captured, tensors)
 
 
 def _steps(

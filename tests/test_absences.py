@@ -16,7 +16,7 @@ from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning.recompute_search import RecomputeRegions
 from chunkc.passes.planning.residency import SLACK_CHUNKS, evenly_spread, fixed_nbytes, needed_nbytes
 from chunkc.policy import activation_search as activation_plans
-from chunkc.policy.activation_search import Mixes, first_or_quickest, quickest
+from chunkc.policy.activation_search import SearchSpace, first_or_quickest, quickest
 from chunkc.policy.captured_step import Captured, profile
 
 SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
@@ -105,16 +105,16 @@ def test_stretches_are_looked_for_once_for_each_layout(monkeypatch: pytest.Monke
 
 
 def test_a_part_of_a_model_keeps_values_only_where_the_others_could_too() -> None:
-    part, groups = replace(CAPTURED, share=0.25), evenly_spread(range(NUM_LAYERS))
-    assert CAPTURED.others_nbytes == 0
-    assert part.others_nbytes == 3 * part.saved_nbytes > 0
+    part, groups = replace(CAPTURED, graph_fraction=0.25), evenly_spread(range(NUM_LAYERS))
+    assert CAPTURED.other_graphs_nbytes == 0
+    assert part.other_graphs_nbytes == 3 * part.saved_nbytes > 0
     kept = fixed_nbytes(LAYOUT, frozenset()) + needed_nbytes(profile(CAPTURED, LAYOUT).passes, LAYOUT)
 
     def may_keep(captured: Captured, budget_nbytes: int) -> bool:
-        return Mixes(captured, LAYOUT, groups, budget_nbytes, 0, HARDWARE).may_keep
+        return SearchSpace(captured, LAYOUT, groups, budget_nbytes, 0, HARDWARE).may_keep
 
-    assert may_keep(part, kept + part.others_nbytes)
-    assert not may_keep(part, kept + part.others_nbytes - 1)
+    assert may_keep(part, kept + part.other_graphs_nbytes)
+    assert not may_keep(part, kept + part.other_graphs_nbytes - 1)
     assert may_keep(CAPTURED, 0)
 
 
@@ -142,7 +142,7 @@ def test_only_numbers_of_groups_that_make_a_difference_are_asked_for(staying: in
     slack = SLACK_CHUNKS * LAYOUT.groups[0].numel * 4
 
     def found(budget_nbytes: int, external_nbytes: int = 0) -> tuple[int, int]:
-        return Mixes(CAPTURED, LAYOUT, groups, budget_nbytes, external_nbytes, HARDWARE).groups
+        return SearchSpace(CAPTURED, LAYOUT, groups, budget_nbytes, external_nbytes, HARDWARE).groups
 
     assert found(needed + slack) == found(needed + slack + 9, 9)
     assert found(needed + slack)[0] == staying

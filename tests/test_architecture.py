@@ -163,7 +163,10 @@ def reachable(direct: dict[str, set[str]], start: str) -> set[str]:
         ("chunkc.session.session", "from chunkc.optim import AdamW"),
         ("chunkc.session.session", "from ..optim import overlap_mode"),
         ("chunkc.session.compiled_step", "import chunkc.explaining.offline"),
-        ("chunkc.session.compiled_step", "if TYPE_CHECKING:\n    from chunkc.explaining.paper_step import Replay"),
+        (
+            "chunkc.session.compiled_step",
+            "if TYPE_CHECKING:\n    from chunkc.explaining.predicted_step import PredictedStep",
+        ),
         ("chunkc.session.compiled_step", "from chunkc.cli import command"),
         ("chunkc.session.compiled_step", "from chunkc import explain"),
         ("chunkc.session.compiled_step", "from .. import AdamW"),
@@ -252,7 +255,7 @@ def test_the_library_neither_prints_nor_swallows_nor_leaves_stubs() -> None:
 
 
 MEANINGS = {
-    "Run": {"Run", "PaperRun", "PlannedRun", "DryRun", "_DryRunState"},
+    "Run": {"Run", "PredictedRun", "PlannedRun", "DryRun", "_DryRunState"},
     "Position": {"Position"},
     "Moment": {"Moment", "ExplainedMoment"},
     "Stage": {"UpdateStage", "Stage", "ZeroStage"},

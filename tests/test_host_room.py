@@ -124,7 +124,7 @@ def test_training_goes_by_the_machine_at_hand(small_host: int) -> None:
 
 
 def test_what_is_known_of_a_host() -> None:
-    seen: Any = SimpleNamespace(absent=(SimpleNamespace(nbytes=100),))
+    seen: Any = SimpleNamespace(offloaded=(SimpleNamespace(nbytes=100),))
     check_copies(seen, EMPTY_LAYOUT, frozenset(), replace(CPU, host_memory_nbytes=1100), 1000)
     check_copies(seen, EMPTY_LAYOUT, frozenset(), replace(GPU, host_memory_nbytes=100), 1000)
     check_copies(seen, EMPTY_LAYOUT, frozenset(), replace(GPU, host_memory_nbytes=None), 1000)

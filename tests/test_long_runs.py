@@ -80,7 +80,7 @@ def test_outputs_that_are_kept_neither_fill_memory_with_plans_nor_make_a_new_one
             assert len(found.steps.at("forward", (), can_skip_segmentation=True).plans) <= 5
             assert len(session_of(model).update_plans) <= 4
             assert session_of(model).records.predicted_peak_nbytes <= budget
-    assert len(set(made)) <= 2 + 2 * (NUM_STEPS * outputs[0].nbytes * policy.HELD_GRANULES // budget)
+    assert len(set(made)) <= 2 + 2 * (NUM_STEPS * outputs[0].nbytes * policy.EXTERNAL_GRANULES // budget)
 
 
 def test_variants_by_shape_are_forgotten_but_not_those_of_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:

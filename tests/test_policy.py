@@ -16,10 +16,10 @@ from chunkc.ir.layout import Chunk
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning.residency import check_minimum, fixed_nbytes
 from chunkc.policy.captured_step import Captured, profile
-from chunkc.policy.decide import HELD_GRANULES, decide, fits_whole, smallest_budget
+from chunkc.policy.decide import EXTERNAL_GRANULES, decide, fits_whole, smallest_budget
 from chunkc.policy.plans import step_plan
 from chunkc.policy.state import (
-    ALONE,
+    EMPTY_CONTEXT,
     Forms,
     GraphCaptured,
     PhaseCalled,
@@ -160,7 +160,7 @@ def test_other_sizes_send_residents_home_for_the_update_as_well() -> None:
 )
 def test_a_plan_has_room_for_a_little_more_where_there_is_one(held: int, room: int, planned: int) -> None:
     granule = 64
-    budget = granule * HELD_GRANULES
+    budget = granule * EXTERNAL_GRANULES
     taken = check_minimum(PASSES, LAYOUT, HUGE, 0)
     layout = replace(LAYOUT, overhead_nbytes=max(0, budget - taken - room))  # so that `room` is left
     if room == HUGE:
@@ -173,8 +173,8 @@ def test_a_plan_has_room_for_a_little_more_where_there_is_one(held: int, room: i
 def test_a_cold_backward_is_asked_for_where_the_forward_left_other_chunks() -> None:
     request = decide(compiled(resident=frozenset()), PhaseCalled(Forms(CAPTURED), 0)).request
     plan = step_plan(CAPTURED, request, HARDWARE).plan
-    assert ALONE.finding(plan, plan.kept) == ALONE
-    assert ALONE.finding(plan, {*plan.kept, Chunk("param", 99)}).cold_backward
+    assert EMPTY_CONTEXT.with_present(plan, plan.kept) == EMPTY_CONTEXT
+    assert EMPTY_CONTEXT.with_present(plan, {*plan.kept, Chunk("param", 99)}).cold_backward
 
 
 def test_plans_are_found_by_what_they_depend_on() -> None:
@@ -320,9 +320,9 @@ def test_nobody_else_decides(module: str) -> None:
     ("module", "source"),
     [
         ("session.compiled_step", "from chunkc.passes.planning.residency import remaining_residents"),
-        ("explaining.replay", "from chunkc.passes import planning\nplanning.plan_phases()"),
+        ("explaining.predicted_step", "from chunkc.passes import planning\nplanning.plan_phases()"),
         ("optim.update", "def own(plan):\n    return plan.begins_cold(())"),
-        ("explaining.rehearsal", "def own(captured):\n    return captured.external_in_forward(1, 2)"),
+        ("explaining.dry_run", "def own(captured):\n    return captured.external_in_forward(1, 2)"),
     ],
 )
 def test_a_decision_of_ones_own_would_be_seen(module: str, source: str) -> None:
@@ -333,5 +333,5 @@ def test_both_ask_the_same_one() -> None:
     asking = {module for module, path in ABOVE.items() if "decide" in set(used(path.read_text()))}
     own = {"policy.decide"}
     assert asking - own == {
-        "compile", "session.compiled_step", "optim.update", "explaining.dry_run", "explaining.paper_step"
+        "compile", "session.compiled_step", "optim.update", "explaining.dry_run", "explaining.predicted_step"
     }  # fmt: skip

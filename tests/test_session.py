@@ -48,10 +48,10 @@ def test_what_one_graph_hands_to_the_next_is_held_by_who_has_it() -> None:
     batch, hidden, loss = (torch.zeros(n, dtype=torch.uint8) for n in (10, 100, 1))
     live.forward_ran(captured(110), [batch], [hidden])
     live.forward_ran(captured(101), [hidden], [loss])
-    assert live.beside_update() == 111
+    assert live.external_to_update() == 111
     live.forward_ran(captured(111), [batch, hidden], [loss])
     del batch, hidden, loss
-    assert live.beside_update() == 11
+    assert live.external_to_update() == 11
 
 
 @pytest.mark.parametrize("granule_nbytes", [1, GRANULE])

@@ -30,7 +30,7 @@ from chunkc.explaining.error_attribution import raised_in
 from chunkc.explaining.explain import Show, budget_of, explain, minimum_budget
 from chunkc.explaining.formats import diff, read_explanation, write
 from chunkc.explaining.largest import largest
-from chunkc.explaining.layers import mesh_on_paper
+from chunkc.explaining.layers import fake_mesh
 from chunkc.explaining.optimizer_choice import OptimizerChoice
 from chunkc.explaining.over_ranks import with_ranks
 from chunkc.explaining.scaling import Scaling
@@ -131,7 +131,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
 
 def _explain(options: argparse.Namespace) -> int:
     hardware = _hardware(options)
-    with mesh_on_paper(hardware) as mesh:
+    with fake_mesh(hardware) as mesh:
         return _explain_on(hardware, mesh, options)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
-from chunkc.explaining.live_values import FakeValues, gone_storages, outputs_of
+from chunkc.explaining.live_values import PredictedValues, gone_storages, outputs_of
 from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.offline_calls import PhaseCall
 from chunkc.explaining.updates import Updates
@@ -26,7 +26,7 @@ from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import decide
 from chunkc.policy.plans import backward_positions
 from chunkc.policy.state import (
-    ALONE,
+    EMPTY_CONTEXT,
     Forms,
     GraphCaptured,
     Key,
@@ -44,7 +44,7 @@ from chunkc.tracing.dynamic_shapes import Templates, input_symbols
 
 
 @dataclass
-class PaperGraph:
+class PredictedGraph:
     """One graph, with the layout of its parameters and those of the graphs before it."""
 
     builder: Builder
@@ -94,7 +94,7 @@ class Training:
         home, activations: as in `torch.compile`'s options.
     """
 
-    graphs: Sequence[PaperGraph]
+    graphs: Sequence[PredictedGraph]
     step: OfflineStep
     updates: Updates
     home: str
@@ -109,7 +109,7 @@ class Training:
         Args:
             present: parameters that have gradients before.
         """
-        if not self.updates.beside_backward:
+        if not self.updates.in_backward:
             return ()
         in_slots, _ = self.updated(planner_state)
         found = {*in_slots, *self._without_gradients(planner_state, present)}
@@ -124,10 +124,10 @@ class Training:
 
     def expected(self, layout: ChunkLayout) -> PhaseContext:
         """What graphs of a layout will run in, as far as that is known when they are compiled."""
-        if not self.updates.beside_backward:
-            return ALONE
+        if not self.updates.in_backward:
+            return EMPTY_CONTEXT
         trainable, transient = [group for group in layout.groups if group.trainable], self._to_be_transient(layout)
-        in_slots = {group.index for group in trainable} - self.updates.at_home(trainable, self.home, self.hardware)
+        in_slots = {group.index for group in trainable} - self.updates.cpu_updated(trainable, self.home, self.hardware)
         updates = tuple((group, self.updates.num_stages) for group in sorted(in_slots | transient))
         return PhaseContext(updates=updates, undoable=self.undoable(updates), transient=transient)
 
@@ -148,27 +148,27 @@ class Training:
         """The groups that move and are trained: those that are updated in slots, and those at home."""
         layout = planner_state.layout
         moving = layout.groups_of(planner_state.trained) - planner_state.resident
-        at_home = self.updates.at_home([layout.groups[i] for i in sorted(moving)], self.home, self.hardware)
+        at_home = self.updates.cpu_updated([layout.groups[i] for i in sorted(moving)], self.home, self.hardware)
         return tuple(sorted(moving - at_home)), at_home
 
 
 @dataclass(frozen=True)
-class PaperRun:
+class PredictedRun:
     """One run of a graph's phase.
 
     Attributes:
         number: which of the forwards this is, or is the backward of.
         request: for the plan to run by.
-        gone_nbytes: what others hold is so much less than nothing, as values of its own are gone.
-        gone: storages that the backward's program has as held, and that are gone.
+        freed_nbytes: what others hold is so much less than nothing, as values of its own are gone.
+        freed: storages that the backward's program has as held, and that are gone.
     """
 
     graph: int
     phase: str
     number: int
     request: StepRequest
-    gone_nbytes: int = 0
-    gone: frozenset[str] = frozenset()
+    freed_nbytes: int = 0
+    freed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -177,14 +177,14 @@ class DryRun:
 
     Attributes:
         captured: each graph as it is compiled by then.
-        at_home: groups that the CPU updates at home.
+        cpu_updated: groups that the CPU updates at home.
     """
 
     planner_state: PlannerState
     captured: tuple[Captured, ...]
-    runs: tuple[PaperRun, ...]
+    runs: tuple[PredictedRun, ...]
     update: UpdateRequest
-    at_home: frozenset[int]
+    cpu_updated: frozenset[int]
 
     @property
     def budget_nbytes(self) -> int:
@@ -215,10 +215,10 @@ class _DryRunState:
         self.captured: list[Captured] = []
         self._decided: dict[Key, StepDecision] = {}
 
-    def passes(self) -> Iterator[PaperRun]:
+    def passes(self) -> Iterator[PredictedRun]:
         """The forwards and backwards of a step; graphs are compiled as it comes to them."""
         is_on_gpu = self.training.hardware.kind != "cpu"
-        self.values = FakeValues(self.training.step.storage_nbytes, is_on_gpu=is_on_gpu)
+        self.values = PredictedValues(self.training.step.storage_nbytes, is_on_gpu=is_on_gpu)
         for captured in self.captured:
             self.values.graph_compiled(captured)
         self.updated: set[int] = set()
@@ -233,27 +233,29 @@ class _DryRunState:
                 inputs = [call.arguments[position] for position in own.own_memory.inputs]
                 groups = self._groups(own)
                 context = self._phase_context(own, in_flight)
-                request = self._planned(call.graph, self.values.beside_forward(own, inputs).forward_nbytes, context)
-                absent = request.context.absent or KEEP_ALL
-                own = self.captured[call.graph].without(absent)
+                request = self._planned(
+                    call.graph, self.values.external_to_forward(own, inputs).forward_nbytes, context
+                )
+                absent = request.context.activation_plan or KEEP_ALL
+                own = self.captured[call.graph].following(absent)
                 in_flight.update(groups if own.backward is not None else ())
-                yield PaperRun(call.graph, FORWARD, num_forwards, request)
+                yield PredictedRun(call.graph, FORWARD, num_forwards, request)
                 self.values.forward_ran(own, inputs, outputs_of(call, own))
                 pending.setdefault(call.graph, []).append((num_forwards, call, absent))
                 num_forwards += 1
             else:
                 number, forward, absent = pending[call.graph].pop()
                 in_flight.subtract(self._groups(own))
-                beside_nbytes = self.values.beside_backward(own.without(absent), call.arguments)
-                context = replace(self._phase_context(own, in_flight), absent=absent)
+                beside_nbytes = self.values.external_to_backward(own.following(absent), call.arguments)
+                context = replace(self._phase_context(own, in_flight), activation_plan=absent)
                 request = self._planned(call.graph, beside_nbytes, context)
-                own = self.captured[call.graph].without(absent)
+                own = self.captured[call.graph].following(absent)
                 positions = backward_positions(own, request, self.training.hardware)
                 self.updated |= updated_in(positions)
                 self.gradients |= own.trained.difference(*(position.consumed for position in positions))
-                gone_nbytes = self.planner_state.gone_nbytes(self.values.values_beside_backward(own, call.arguments))
+                gone_nbytes = self.planner_state.freed_nbytes(self.values.net_external_to_backward(own, call.arguments))
                 gone = gone_storages(forward, own, call.alive)
-                yield PaperRun(call.graph, BACKWARD, number, request, gone_nbytes, gone)
+                yield PredictedRun(call.graph, BACKWARD, number, request, gone_nbytes, gone)
                 self.values.backward_begins(own, call.arguments)
         self._compiled(len(self.training.graphs) - 1)
 
@@ -314,7 +316,7 @@ class _DryRunState:
         """The optimizer's step: what is updated in slots, and the groups that the CPU updates at home."""
         if len(self.training.step.calls) > 1:
             self.values.alive = self.training.step.alive
-        external_nbytes, num_stages = self.values.beside_update(), self.training.updates.num_stages
+        external_nbytes, num_stages = self.values.external_to_update(), self.training.updates.num_stages
         while True:
             in_slots, at_home = self.training.updated(self.planner_state)
             in_slots = tuple(group for group in in_slots if group not in self.updated)

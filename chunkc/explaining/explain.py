@@ -30,7 +30,7 @@ from chunkc.explaining.over_ranks import (
     refuse_optimizer,
     with_ranks,
 )
-from chunkc.explaining.paper_step import Replay
+from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.explaining.updates import Updates
 from chunkc.explaining.why import why_is
 from chunkc.ir.errors import OptionsError, UnsupportedError
@@ -181,8 +181,8 @@ def minimum_budget(
     chosen = choice.of(model)
     formats_of = chosen.state_format_of
     step = step_on(machine, model, args, kwargs, options, state_format_of=formats_of, zero_stage=zero_stage)
-    replay = Replay(step, options, training_in(machine, step.graphs), Updates.of(choice, chosen))
-    return replay.minimum_nbytes(replay.fitting(budget_of(options, machine)))
+    predicted = PredictedStep(step, options, training_in(machine, step.graphs), Updates.of(choice, chosen))
+    return predicted.minimum_nbytes(predicted.fitting(budget_of(options, machine)))
 
 
 @no_automatic_collection()
@@ -206,7 +206,11 @@ def minimum_of_call(
     """
     chosen = ADAMW.of(model)
     step = step_on(hardware, model, args, kwargs, options, state_format_of=chosen.state_format_of, trains=trains)
-    return Replay(step, options, training_in(hardware, step.graphs), Updates.of(ADAMW, chosen)).fitting(1).budget_nbytes
+    return (
+        PredictedStep(step, options, training_in(hardware, step.graphs), Updates.of(ADAMW, chosen))
+        .fitting(1)
+        .budget_nbytes
+    )
 
 
 def step_on(
@@ -259,8 +263,8 @@ def on_hardware(hardware: Hardware, step: OfflineStep, options: Options, zero_st
 def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options, zero_stage: ZeroStage | None) -> str:
     """What is known of a step whose first graphs alone were captured."""
     step = on_hardware(hardware, before, options, zero_stage)
-    replay = Replay(step, options, training_in(hardware, step.graphs), IN_SLOTS)
-    needs = format_nbytes(replay.fitting(1).budget_nbytes)
+    predicted = PredictedStep(step, options, training_in(hardware, step.graphs), IN_SLOTS)
+    needs = format_nbytes(predicted.fitting(1).budget_nbytes)
     names = [name for graph in step.graphs for name in graph.capture.order_of_use()]
     covered = f", from {names[0]} to {names[-1]}," if names else ""
     num_graphs = len(step.graphs)
@@ -312,13 +316,13 @@ def explain_step(
 ) -> Explanation:
     """Explain one captured step, and where the part of the model named `why` is in it."""
     budget = budget_of(options, hardware)
-    replay = Replay(captured, options, hardware, updates)
-    dry_run = replay.fitting(budget)
+    predicted = PredictedStep(captured, options, hardware, updates)
+    dry_run = predicted.fitting(budget)
     layout = dry_run.planner_state.layout
-    step = replay.planned(dry_run)
-    events = replay.events(step)
+    step = predicted.planned(dry_run)
+    events = predicted.events(step)
     at_home, again = saved_at_home(step), saved_again(step)
-    expressions = () if at_home or again else replay.expressions(dry_run)  # which are of a step that keeps all
+    expressions = () if at_home or again else predicted.expressions(dry_run)  # which are of a step that keeps all
     moments = tuple(explained_moments(step, events, expressions))
     leaving_nbytes = sum(at_home.values())
     host = hardware.host_memory_nbytes
@@ -336,7 +340,7 @@ def explain_step(
         host_fits=True,
         num_parameters=sum(spec.whole_numel for spec in layout.specs().values()) + captured.elsewhere_numel,
         memory_budget_nbytes=budget,
-        minimum_budget_nbytes=replay.minimum_nbytes(dry_run),
+        minimum_budget_nbytes=predicted.minimum_nbytes(dry_run),
         predicted_peak_nbytes=max((m.nbytes for phase in step.phases for m in phase.moments), default=0),
         non_model_peak_nbytes=max((m.non_model_nbytes for run in step.runs for m in run.planned.moments), default=0),
         overhead_nbytes=hardware.context_nbytes + page_table_nbytes,
@@ -363,7 +367,7 @@ def explain_step(
         device_is_host=hardware.kind == "cpu",
         activation_checkpointing=any(graph.checkpointed for graph in captured.graphs),
         estimates=largest_of_each(call for found in dry_run.captured for call in found.unknown_operators),
-        why=None if why is None else why_is(why, replay, dry_run),
+        why=None if why is None else why_is(why, predicted, dry_run),
         ranks=ranks,
     )
     needs = host_needs(

@@ -19,7 +19,7 @@ HOSTS, DATA, LAYERS = "hosts", "dp", "tp"
 
 
 @contextmanager
-def mesh_on_paper(hardware: Hardware) -> Iterator[DeviceMesh | None]:
+def fake_mesh(hardware: Hardware) -> Iterator[DeviceMesh | None]:
     """Inside, this process is rank 0 of as many ranks as the hardware has devices, and there is a mesh of them; None
     where devices do not compute layers together.
 

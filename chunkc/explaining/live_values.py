@@ -10,7 +10,7 @@ from chunkc.policy.captured_step import Captured
 from chunkc.policy.live_values import LiveValues
 
 
-class FakeValues(LiveValues[int | None]):
+class PredictedValues(LiveValues[int | None]):
     """Storages by their numbers in a step on fake tensors; None is a value that has none.
 
     Args:

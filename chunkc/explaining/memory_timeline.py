@@ -26,7 +26,7 @@ class PlannedRun:
         plan: moments are named after the run. A single graph's forward and backward share one.
         graph: rewritten, with chunk nodes.
         present: chunks that are in slots when it begins.
-        gone: storages that the program has as held, and that are gone.
+        freed: storages that the program has as held, and that are gone.
     """
 
     name: str
@@ -35,7 +35,7 @@ class PlannedRun:
     plan: Plan
     graph: fx.GraphModule
     present: frozenset[ItemId] = frozenset()
-    gone: frozenset[str] = frozenset()
+    freed: frozenset[str] = frozenset()
 
     @property
     def program(self) -> PhaseProgram:
@@ -70,13 +70,13 @@ class PlannedRun:
 @dataclass(frozen=True)
 class StepPlans:
     """A planned step: the runs of its graphs, and the optimizer's update in slots, with a moment for each of `tiles`;
-    the CPU updates `at_home`."""
+    the CPU updates `cpu_updated`."""
 
     runs: tuple[PlannedRun, ...]
     layout: ChunkLayout
     resident: frozenset[int]
     update: Plan | None
-    at_home: frozenset[int] = frozenset()
+    cpu_updated: frozenset[int] = frozenset()
     tiles: tuple[Tile, ...] = ()
 
     @property
@@ -131,7 +131,7 @@ def explained_moments(
         )
 
     for run in step.runs:
-        gone_nbytes = sum(run.program.storages[storage] for storage in run.gone)
+        gone_nbytes = sum(run.program.storages[storage] for storage in run.freed)
         extra = run.returned_before_nbytes - gone_nbytes
         operations = call_steps(run.program, run.captured.memories)
         for at_call, moment in enumerate(run.planned.moments):
@@ -202,7 +202,7 @@ def peak_of(step: StepPlans) -> Peak:
     steps = next(found for i, found in enumerate(call_steps(program, run.captured.memories)) if i == index)
     fullest = max(steps, key=lambda at: at.nbytes)
     makers = makers_of(run.captured)
-    for storage in sorted(fullest.around - run.gone):
+    for storage in sorted(fullest.around - run.freed):
         add("activations", makers.get(storage, "inputs"), program.storages[storage])
     add("activations", "outputs of the step before", run.returned_before_nbytes)
     add("temporaries", fullest.module, fullest.inside_nbytes)
@@ -228,7 +228,7 @@ def saved_at_home(step: StepPlans) -> dict[str, int]:
     found: dict[str, int] = {}
     for run in step.runs:
         makers = makers_of(run.captured) if run.phase == FORWARD else {}
-        for one in run.captured.absent if run.phase == FORWARD else ():
+        for one in run.captured.offloaded if run.phase == FORWARD else ():
             module = makers.get(one.storage, "the model")
             found[module] = found.get(module, 0) + one.nbytes
     return found

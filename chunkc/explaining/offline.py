@@ -53,7 +53,7 @@ class OfflineGraph:
 
     `checkpointed`: the model recomputes a part of it in the backward (`torch.utils.checkpoint`).
     `sizes`: the symbols in its inputs' sizes -> which dimension each is, and how long that was.
-    `share`: what part of the model it is.
+    `graph_fraction`: its fraction of the model (see `policy.graph_fraction`).
     """
 
     capture: TracedGraphs
@@ -61,7 +61,7 @@ class OfflineGraph:
     fixed: tuple[ParamSpec, ...]
     checkpointed: bool
     sizes: Mapping[str, str] = field(default_factory=dict)
-    share: float = 1.0
+    graph_fraction: float = 1.0
 
     def phase(self, name: str) -> fx.GraphModule:
         """The traced forward or backward."""
@@ -249,8 +249,8 @@ class _Recorder:
             spec = replace(spec_of(name, parameter), states=self._states.get(known, DEFAULT_STATES))
             (movable if is_chunkable(parameter) and known not in self._unmovable else fixed).append(spec)
         checkpointed = any(node.target is torch.ops.higher_order.tag_activation_checkpoint for node in gm.graph.nodes)
-        share = graph_fraction([self._copied.model], inputs)
-        self.graphs.append(OfflineGraph(capture, tuple(movable), tuple(fixed), checkpointed, _sizes(gm), share))
+        fraction = graph_fraction([self._copied.model], inputs)
+        self.graphs.append(OfflineGraph(capture, tuple(movable), tuple(fixed), checkpointed, _sizes(gm), fraction))
         return call
 
     def _is_free(self, name: str) -> bool:

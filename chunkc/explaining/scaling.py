@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.explaining.explain import budget_of, step_on, training_in
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
-from chunkc.explaining.paper_step import Replay
+from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import Hardware
@@ -142,7 +142,7 @@ def _capture(
         hardware, model, args, kwargs, options, dynamic=True, state_format_of=formats_of, zero_stage=zero_stage
     )
     training = training_in(hardware, step.graphs)
-    graph = Replay(step, options, training, Updates.of(choice, chosen)).graphs[0]
+    graph = PredictedStep(step, options, training, Updates.of(choice, chosen)).graphs[0]
     graph.builder.budget_nbytes = budget_of(options, hardware)
     templates = graph.templates
     if templates is None or len(step.calls) > 1 or set(templates.traced.values()) != lines.keys():

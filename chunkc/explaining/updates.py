@@ -43,16 +43,16 @@ class Updates:
         OverlapMode(self.overlap, self.update_on, self.undoable)
 
     @property
-    def beside_backward(self) -> bool:
+    def in_backward(self) -> bool:
         """Whether backwards update."""
         return OverlapMode(self.overlap, self.update_on).beside_backward
 
     def consumes(self, group: ChunkGroup) -> bool:
         """Whether a backward updates a group that stays, where that is needed."""
         may_update = can_update_resident(group.states, self.num_stages)
-        return self.beside_backward and not self.undoable and group.trainable and may_update
+        return self.in_backward and not self.undoable and group.trainable and may_update
 
-    def at_home(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
+    def cpu_updated(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Which of the groups the CPU updates at home.
 
         Raises:
@@ -78,7 +78,9 @@ class Updates:
 
     def nbytes(self, step: StepPlans) -> dict[str, int]:
         """Bytes that each update reads and writes where it happens, by the name of its event."""
-        found = {str(Chunk(PARAM, index)): self._of_group(step.layout.groups[index]) for index in sorted(step.at_home)}
+        found = {
+            str(Chunk(PARAM, index)): self._of_group(step.layout.groups[index]) for index in sorted(step.cpu_updated)
+        }
         tiles = {name: tile for run in step.runs for name, tile in run.updates.items()}
         tiles |= {m.name: tile for m, tile in zip(step.update.moments if step.update else (), step.tiles, strict=True)}
         for name, tile in tiles.items():
@@ -115,9 +117,9 @@ class Updates:
             )
         if self.undoable:
             yield "no update is undone; home has room for parameters and states twice"
-        if step.at_home:
-            yield f"the CPU updates {len(step.at_home)} of {len(step.layout.groups)} chunks at home"
-        if step.at_home and self.overlap != NONE and hardware.kind != "cuda":
+        if step.cpu_updated:
+            yield f"the CPU updates {len(step.cpu_updated)} of {len(step.layout.groups)} chunks at home"
+        if step.cpu_updated and self.overlap != NONE and hardware.kind != "cuda":
             yield f'overlap="{self.overlap}" hides nothing here: the cores that update are those that compute'
         specs = step.layout.specs()
         yield from dict.fromkeys(self._states_of(specs[name]) for name in sorted(step.trained))

@@ -14,7 +14,7 @@ from difflib import get_close_matches
 
 from chunkc.explaining.dry_run import DryRun
 from chunkc.explaining.memory_timeline import StepPlans, makers_of
-from chunkc.explaining.paper_step import Replay
+from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.ir.errors import BudgetError, OptionsError
 from chunkc.ir.explanation import Alternative, Happening, TimedEvent, Why
 from chunkc.ir.items import KEEP_ALL, ActivationPlan, MovedId
@@ -56,13 +56,13 @@ class ModelPart:
     saved: Mapping[tuple[int, str], int]
 
 
-def model_part_named(name: str, replay: Replay, dry_run: DryRun) -> ModelPart:
+def model_part_named(name: str, predicted: PredictedStep, dry_run: DryRun) -> ModelPart:
     """The part that a user means: a parameter, a module, a chunk (`param:3`) or a saved storage (`forward.2:0`).
 
     Raises:
         OptionsError: there is none of that name; names those that are near.
     """
-    layout = replay.layout
+    layout = predicted.layout
     of_group = {group.index: [s.spec.name for s in group.slices] for group in layout.groups}
     saved = _saved_by_module(dry_run)
     storages = {storage: module for module, found in saved.items() for _, storage in found}
@@ -92,7 +92,7 @@ def _saved_by_module(dry_run: DryRun) -> dict[str, dict[tuple[int, str], int]]:
     found: dict[str, dict[tuple[int, str], int]] = {}
     for graph, captured in enumerate(dry_run.captured):
         makers = makers_of(captured)
-        for one in captured.may_leave if captured.backward is not None else ():
+        for one in captured.offloadable if captured.backward is not None else ():
             found.setdefault(makers.get(one.storage, ""), {})[graph, one.storage] = one.nbytes
     return found
 
@@ -139,16 +139,16 @@ def _concerns(item: MovedId, part: ModelPart, storages: set[str]) -> bool:
     return item.group in part.groups if isinstance(item, Chunk) else str(item) in storages
 
 
-def why_is(name: str, replay: Replay, dry_run: DryRun) -> Why:
+def why_is(name: str, predicted: PredictedStep, dry_run: DryRun) -> Why:
     """Answer for one part of the model.
 
     Raises:
         OptionsError: see `model_part_named`.
     """
-    part = model_part_named(name, replay, dry_run)
-    step = replay.planned(dry_run)
-    found = sorted(happenings(step, replay.events(step), part), key=lambda one: one.at_s)
-    return Why(name, tuple(_chosen(part, dry_run)), tuple(found), tuple(_alternatives(part, replay, dry_run)))
+    part = model_part_named(name, predicted, dry_run)
+    step = predicted.planned(dry_run)
+    found = sorted(happenings(step, predicted.events(step), part), key=lambda one: one.at_s)
+    return Why(name, tuple(_chosen(part, dry_run)), tuple(found), tuple(_alternatives(part, predicted, dry_run)))
 
 
 Storages = frozenset[tuple[int, str]]
@@ -157,7 +157,9 @@ Storages = frozenset[tuple[int, str]]
 
 def _absent(dry_run: DryRun) -> tuple[Storages, Storages]:
     """Those that go home in the planned step, and those that are made again."""
-    found = [(run.graph, run.request.context.absent or KEEP_ALL) for run in dry_run.runs if run.phase == FORWARD]
+    found = [
+        (run.graph, run.request.context.activation_plan or KEEP_ALL) for run in dry_run.runs if run.phase == FORWARD
+    ]
     home = frozenset((graph, storage) for graph, absent in found for storage in absent.offloaded)
     return home, frozenset((graph, storage) for graph, absent in found for storage in absent.recomputed)
 
@@ -191,9 +193,9 @@ def _listed(names: Sequence[object]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _alternatives(part: ModelPart, replay: Replay, dry_run: DryRun) -> Iterator[Alternative]:
+def _alternatives(part: ModelPart, predicted: PredictedStep, dry_run: DryRun) -> Iterator[Alternative]:
     resident, (home, again) = dry_run.planner_state.resident, _absent(dry_run)
-    if replay.layout.cut:  # what ranks share moves, and what they save stays
+    if predicted.layout.cut:  # what ranks share moves, and what they save stays
         return
     own = frozenset(part.saved)
     remade = frozenset(key for key in own if key[1] in _repeatable(dry_run.captured[key[0]]))
@@ -208,8 +210,8 @@ def _alternatives(part: ModelPart, replay: Replay, dry_run: DryRun) -> Iterator[
         if (staying, away) == (resident, (home, again)):
             continue
         try:
-            step = replay.planned(_forced(replay, dry_run, staying, away))
-            yield Alternative(what, step_time(replay.events(step)).total)
+            step = predicted.planned(_forced(predicted, dry_run, staying, away))
+            yield Alternative(what, step_time(predicted.events(step)).total)
         except BudgetError as error:
             yield Alternative(what, None, error.minimum_nbytes)
 
@@ -218,9 +220,11 @@ def _repeatable(captured: Captured) -> frozenset[str]:
     return frozenset() if captured.repeatable is None else captured.repeatable.droppable
 
 
-def _forced(replay: Replay, dry_run: DryRun, resident: frozenset[int], absent: tuple[Storages, Storages]) -> DryRun:
+def _forced(
+    predicted: PredictedStep, dry_run: DryRun, resident: frozenset[int], absent: tuple[Storages, Storages]
+) -> DryRun:
     """The same step, with these residents, these saved values at home, and these made again."""
-    training, planner_state = replay.training, replace(dry_run.planner_state, resident=resident)
+    training, planner_state = predicted.training, replace(dry_run.planner_state, resident=resident)
     moving_now = dry_run.planner_state.resident - resident if len(dry_run.captured) == 1 else frozenset[int]()
     in_backward: set[int] = set()
     runs = []
@@ -234,12 +238,12 @@ def _forced(replay: Replay, dry_run: DryRun, resident: frozenset[int], absent: t
         if transient or resident - dry_run.planner_state.resident:
             transient = training.transient(planner_state, made, updates, frozenset())
         context = replace(
-            context, updates=updates, undoable=training.undoable(updates), absent=away, transient=transient
+            context, updates=updates, undoable=training.undoable(updates), activation_plan=away, transient=transient
         )
         planned_for = replace(planner_state, layout=replace(planner_state.layout, transient=transient))
         request = replace(run.request, planner_state=planned_for, context=context)
         if run.phase == BACKWARD:
-            captured = dry_run.captured[run.graph].without(away)
+            captured = dry_run.captured[run.graph].following(away)
             in_backward |= updated_in(backward_positions(captured, request, training.hardware))
         runs.append(replace(run, request=request))
     in_slots, at_home = training.updated(planner_state)
@@ -250,4 +254,4 @@ def _forced(replay: Replay, dry_run: DryRun, resident: frozenset[int], absent: t
         groups=tuple(group for group in in_slots if group not in in_backward),
         transient=transient,
     )
-    return replace(dry_run, planner_state=planner_state, runs=tuple(runs), update=update, at_home=at_home)
+    return replace(dry_run, planner_state=planner_state, runs=tuple(runs), update=update, cpu_updated=at_home)

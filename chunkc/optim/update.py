@@ -85,7 +85,7 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
     for group in in_order:
         session.store.reserve_states(group)
     session.live.watch(session.store.take_gradients_home())
-    planner_state, external_nbytes = session.planner_state, session.live.beside_update()
+    planner_state, external_nbytes = session.planner_state, session.live.external_to_update()
     transient = session.in_backward.transient(frozenset(), frozenset(), ())
     asked = UpdateRequest(planner_state, in_order, external_nbytes, num_stages, transient)
     found = session.update_plans.find(asked.key)

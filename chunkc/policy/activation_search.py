@@ -45,7 +45,7 @@ def leanest_activation_plan(captured: Captured, activations: Activations, layout
 
 def leanest_form(captured: Captured, activations: Activations, layout: ChunkLayout) -> Captured:
     """The same graph where it needs the least."""
-    return captured.without(leanest_activation_plan(captured, activations, layout))
+    return captured.following(leanest_activation_plan(captured, activations, layout))
 
 
 def activation_plans(captured: Captured, activations: Activations, layout: ChunkLayout) -> tuple[ActivationPlan, ...]:
@@ -63,7 +63,7 @@ def activation_plans(captured: Captured, activations: Activations, layout: Chunk
 
 
 @dataclass(frozen=True)
-class FoundBefore:
+class EarlierSearch:
     """The quickest way that a search has found of a graph, what it was asked, and which groups might stay in which
     room."""
 
@@ -74,7 +74,7 @@ class FoundBefore:
     seconds: float
 
 
-class Mixes:
+class SearchSpace:
     """Ways in which a graph's values may be absent, by how many groups stay beside them and how many stretches of the
     forward run again; of the other values as many are copied home as it takes.
 
@@ -133,7 +133,10 @@ class Mixes:
         later, and find what has stayed in their way."""
         kept = profile(self._captured, self._layout).passes
         needed = fixed_nbytes(self._layout, frozenset()) + needed_nbytes(kept, self._layout)
-        return self._captured.share == 1 or needed + self._captured.others_nbytes <= self._whole_budget_nbytes
+        return (
+            self._captured.graph_fraction == 1
+            or needed + self._captured.other_graphs_nbytes <= self._whole_budget_nbytes
+        )
 
     def _most_beside(self, needed: Callable[[frozenset[int]], int]) -> int:
         """How many groups may stay where the graph needs that beside them."""
@@ -167,7 +170,7 @@ class Mixes:
     def _running_again(self, recomputed: int, end: int, resident: frozenset[int]) -> ActivationPlan:
         """What is absent where stretches before `end` run again."""
         again = self._spread(recomputed, end)
-        return ActivationPlan(self._copied(self._captured.without(ActivationPlan(recomputed=again)), resident), again)
+        return ActivationPlan(self._copied(self._captured.following(ActivationPlan(recomputed=again)), resident), again)
 
     def _has_room(self, absent: ActivationPlan, resident: frozenset[int]) -> bool:
         with suppress(HostFull):
@@ -176,17 +179,17 @@ class Mixes:
         return False
 
     @property
-    def found_before(self) -> FoundBefore | None:
+    def found_before(self) -> EarlierSearch | None:
         """What was quickest of this graph where at least as much was possible: where it takes no longer now, nothing
         is quicker."""
-        known: FoundBefore | None = self._captured.__dict__.get("_found_before")
+        known: EarlierSearch | None = self._captured.__dict__.get("_found_before")
         room_nbytes = self._budget_nbytes
         is_no_less = known is not None and known.room_nbytes >= room_nbytes and known.allowed >= {*self._allowed}
         return known if known is not None and is_no_less and known.asked == self._asked else None
 
     def note(self, absent: ActivationPlan, seconds: float) -> None:
         """What is the quickest here."""
-        found = FoundBefore(self._asked, frozenset(self._allowed), self._budget_nbytes, absent, seconds)
+        found = EarlierSearch(self._asked, frozenset(self._allowed), self._budget_nbytes, absent, seconds)
         self._captured.__dict__["_found_before"] = found
 
     @property
@@ -207,7 +210,7 @@ class Mixes:
 
     def check_host(self, absent: ActivationPlan, resident: frozenset[int]) -> None:
         """Whether the host has room for the copies. Raises `HostFull` where it has not."""
-        seen, sizes = self._captured.without(absent), (self._hardware, self._whole_budget_nbytes)
+        seen, sizes = self._captured.following(absent), (self._hardware, self._whole_budget_nbytes)
         check_copies(
             seen, self._layout, resident, *sizes, consumed=self._consumed, with_shadow_copies=self._with_shadow_copies
         )
@@ -215,12 +218,12 @@ class Mixes:
     def _copied(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
         """What goes home of a graph that drops some values."""
         kept, least_nbytes = profile(lean, self._layout), self._least_nbytes(resident)
-        return choose_offloaded(lean.may_leave, kept, least_nbytes, self._layout, self._budget_nbytes, resident)
+        return choose_offloaded(lean.offloadable, kept, least_nbytes, self._layout, self._budget_nbytes, resident)
 
     def _least_nbytes(self, resident: frozenset[int]) -> int:
         """What the graph needs beside these residents where all goes home that may."""
         if resident not in self._known_nbytes:
-            least = profile(self._captured.without(_all_copied(self._captured)), self._layout)
+            least = profile(self._captured.following(_all_copied(self._captured)), self._layout)
             self._known_nbytes[resident] = needed_nbytes(least.passes, self._layout, resident)
         return self._known_nbytes[resident]
 
@@ -251,7 +254,7 @@ Found = TypeVar("Found")
 
 def first_or_quickest(
     ways: Sequence[ActivationPlan],
-    mixes: Mixes | None,
+    mixes: SearchSpace | None,
     decided: Callable[[ActivationPlan], Found],
     seconds: Callable[[Found, float], float],
     resident: Callable[[Found], frozenset[int]],
@@ -316,7 +319,7 @@ a way that is so much quicker than another is quicker."""
 
 
 def quickest(
-    mixes: Mixes, timed: Callable[[ActivationPlan, float], tuple[float, Found] | None]
+    mixes: SearchSpace, timed: Callable[[ActivationPlan, float], tuple[float, Found] | None]
 ) -> tuple[float, Found] | None:
     """The way of least seconds that a search finds, with what `timed` says of it; None: none fits.
 
@@ -376,7 +379,8 @@ def _grid(fewest: int, most: int, recompute_regions: int) -> Sequence[tuple[int,
 
 def _all_copied(captured: Captured, recomputed: frozenset[str] = frozenset()) -> ActivationPlan:
     return ActivationPlan(
-        frozenset(one.storage for one in captured.without(ActivationPlan(recomputed=recomputed)).may_leave), recomputed
+        frozenset(one.storage for one in captured.following(ActivationPlan(recomputed=recomputed)).offloadable),
+        recomputed,
     )
 
 
@@ -386,8 +390,8 @@ def _all_again(captured: Captured, layout: ChunkLayout) -> ActivationPlan:
 
 def _needed_nbytes(captured: Captured, activation_plan: ActivationPlan, layout: ChunkLayout) -> int:
     """Of the graph, beside what the other parts of its model hold if they do the same."""
-    form = captured.without(activation_plan)
-    return needed_nbytes(profile(form, layout).passes, layout) + form.others_nbytes
+    form = captured.following(activation_plan)
+    return needed_nbytes(profile(form, layout).passes, layout) + form.other_graphs_nbytes
 
 
 MOST_LAYOUTS = 4
@@ -403,7 +407,7 @@ def _recompute_regions(captured: Captured, layout: ChunkLayout) -> RecomputeRegi
     recompute_regions = leanest(
         captured.repeatable,
         lambda gone: _needed_nbytes(captured, ActivationPlan(recomputed=gone), layout),
-        is_part=captured.share < 1,
+        is_part=captured.graph_fraction < 1,
     )
     captured.__dict__["_recompute_regions"] = [*known[-MOST_LAYOUTS + 1 :], (layout, recompute_regions)]
     return recompute_regions

@@ -65,7 +65,7 @@ class OwnMemory:
 
 
 @dataclass(frozen=True)
-class Needed:
+class CallNeeds:
     """What a step needs at each of its calls, as far as plans depend on it.
 
     Attributes:
@@ -79,13 +79,13 @@ class Needed:
     caller_nbytes: int
 
     @staticmethod
-    def of(captured: Captured, layout: ChunkLayout) -> Needed:
+    def of(captured: Captured, layout: ChunkLayout) -> CallNeeds:
         """What a graph needs; the latest is kept with it."""
         step = profile(captured, layout)
-        known: tuple[StepProfile, Needed] | None = captured.__dict__.get("_needed")
+        known: tuple[StepProfile, CallNeeds] | None = captured.__dict__.get("_needed")
         if known is None or known[0] is not step:
             calls = tuple((p.non_model_nbytes, p.left_nbytes, p.cost_s, p.op) for p in step.passes)
-            known = step, Needed(calls, step.boundary_nbytes, captured.caller_nbytes)
+            known = step, CallNeeds(calls, step.boundary_nbytes, captured.caller_nbytes)
             captured.__dict__["_needed"] = known
         return known[1]
 
@@ -95,14 +95,14 @@ class Needed:
         return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
 
     @staticmethod
-    def most(of_all: Sequence[Needed]) -> Needed:
+    def most(of_all: Sequence[CallNeeds]) -> CallNeeds:
         """The most of each; an operation is that of who needs most there."""
         calls = []
         for of_call in zip(*(needed.calls for needed in of_all), strict=True):
             peak_nbytes, left_nbytes, cost_s, _ = (max(values) for values in zip(*of_call, strict=True))
             op = next(op for nbytes, _, _, op in of_call if nbytes == peak_nbytes)
             calls.append((peak_nbytes, left_nbytes, cost_s, op))
-        return Needed(
+        return CallNeeds(
             tuple(calls),
             max(needed.boundary_nbytes for needed in of_all),
             max(needed.caller_nbytes for needed in of_all),
@@ -114,10 +114,10 @@ class Captured:
     """What compilation made of a graph, before any plan.
 
     Attributes:
-        absent: the storages that are at home between forward and backward.
+        offloaded: the storages that are at home between forward and backward.
         absence: what is absent in between.
         at_least: what plans are to reckon with, if that is more than it needs.
-        share: what part of the model it is (see `graph_fraction`).
+        graph_fraction: what part of the model it is (see `graph_fraction`).
     """
 
     forward: PhaseProgram
@@ -125,10 +125,10 @@ class Captured:
     segments: Mapping[str, CompiledSegment]
     modules: Mapping[str, nn.Module]
     whole: bool
-    absent: tuple[Saved, ...] = ()
+    offloaded: tuple[Saved, ...] = ()
     activation_plan: ActivationPlan = KEEP_ALL
-    at_least: Needed | None = None
-    share: float = 1.0
+    at_least: CallNeeds | None = None
+    graph_fraction: float = 1.0
 
     @property
     def unknown_operators(self) -> tuple[EstimatedOperator, ...]:
@@ -161,7 +161,7 @@ class Captured:
         }
         backward = None if self.backward is None else self.backward.with_sizes(nbytes, cost_s)
         forward = self.forward.with_sizes(nbytes, cost_s)
-        return Captured(forward, backward, segments, self.modules, self.whole, share=self.share)
+        return Captured(forward, backward, segments, self.modules, self.whole, graph_fraction=self.graph_fraction)
 
     @cached_property
     def constants(self) -> tuple[torch.Tensor, ...]:
@@ -191,7 +191,7 @@ class Captured:
         return known[way]
 
     @cached_property
-    def may_leave(self) -> tuple[Saved, ...]:
+    def offloadable(self) -> tuple[Saved, ...]:
         """Storages that may be at home between forward and backward. A graph that is compiled whole keeps all: it reads
         them at its very first operation."""
         return () if self.whole else candidates(self.forward, self.backward)
@@ -199,23 +199,27 @@ class Captured:
     @cached_property
     def repeatable(self) -> Recomputable | None:
         """What a backward could make again by calling segments once more; None: nothing."""
-        return None if self.whole or self.backward is None else Recomputable(self.forward, self.backward, self.once)
+        return (
+            None
+            if self.whole or self.backward is None
+            else Recomputable(self.forward, self.backward, self.unrepeatable)
+        )
 
     @cached_property
-    def once(self) -> frozenset[str]:
+    def unrepeatable(self) -> frozenset[str]:
         """Segments that may not be called again: they draw random numbers, or have other effects."""
         graphs = {name: module.graph for name, module in self.modules.items() if isinstance(module, fx.GraphModule)}
         return frozenset(name for name in self.modules if name not in graphs or not may_recompute(graphs[name]))
 
-    def without(self, activation_plan: ActivationPlan) -> Captured:
+    def following(self, activation_plan: ActivationPlan) -> Captured:
         """The same graph, where this is absent between forward and backward."""
         if not activation_plan:
             return self
-        return self._remembered(("without", activation_plan), lambda: self._without(activation_plan))
+        return self._remembered(("without", activation_plan), lambda: self._following(activation_plan))
 
-    def _without(self, activation_plan: ActivationPlan) -> Captured:
+    def _following(self, activation_plan: ActivationPlan) -> Captured:
         lean = self._recomputing(activation_plan.recomputed)
-        return lean._leaving(activation_plan.offloaded & {one.storage for one in lean.may_leave})
+        return lean._offloading(activation_plan.offloaded & {one.storage for one in lean.offloadable})
 
     def _recomputing(self, storages: frozenset[str]) -> Captured:
         if not storages:
@@ -223,13 +227,13 @@ class Captured:
         assert self.repeatable is not None
         return self._with(*with_recompute(self.repeatable, storages), ActivationPlan(recomputed=storages))
 
-    def _leaving(self, storages: frozenset[str]) -> Captured:
+    def _offloading(self, storages: frozenset[str]) -> Captured:
         if not storages:
             return self
         assert self.backward is not None
         forward, backward = with_offloaded(self.forward, storages), with_offloaded(self.backward, storages)
-        absent = tuple(one for one in self.may_leave if one.storage in storages)
-        found = self._with(forward, backward, replace(self.activation_plan, offloaded=storages), absent)
+        offloaded = tuple(one for one in self.offloadable if one.storage in storages)
+        found = self._with(forward, backward, replace(self.activation_plan, offloaded=storages), offloaded)
         found.__dict__["_kept"] = self
         return found
 
@@ -238,17 +242,17 @@ class Captured:
         forward: PhaseProgram,
         backward: PhaseProgram,
         activation_plan: ActivationPlan,
-        absent: tuple[Saved, ...] = (),
+        offloaded: tuple[Saved, ...] = (),
     ) -> Captured:
         """The same graph with other phases; what does not depend on them is worked out once for all."""
-        found = replace(self, forward=forward, backward=backward, absent=absent, activation_plan=activation_plan)
+        found = replace(self, forward=forward, backward=backward, offloaded=offloaded, activation_plan=activation_plan)
         found.__dict__.update(memories=self.memories, _updates=self.__dict__.setdefault("_updates", {}))
         return found
 
     @cached_property
-    def may_stand(self) -> tuple[int, ...]:
+    def offloadable_inputs(self) -> tuple[int, ...]:
         """Where among the backward's inputs something may stand for a value that is absent."""
-        storages = {one.storage for one in self.may_leave}
+        storages = {one.storage for one in self.offloadable}
         inputs = self.backward.inputs.values() if self.backward is not None else ()
         return tuple(place for place, storage in enumerate(inputs) if storage in storages)
 
@@ -330,10 +334,10 @@ class Captured:
         return self.between_nbytes - self.caller_nbytes
 
     @property
-    def others_nbytes(self) -> int:
+    def other_graphs_nbytes(self) -> int:
         """Bytes that the other parts of its model hold meanwhile, if they do for each parameter as this one does."""
-        kept_nbytes = self.saved_nbytes - sum(one.nbytes for one in self.absent)
-        return math.ceil(max(0, kept_nbytes) * (1 / self.share - 1))
+        kept_nbytes = self.saved_nbytes - sum(one.nbytes for one in self.offloaded)
+        return math.ceil(max(0, kept_nbytes) * (1 / self.graph_fraction - 1))
 
     @cached_property
     def between_nbytes(self) -> int:
@@ -367,7 +371,7 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
 def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     kept: Captured | None = captured.__dict__.get("_kept")
     if kept is not None and captured.at_least is None:
-        return profile(kept, layout).with_offloaded(captured.absent)
+        return profile(kept, layout).with_offloaded(captured.offloaded)
     group_of = layout.group_of()
     memories = captured.memories
     forward = positions(captured.forward, memories, group_of=group_of, beside_nbytes=captured.output_nbytes)

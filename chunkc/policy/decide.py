@@ -37,7 +37,7 @@ from chunkc.passes.planning.residency import (
     remaining_residents,
 )
 from chunkc.passes.planning.updates import check_update, remaining_replicated_in_update, remaining_residents_in_update
-from chunkc.policy.activation_search import Mixes, activation_plans, first_or_quickest, leanest_form
+from chunkc.policy.activation_search import SearchSpace, activation_plans, first_or_quickest, leanest_form
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.first_fit import first_that_fits
 from chunkc.policy.state import (
@@ -56,7 +56,7 @@ from chunkc.policy.state import (
 )
 from chunkc.policy.step_seconds import step_s
 
-HELD_GRANULES = 256
+EXTERNAL_GRANULES = 256
 """Plans are made for what others hold rounded up to this part of the budget, where that fits: a program that keeps a
 few more values each step, such as losses, does not replan every time."""
 
@@ -103,7 +103,7 @@ def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
     transient = transient_in(layout, event.context.transient, captured.trained, frozenset(), event.context.transient)
 
     def decision(context: PhaseContext) -> StepDecision:
-        seen = context.seen_by(captured)
+        seen = context.applied_to(captured)
         needs = profile(seen, layout).all
         check_minimum(needs, layout, now.budget_nbytes, 0, all_may_be_resident=all_may_be_resident)
         resident, transient = choose_resident(needs, layout, now.budget_nbytes, allowed), frozenset[int]()
@@ -129,7 +129,7 @@ def _beside(
 
     def decision(context: PhaseContext) -> StepDecision:
         def needs_of(layout: ChunkLayout) -> Sequence[Position]:
-            step = profile(context.seen_by(captured), layout)
+            step = profile(context.applied_to(captured), layout)
             return step.backward if context.cold_backward else step.passes
 
         layout = remaining_replicated(needs_of(now.layout), now.layout, now.budget_nbytes, external_nbytes)
@@ -174,19 +174,19 @@ def _chosen(
         allowed: groups that may stay.
         decision: what follows from one; raises `BudgetError` where it does not fit.
     """
-    if context.absent is not None:
+    if context.activation_plan is not None:
         return decision(context)
     layout, hardware, mixes = replace(now.layout, transient=context.transient), now.hardware, None
     if now.activations == "auto" and hardware is not None:
         sizes, with_shadow_copies = (now.budget_nbytes, external_nbytes), bool(context.undoable)
         consumed = frozenset(group for group, _ in context.updates) - context.undoable - layout.cut
-        mixes = Mixes(
+        mixes = SearchSpace(
             captured, layout, allowed, *sizes, hardware, consumed=consumed, with_shadow_copies=with_shadow_copies
         )
 
     def seconds(one: StepDecision, most_s: float) -> float:
         assert hardware is not None
-        seen, room_nbytes = one.request.context.seen_by(captured), now.budget_nbytes - one.request.external_nbytes
+        seen, room_nbytes = one.request.context.applied_to(captured), now.budget_nbytes - one.request.external_nbytes
         planned, resident = one.request.planner_state.layout, one.planner_state.resident
         updates, undoable = dict(context.updates), context.undoable
         return step_s(seen, planned, resident, hardware, room_nbytes, updates, most_s, undoable=undoable)
@@ -194,15 +194,15 @@ def _chosen(
     return first_or_quickest(
         activation_plans(captured, now.activations, layout),
         mixes,
-        lambda absent: decision(replace(context, absent=absent)),
+        lambda absent: decision(replace(context, activation_plan=absent)),
         seconds,
         lambda one: one.planner_state.resident,
     )
 
 
 def _with_room(now: PlannerState, needs: Sequence[Position], external_nbytes: int) -> int:
-    """What others hold, with room for a little more of it where that fits (see `HELD_GRANULES`)."""
-    granule = max(1, now.budget_nbytes // HELD_GRANULES)
+    """What others hold, with room for a little more of it where that fits (see `EXTERNAL_GRANULES`)."""
+    granule = max(1, now.budget_nbytes // EXTERNAL_GRANULES)
     wider_nbytes = -(-external_nbytes // granule) * granule
     if wider_nbytes != external_nbytes and _all_stay(needs, now.layout, now, wider_nbytes):
         return wider_nbytes
@@ -244,8 +244,8 @@ def fits_whole(layout: ChunkLayout, budget_nbytes: int, captured: Captured | Non
     all_resident_nbytes = fixed_nbytes(layout, everything(layout))
     positions = () if captured is None else profile(captured, layout).all
     most_nbytes = max((position.non_model_nbytes for position in positions), default=0)
-    others_nbytes = 0 if captured is None else captured.others_nbytes
-    return all_resident_nbytes + most_nbytes + others_nbytes <= budget_nbytes
+    other_graphs_nbytes = 0 if captured is None else captured.other_graphs_nbytes
+    return all_resident_nbytes + most_nbytes + other_graphs_nbytes <= budget_nbytes
 
 
 def smallest_budget(captured: Captured, layout: ChunkLayout) -> int:

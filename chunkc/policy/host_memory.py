@@ -74,9 +74,9 @@ def check_copies(
     Raises:
         HostFull: they do not.
     """
-    if not seen.absent or hardware.host_memory_nbytes is None or layout.is_on_disk(PARAM):
+    if not seen.offloaded or hardware.host_memory_nbytes is None or layout.is_on_disk(PARAM):
         return
-    copied_nbytes = sum(one.nbytes for one in seen.absent)
+    copied_nbytes = sum(one.nbytes for one in seen.offloaded)
     in_ram_nbytes = home_nbytes(layout, resident, consumed, lambda kind: not layout.is_on_disk(kind))
     if with_shadow_copies:
         in_ram_nbytes += shadow_copies_nbytes(layout, resident, lambda kind: not layout.is_on_disk(kind))

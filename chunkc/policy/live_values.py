@@ -54,7 +54,7 @@ class LiveValues(ABC, Generic[V]):
         """Bytes of the values' storages, each storage once."""
         return sum(dict(found for value in values if (found := self.storage(value)) is not None).values())
 
-    def beside_forward(self, captured: Captured, inputs: Sequence[V]) -> ExternalBytes:
+    def external_to_forward(self, captured: Captured, inputs: Sequence[V]) -> ExternalBytes:
         """What others hold beside a graph that is about to run its forward with these inputs."""
         held = ExternalBytes.of(captured, self.nbytes(leaving_out=inputs), self.given_nbytes(inputs))
         always_nbytes = self.constants_nbytes()
@@ -70,15 +70,15 @@ class LiveValues(ABC, Generic[V]):
         self.watch(saved[:1], captured.saved_nbytes)  # they live and die together: one stands for all
         self._caller_nbytes = captured.caller_nbytes - passed_on_nbytes
 
-    def beside_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
+    def external_to_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
         """What others hold beside a graph that is about to run its backward with these arguments."""
-        return max(0, self.values_beside_backward(captured, arguments)) + self.constants_nbytes()
+        return max(0, self.net_external_to_backward(captured, arguments)) + self.constants_nbytes()
 
-    def values_beside_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
+    def net_external_to_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
         """The same without constants; below zero where values of its own are gone, by so many bytes."""
         tangents = _tangents(captured, arguments)
-        others_nbytes = self.nbytes(leaving_out=tangents) + self._external_tangents_nbytes(captured, tangents)
-        return others_nbytes - captured.between_nbytes
+        other_graphs_nbytes = self.nbytes(leaving_out=tangents) + self._external_tangents_nbytes(captured, tangents)
+        return other_graphs_nbytes - captured.between_nbytes
 
     def _external_tangents_nbytes(self, captured: Captured, tangents: Sequence[V]) -> int:
         """Bytes that storages of a backward's gradients have beyond what its program counts: one may be a view of a
@@ -97,7 +97,7 @@ class LiveValues(ABC, Generic[V]):
         """Watch the gradients that a backward is given: in this run the program counts them."""
         self.watch(_tangents(captured, arguments))
 
-    def beside_update(self) -> int:
+    def external_to_update(self) -> int:
         """What others hold beside the optimizer's step: no less than the caller gave to the latest forward, or has of
         it. What one graph hands to the next is held by whoever still has it."""
         return max(self._caller_nbytes, self.nbytes()) + self.constants_nbytes()

@@ -42,7 +42,7 @@ class Needs:
             needed_nbytes(positions, layout.with_replicated(())) + external_nbytes, most_nbytes + external_nbytes
         )
 
-    def beside(self, external_nbytes: int) -> Needs:
+    def plus(self, external_nbytes: int) -> Needs:
         return Needs(self.moving_nbytes + external_nbytes, self.all_resident_nbytes + external_nbytes)
 
     def __or__(self, other: Needs) -> Needs:
@@ -72,7 +72,7 @@ def needs_of_step(captured: Captured, trained: frozenset[str], layout: ChunkLayo
     """Of a graph's forward, its backward and the optimizer's step, as `update_needs`."""
     step = profile(captured, layout)
     passes = Needs.of(step.forward, layout, held.forward_nbytes) | Needs.of(step.backward, layout, held.backward_nbytes)
-    return passes | update_needs(captured, trained | captured.trained, layout).beside(held.always_nbytes)
+    return passes | update_needs(captured, trained | captured.trained, layout).plus(held.always_nbytes)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ExternalBytes:
         return ExternalBytes(forward_nbytes, forward_nbytes + min(live_nbytes, captured.loss_nbytes))
 
 
-class NotedNeeds:
+class StepNeeds:
     """The most that a step has needed so far in the form that it has, and what it would have needed in segments.
 
     Attributes:
@@ -117,24 +117,24 @@ class NotedNeeds:
             return self.most
         cut, needs = self._in_segments(), Needs()
         for (phase, context), external_nbytes in self._runs.items():
-            step = profile(context.seen_by(cut), layout)
+            step = profile(context.applied_to(cut), layout)
             needs |= Needs.of(step.forward if phase == FORWARD else step.backward, layout, external_nbytes)
         return Needs(needs.moving_nbytes, min(needs.all_resident_nbytes, self.most.all_resident_nbytes))
 
 
-class KnownNeeds:
+class SessionNeeds:
     """What is known of a session's needs. Those of a step are known as long as it is there.
 
     Attributes:
-        has_parts: torch.compile splits the model: other graphs may follow.
+        more_graphs_may_follow: torch.compile splits the model: other graphs may follow.
     """
 
     def __init__(self) -> None:
-        self.has_parts = False
-        self._noted: weakref.WeakSet[NotedNeeds] = weakref.WeakSet()
+        self.more_graphs_may_follow = False
+        self._noted: weakref.WeakSet[StepNeeds] = weakref.WeakSet()
         self._named_nbytes = 0
 
-    def note(self, noted: NotedNeeds, needs: Needs) -> None:
+    def note(self, noted: StepNeeds, needs: Needs) -> None:
         noted.most |= needs
         self._noted.add(noted)
 
@@ -169,6 +169,6 @@ class KnownNeeds:
         evaluates = not trained and any(spec.trainable for spec in layout.specs().values())
         grown = begins and any(noted.has_run(BACKWARD) for noted in self._noted)
         covers = ""
-        if self.has_parts or num_graphs > 1:
+        if self.more_graphs_may_follow or num_graphs > 1:
             covers = "the graph compiled so far" if num_graphs == 1 else f"the {num_graphs} graphs compiled so far"
         return error.covering(self._named_nbytes, covers, evaluates=evaluates, grown=grown)

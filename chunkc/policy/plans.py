@@ -48,19 +48,19 @@ class UpdatePlan:
 
 @no_automatic_collection()
 def step_plan(
-    captured: Captured, request: StepRequest, hardware: Hardware, *, settling: bool = False, verified: bool = True
+    captured: Captured, request: StepRequest, hardware: Hardware, *, marks_complete: bool = False, verified: bool = True
 ) -> StepPlan:
     """The plan of a captured graph that was asked for.
 
     Args:
-        settling: the backward says when groups are settled.
+        marks_complete: the backward says when groups are settled.
 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
     """
-    source, captured, layout = captured, request.context.seen_by(captured), request.planner_state.layout
+    source, captured, layout = captured, request.context.applied_to(captured), request.planner_state.layout
     plan = _planned(captured, request, hardware)
-    graphs = rewrite(captured, plan, layout, settling=settling)
+    graphs = rewrite(captured, plan, layout, marks_complete=marks_complete)
     if verified:
         undoable = request.context.undoable
         verify(
@@ -101,14 +101,14 @@ def _planned(captured: Captured, request: StepRequest, hardware: Hardware) -> Pl
         hardware=hardware,
         external_nbytes=request.external_nbytes,
         boundary_nbytes=step.boundary_nbytes,
-        saved=captured.absent,
+        saved=captured.offloaded,
     )
 
 
 def rewrite(
-    captured: Captured, plan: Plan, layout: ChunkLayout, *, settling: bool = False
+    captured: Captured, plan: Plan, layout: ChunkLayout, *, marks_complete: bool = False
 ) -> dict[str, fx.GraphModule]:
-    """Phase -> its graph with the plan's chunk nodes; with `settling`, the backward says when groups are settled."""
+    """Insert the plan's chunk nodes into each phase's graph; `marks_complete`: see `step_plan`."""
     return {
         phase.phase: insert_events(
             captured.programs[phase.phase],
@@ -116,7 +116,7 @@ def rewrite(
             captured.modules,
             group_of=layout.group_of(),
             resident=plan.resident,
-            layout=layout if settling and phase.phase == BACKWARD else None,
+            layout=layout if marks_complete and phase.phase == BACKWARD else None,
         )
         for phase in plan.phases
     }

@@ -54,12 +54,12 @@ class PlannerState:
         """The resident groups, and the groups that are sharded over ranks but replicated on the compute tier."""
         return self.resident, self.layout.replicated_by_choice
 
-    def gone_nbytes(self, others_nbytes: int) -> int:
+    def freed_nbytes(self, other_graphs_nbytes: int) -> int:
         """How much less than nothing others hold beside a backward, as values of its own are gone (see `live_values`).
 
         Of a model in one graph it is the caller who lets go of outputs: the prediction is for one who does not.
         """
-        return max(0, -others_nbytes) if self.num_graphs > 1 else 0
+        return max(0, -other_graphs_nbytes) if self.num_graphs > 1 else 0
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class PhaseContext:
             in order.
         undoable: those of `updates` that leave the gradients as they are, so that these go home as well.
         kept_inputs: inputs of a backward that others keep: gradients of outputs, and saved values for another backward.
-        absent: what of the forward's values is absent until the backward; None: that is yet to be decided.
+        activation_plan: what of the forward's values is absent until the backward; None: that is yet to be decided.
         spent: groups that stay, and that have no gradients before and after it: none are there, and what a backward
             makes of them its updates use up. Whether they do, is decided: they need not, where there is room.
     """
@@ -99,20 +99,20 @@ class PhaseContext:
     updates: tuple[tuple[int, int], ...] = ()
     undoable: frozenset[int] = frozenset()
     kept_inputs: frozenset[str] = frozenset()
-    absent: ActivationPlan | None = None
+    activation_plan: ActivationPlan | None = None
     transient: frozenset[int] = frozenset()
 
-    def seen_by(self, captured: Captured) -> Captured:
+    def applied_to(self, captured: Captured) -> Captured:
         """The captured graph in these surroundings."""
-        there = captured.without(self.absent or KEEP_ALL)
+        there = captured.following(self.activation_plan or KEEP_ALL)
         return there.returning(self.hooked).leaving_out(self.left_out).holding(self.kept_inputs)
 
-    def finding(self, plan: Plan, present: Collection[ItemId]) -> PhaseContext:
+    def with_present(self, plan: Plan, present: Collection[ItemId]) -> PhaseContext:
         """The surroundings of a backward that finds these chunks in slots, where `plan` was made for these."""
         return replace(self, cold_backward=True) if plan.begins_cold(present) else self
 
 
-ALONE = PhaseContext()
+EMPTY_CONTEXT = PhaseContext()
 
 
 def transient_in(
@@ -148,7 +148,7 @@ class StepRequest:
     planner_state: PlannerState
     external_nbytes: int = 0
     spare_nbytes: int = 0
-    context: PhaseContext = ALONE
+    context: PhaseContext = EMPTY_CONTEXT
 
     @property
     def key(self) -> Key:
@@ -182,7 +182,7 @@ class GraphCaptured:
 
     captured: Captured
     layout: ChunkLayout
-    context: PhaseContext = ALONE
+    context: PhaseContext = EMPTY_CONTEXT
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class PhaseCalled:
 
     forms: Forms
     external_nbytes: int
-    context: PhaseContext = ALONE
+    context: PhaseContext = EMPTY_CONTEXT
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def step_s(
             resident=resident,
             hardware=hardware,
             boundary_nbytes=needs.boundary_nbytes,
-            saved=seen.absent,
+            saved=seen.offloaded,
             most_s=most_s - update_s,
         )
     except TooSlow:

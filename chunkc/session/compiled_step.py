@@ -20,9 +20,18 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.policy.activation_search import leanest_form
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.decide import decide
-from chunkc.policy.needs import ExternalBytes, Needs, NotedNeeds, needs_of_step, update_needs
+from chunkc.policy.needs import ExternalBytes, Needs, StepNeeds, needs_of_step, update_needs
 from chunkc.policy.plans import step_plan
-from chunkc.policy.state import ALONE, Forms, Key, PhaseCalled, PhaseContext, SizesCalled, StepDecision, StepRequest
+from chunkc.policy.state import (
+    EMPTY_CONTEXT,
+    Forms,
+    Key,
+    PhaseCalled,
+    PhaseContext,
+    SizesCalled,
+    StepDecision,
+    StepRequest,
+)
 from chunkc.runtime.execution.executor import Executable, lower
 from chunkc.runtime.execution.run import Measurement, Run
 from chunkc.runtime.execution.saved import SavedValues, saved_values
@@ -70,13 +79,15 @@ def planned_step(session: Session, captured: Captured, request: StepRequest) -> 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
     """
-    options, settling = session.options, session.in_backward.wanted
-    made = step_plan(captured, request, session.hardware, settling=settling, verified=options.verify)
+    options, marks_complete = session.options, session.in_backward.wanted
+    made = step_plan(captured, request, session.hardware, marks_complete=marks_complete, verified=options.verify)
     log_plan(made.plan, made.graphs)
     runs = {name: segment.run for name, segment in captured.segments.items()}
     phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in made.graphs.items()}
     layout = request.planner_state.layout
-    leanest = replace(request.context, absent=None).seen_by(leanest_form(captured, options.activations, layout))
+    leanest = replace(request.context, activation_plan=None).applied_to(
+        leanest_form(captured, options.activations, layout)
+    )
     step = profile(leanest, layout)
     needs = {FORWARD: Needs.of(step.forward, layout), BACKWARD: Needs.of(step.backward, layout)}
     return PlannedStep(request, made.plan, phases, needs, request.external_nbytes)
@@ -104,9 +115,9 @@ class CompiledGraph:
         self.number = self.session.num_graphs
         self.output_hooks = OutputHooks(self._given)
         self._node_hooks = NodeHooks()
-        self._noted_update = NotedNeeds()
+        self._noted_update = StepNeeds()
         layout, always_nbytes = self.session.store.layout, self.session.live.constants_nbytes()
-        needs = update_needs(self.captured, self.captured.trained, layout).beside(always_nbytes)
+        needs = update_needs(self.captured, self.captured.trained, layout).plus(always_nbytes)
         self.session.known.note(self._noted_update, needs)
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
         self._all_names = frozenset(used | self.captured.trained)
@@ -184,7 +195,7 @@ class CompiledGraph:
             plan = found.plan.with_less_external(request.spare_nbytes)
             found = replace(found, request=request, plan=plan, external_nbytes=exact.external_nbytes)
             step.plans.keep(plan_key(session, exact.key), found)
-        if context.absent is None:  # so that this is found again without a decision
+        if context.activation_plan is None:  # so that this is found again without a decision
             undecided = replace(exact, context=context)
             step.plans.keep(plan_key(session, undecided.key), found)
         return found
@@ -226,12 +237,17 @@ class CompiledGraph:
             raise self._named(phase, error, step, known, context) from None
 
     def _named(
-        self, phase: str, error: BudgetError, step: SizedStep, held: ExternalBytes, context: PhaseContext = ALONE
+        self,
+        phase: str,
+        error: BudgetError,
+        step: SizedStep,
+        held: ExternalBytes,
+        context: PhaseContext = EMPTY_CONTEXT,
     ) -> BudgetError:
         """The error to raise, with all that is known of the smallest budget."""
         planner_state, (*_, in_segments) = self.session.planner_state, step.forms
         form = leanest_form(in_segments, planner_state.activations, planner_state.layout)
-        seen = context.seen_by(form if context.absent is None else in_segments)
+        seen = context.applied_to(form if context.activation_plan is None else in_segments)
         needs = needs_of_step(seen, planner_state.trained, planner_state.layout, held)
         num_graphs, trained, begins = planner_state.num_graphs, planner_state.trained, phase == FORWARD
         return self.session.known.named(error, planner_state.layout, needs, num_graphs, trained, begins=begins)
@@ -270,21 +286,21 @@ class CompiledGraph:
         inputs = [arguments[position] for position in step.captured.own_memory.inputs]
 
         def held() -> ExternalBytes:
-            return session.live.beside_forward(step.captured, inputs)
+            return session.live.external_to_forward(step.captured, inputs)
 
         undecided = None if session.options.activations != "keep" else KEEP_ALL
 
         def plan() -> PlannedStep:
-            context = replace(self._phase_context(self._hooked()), absent=undecided)
+            context = replace(self._phase_context(self._hooked()), activation_plan=undecided)
             return self._planned(FORWARD, step, lambda: held().forward_nbytes, context, held)
 
         planned = self._until_nobody_leaves(FORWARD, plan)
         self.captured = captured = step.captured
-        absent = planned.request.context.absent or KEEP_ALL
+        absent = planned.request.context.activation_plan or KEEP_ALL
         saved = SavedValues(session.saved_room, absent) if absent else None
         own_nbytes = captured.forward.external_nbytes + captured.output_nbytes  # the previous call's outputs
         outputs = self._run(FORWARD, step, planned, arguments, saved, own_nbytes)
-        seen = captured.without(absent)
+        seen = captured.following(absent)
         session.live.forward_ran(seen, inputs, outputs)
         if saved is not None:
             saved.keep(outputs, seen.forward.num_extra)
@@ -340,27 +356,29 @@ class CompiledGraph:
     ) -> list[Any]:
         """Plan and run a backward; `aside_nbytes`: of gradients on the compute tier that are no parameter's now."""
         session, store = self.session, self.session.store
-        saved = saved_values(arguments[place] for place in step.captured.may_stand)
+        saved = saved_values(arguments[place] for place in step.captured.offloadable_inputs)
         absent = KEEP_ALL if saved is None else saved.activation_plan
-        seen = step.captured.without(absent)
+        seen = step.captured.following(absent)
 
         def external_nbytes() -> int:
-            return session.live.beside_backward(seen, arguments) + aside_nbytes
+            return session.live.external_to_backward(seen, arguments) + aside_nbytes
 
         def plan() -> PlannedStep:
             kept_inputs = _kept_inputs(seen, arguments)
             context = replace(
-                self._phase_context(self._hooked() | hooked_nodes, asked), kept_inputs=kept_inputs, absent=absent
+                self._phase_context(self._hooked() | hooked_nodes, asked),
+                kept_inputs=kept_inputs,
+                activation_plan=absent,
             )
             planned = self._planned(BACKWARD, step, external_nbytes, context)
-            if (found := context.finding(planned.plan, store.present)) != context:
+            if (found := context.with_present(planned.plan, store.present)) != context:
                 store.release_slots()
                 planned = self._planned(BACKWARD, step, external_nbytes, found)
             return planned
 
         planned = self._until_nobody_leaves(BACKWARD, plan)
         hooked = planned.request.context.hooked
-        gone_nbytes = session.planner_state.gone_nbytes(session.live.values_beside_backward(seen, arguments))
+        gone_nbytes = session.planner_state.freed_nbytes(session.live.net_external_to_backward(seen, arguments))
         session.live.backward_begins(step.captured, arguments)
         if saved is not None:
             arguments += saved.take(again=keeps_graph())
@@ -432,7 +450,7 @@ class CompiledGraph:
         """
         session = self.session
         for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
-            session.known.note(step.noted, planned.needs[due].beside(planned.external_nbytes))
+            session.known.note(step.noted, planned.needs[due].plus(planned.external_nbytes))
             step.noted.ran(due, planned.request.context, planned.external_nbytes)
         plan = planned.plan.beginning_with(session.resident_gradients()).with_less_external(gone_nbytes)
         part = next(part for part in plan.phases if part.phase == phase)

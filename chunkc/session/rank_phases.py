@@ -16,7 +16,7 @@ from chunkc.distributed.agreement import Here, agree, begin_phase, refuse, toget
 from chunkc.ir.errors import BudgetError, DistributedError, UnsupportedError
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.program import BACKWARD
-from chunkc.policy.captured_step import Needed
+from chunkc.policy.captured_step import CallNeeds
 from chunkc.policy.state import Forms, PhaseContext
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.store.consumed_gradients import gradient_of
@@ -64,7 +64,7 @@ class PhaseOfAll:
 
     def __post_init__(self) -> None:
         self._own = self.step
-        self._needed = Needed.of(self.context.seen_by(self._own.captured), self.session.store.layout)
+        self._needed = CallNeeds.of(self.context.applied_to(self._own.captured), self.session.store.layout)
 
     def beside(self) -> int:
         """What is held beside the phase on any rank. Each call is an agreement of all: none begins a phase that others
@@ -113,7 +113,7 @@ class PhaseOfAll:
         found = self._own.agreed.find(needs)
         histories = self._of_all(None if found is None else found.history)
         if found is None or None in histories:  # then on all ranks
-            most = Needed.most(self._of_all(self._needed))
+            most = CallNeeds.most(self._of_all(self._needed))
             captured = replace(self._own.captured, at_least=most)
             found = self._own.agreed.keep(needs, SizedStep(Forms(captured)))
         self._with_one_history(found, histories)

@@ -28,7 +28,7 @@ from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended, restated, unfrozen
 from chunkc.policy.live_values import RealValues
-from chunkc.policy.needs import KnownNeeds
+from chunkc.policy.needs import SessionNeeds
 from chunkc.policy.plans import UpdatePlan
 from chunkc.policy.state import Key, PlannerState
 from chunkc.runtime.distributed.transport import Transport
@@ -117,7 +117,7 @@ class Session:
         self.trained: frozenset[str] = frozenset()
         self.live = RealValues(self.granule_nbytes)
         self.records = Records()
-        self.known = KnownNeeds()
+        self.known = SessionNeeds()
         self.update_plans: Recent[Key, tuple[UpdatePlan, Executable]] = Recent(MAX_UPDATE_PLANS)
         self.keepers = StateKeepers(self.store)
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -63,7 +63,7 @@ class Builder:
         can_skip_segmentation: whether the graph may be compiled whole if all its model data fits.
         compiled: false for a description alone: the same bytes, but no compiler is started and nothing can run.
         strict: refuse operators whose inner memory is a guess.
-        share: as of a `Captured`.
+        graph_fraction: as of a `Captured`.
         show: told what is compiled.
     """
 
@@ -75,7 +75,7 @@ class Builder:
     can_skip_segmentation: bool
     compiled: bool = True
     strict: bool = False
-    share: float = 1.0
+    graph_fraction: float = 1.0
     show: Show = lambda what, done, of: None
     _structures: dict[bool, Structure] = field(default_factory=dict)
 
@@ -179,7 +179,7 @@ class Builder:
                 shapes=shapes,
             )
         modules = {segment.name: segment.module for segment in structure.table.segments.values()}
-        captured = Captured(forward, backward, segments, modules, whole, share=self.share)
+        captured = Captured(forward, backward, segments, modules, whole, graph_fraction=self.graph_fraction)
         unknown = captured.unknown_operators if self.strict and (not estimated or self.estimate_is_exact) else ()
         if unknown:
             raise UnsupportedError(

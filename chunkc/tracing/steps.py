@@ -19,7 +19,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.passes.graphs.graphs import placeholders
 from chunkc.policy.captured_step import Captured
-from chunkc.policy.needs import NotedNeeds
+from chunkc.policy.needs import StepNeeds
 from chunkc.policy.state import Forms
 from chunkc.tracing.build import Builder
 from chunkc.tracing.capture import TracedGraphs
@@ -63,7 +63,7 @@ class SizedStep:
     agreed: Recent[tuple[str, ...], SizedStep] = field(default_factory=lambda: Recent(MAX_AGREED))
 
     def __post_init__(self, described_in_segments: Callable[[], Captured] | None) -> None:
-        self.noted = NotedNeeds(described_in_segments)
+        self.noted = StepNeeds(described_in_segments)
 
     @property
     def captured(self) -> Captured:
@@ -76,7 +76,7 @@ class SizedStep:
             self.forms, self.admitted = Forms(captured), None
             self.plans = Recent(MAX_PLANS)
             self.history = None
-            self.noted = NotedNeeds()
+            self.noted = StepNeeds()
 
     def begin_anew(self, history: str) -> None:
         """Forget all plans."""

@@ -15,10 +15,10 @@ from zoo import CASES, MORE_CASES
 
 from chunkc import compile as compilation
 from chunkc.explaining import dry_run as dry_run_state
-from chunkc.explaining import paper_step as replay
+from chunkc.explaining import predicted_step as predicted_step
 from chunkc.explaining.explain import explain_step, step_on, training_in
 from chunkc.explaining.offline import OfflineStep
-from chunkc.explaining.paper_step import Replay
+from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.explaining.updates import Updates
 from chunkc.machines.presets import load_hardware
 from chunkc.optim import update
@@ -58,7 +58,7 @@ def recorded(*modules: Any) -> Iterator[Recording]:
     """Note what these modules ask, and by which plans the backend runs and `explain` shows a step."""
     found = Recording()
     run, run_update = CompiledGraph._run, PreparedUpdate.run
-    plan, update_plan = Replay._plan, replay.update_plan
+    plan, update_plan = PredictedStep._plan, predicted_step.update_plan
 
     def deciding(planner_state: PlannerState, event: Any) -> Any:
         decision = policy.decide(planner_state, event)
@@ -73,7 +73,7 @@ def recorded(*modules: Any) -> Iterator[Recording]:
         found.ran.append(self.planned.request)
         run_update(self, updates)
 
-    def showing(self: Replay, captured: Any, number: int, request: StepRequest, plans: Any) -> Any:
+    def showing(self: PredictedStep, captured: Any, number: int, request: StepRequest, plans: Any) -> Any:
         if request.context.cold_backward:  # instead of the one before
             found.ran.pop()
         found.ran.append(request)
@@ -89,8 +89,8 @@ def recorded(*modules: Any) -> Iterator[Recording]:
             patch.setattr(module, "decide", deciding)
         patch.setattr(CompiledGraph, "_run", running)
         patch.setattr(PreparedUpdate, "run", updating)
-        patch.setattr(Replay, "_plan", showing)
-        patch.setattr(replay, "update_plan", showing_update)
+        patch.setattr(PredictedStep, "_plan", showing)
+        patch.setattr(predicted_step, "update_plan", showing_update)
         yield found
 
 
@@ -126,7 +126,7 @@ def captured(name: str, options: Options) -> OfflineStep:
 
 def explained(step: OfflineStep, options: Options, name: str) -> Recording:
     """The same on paper."""
-    with recorded(dry_run_state, replay) as found:
+    with recorded(dry_run_state, predicted_step) as found:
         assert explain_step(step, options, training_in(CPU, step.graphs), name, Updates()).fits
     return found
 
@@ -180,7 +180,7 @@ def rungs() -> list[Any]:
 )
 def test_training_does_what_the_policy_says_and_explain_says_so_too(name: str, whole_graph: str, percent: int) -> None:
     step = captured(name, parse_options(options_of(1, whole_graph)))
-    smallest = Replay(step, parse_options(options_of(1, whole_graph)), training_in(CPU, step.graphs), Updates())
+    smallest = PredictedStep(step, parse_options(options_of(1, whole_graph)), training_in(CPU, step.graphs), Updates())
     budget = smallest.fitting(1).budget_nbytes * percent // 100
     options = options_of(budget, whole_graph)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.cli import command as cli
 from chunkc.explaining import offline
-from chunkc.explaining import paper_step as replay
+from chunkc.explaining import predicted_step as predicted_step
 from chunkc.explaining.error_attribution import is_own_fault, module_that_raises, raised_in
 from chunkc.ir.errors import UnsupportedError
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_traced_names_the_module(
 
 FAULTS = {
     "while tracing": (offline, "unique_name"),
-    "while planning": (replay, "step_plan"),
+    "while planning": (predicted_step, "step_plan"),
     "in the calls": (offline._Recorder, "step"),
 }
 
@@ -121,7 +121,7 @@ def test_chunkc_s_own(
 
 
 def test_in_python_a_fault_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replay, "step_plan", lambda *args, **kwargs: {}["missing"])
+    monkeypatch.setattr(predicted_step, "step_plan", lambda *args, **kwargs: {}["missing"])
     with pytest.raises(KeyError, match="missing"):
         chunkc.explain(nn.Linear(8, 8), torch.ones(4, 8), memory_budget="1GiB")
 

@@ -20,7 +20,7 @@ import chunkc
 from chunkc.cli.command import main
 from chunkc.explaining.formats import render_text
 from chunkc.explaining.formats.json_ import parse_json, render_json
-from chunkc.explaining.layers import mesh_on_paper
+from chunkc.explaining.layers import fake_mesh
 from chunkc.explaining.over_ranks import with_ranks
 from chunkc.ir.errors import ChunkcError, OptionsError, UnsupportedError
 from chunkc.ir.explanation import Explanation
@@ -58,7 +58,7 @@ def explain(mesh: str, **options: Any) -> Explanation:
     hardware = options.pop("hardware", CPU)
     machine = with_ranks(hardware if not isinstance(hardware, str) else load_hardware(hardware), None, mesh)
     x = torch.ones(BATCH, WIDTH, device="meta", requires_grad=True)
-    with mesh_on_paper(machine) as on_paper:
+    with fake_mesh(machine) as on_paper:
         return chunkc.explain(blocks(on_paper), x, hardware=machine, **{"memory_budget": ROOMY, **options})
 
 
@@ -117,7 +117,7 @@ def test_layers_on_several_hosts_take_the_link_between_hosts() -> None:
 
 @contextmanager
 def ranks_of_a_layer(num_ranks: int) -> Iterator[DeviceMesh]:
-    with mesh_on_paper(with_ranks(CPU, None, f"1x1x{num_ranks}")) as mesh:
+    with fake_mesh(with_ranks(CPU, None, f"1x1x{num_ranks}")) as mesh:
         assert mesh is not None
         yield mesh
 
@@ -163,7 +163,7 @@ def test_no_process_group_is_left() -> None:
             pass
         assert dist.is_initialized()
     assert not dist.is_initialized()
-    with mesh_on_paper(CPU) as mesh:
+    with fake_mesh(CPU) as mesh:
         assert mesh is None
         assert not dist.is_initialized()
 

@@ -16,7 +16,7 @@ import chunkc
 from chunkc.explaining.dry_run import run_dry
 from chunkc.explaining.explain import explain_step, step_on, training_in
 from chunkc.explaining.offline import OfflineStep
-from chunkc.explaining.paper_step import Replay
+from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.machines.presets import load_hardware
@@ -65,11 +65,11 @@ MODELS = {
 
 
 @cache
-def captured(name: str, whole_graph: str) -> tuple[OfflineStep, Replay]:
+def captured(name: str, whole_graph: str) -> tuple[OfflineStep, PredictedStep]:
     options = parse_options({"codegen": "eager", "whole_graph": whole_graph})
     model, inputs = MODELS[name]()
     step = step_on(CPU, model, (), inputs, options)
-    return step, Replay(step, options, training_in(CPU, step.graphs), Updates())
+    return step, PredictedStep(step, options, training_in(CPU, step.graphs), Updates())
 
 
 def fits(name: str, whole_graph: str, budget_nbytes: int) -> bool:
@@ -103,18 +103,18 @@ def test_what_fits_fits_in_every_larger_budget(name: str, whole_graph: str) -> N
 
 def test_it_comes_to_something_else_only_where_residents_have_to_leave() -> None:
     """That the tests above are about something: some budgets are too small for all that each graph would keep."""
-    replay = captured("shrinking", "never")[1]
-    first = run_dry(replay.training, 3 * replay.fitting(1).budget_nbytes)
+    predicted = captured("shrinking", "never")[1]
+    first = run_dry(predicted.training, 3 * predicted.fitting(1).budget_nbytes)
     assert first.planner_state.resident
-    second = replay.fitting(1)
+    second = predicted.fitting(1)
     assert not second.planner_state.resident
 
 
 def test_a_graph_that_was_whole_is_cut_where_it_does_not_fit_beside_what_is_held() -> None:
-    replay = captured("held", "auto")[1]
-    budget = replay.fitting(1).budget_nbytes * 165 // 100
-    assert replay.graphs[1].captured(budget, can_skip_segmentation=True).whole
-    assert not run_dry(replay.training, budget).captured[1].whole
+    predicted = captured("held", "auto")[1]
+    budget = predicted.fitting(1).budget_nbytes * 165 // 100
+    assert predicted.graphs[1].captured(budget, can_skip_segmentation=True).whole
+    assert not run_dry(predicted.training, budget).captured[1].whole
 
 
 @pytest.mark.second_tier
@@ -130,8 +130,8 @@ def test_a_graph_that_was_whole_is_cut_where_it_does_not_fit_beside_what_is_held
 )
 def test_training_comes_to_the_same(name: str, whole_graph: str, percent: int) -> None:
     """Also where residents leave, or a whole graph is cut, between the first graph's run and the last's."""
-    step, replay = captured(name, whole_graph)
-    minimum = replay.fitting(1).budget_nbytes
+    step, predicted = captured(name, whole_graph)
+    minimum = predicted.fitting(1).budget_nbytes
     budget = minimum * percent // 100
     options = parse_options({"codegen": "eager", "memory_budget": budget, "whole_graph": whole_graph})
     explained = explain_step(step, options, training_in(CPU, step.graphs), name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from chunkc.explaining.cuda_offline import overhead_on
-from chunkc.explaining.dry_run import DryRun, PaperGraph, PaperRun, Training, run_dry
+from chunkc.explaining.dry_run import DryRun, PredictedGraph, PredictedRun, Training, run_dry
 from chunkc.explaining.memory_timeline import PlannedRun, StepPlans
 from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.updates import Updates
@@ -29,12 +29,12 @@ Plans = dict[tuple[int, Key], StepPlan]
 """(graph, what was asked for) -> its plan."""
 
 
-class Replay:
+class PredictedStep:
     """The graphs of a step, to be planned for budgets."""
 
     def __init__(self, step: OfflineStep, options: Options, hardware: Hardware, updates: Updates) -> None:
         self._step, self._hardware = step, hardware
-        self.graphs: list[PaperGraph] = []
+        self.graphs: list[PredictedGraph] = []
         chunk_nbytes = options.chunk_size if isinstance(options.chunk_size, int) else None
         layout = replace(EMPTY_LAYOUT, overhead_nbytes=overhead_on(hardware), disk_holds=options.on_disk(hardware.kind))
         for graph in step.graphs:
@@ -48,9 +48,9 @@ class Replay:
                 can_skip_segmentation=options.can_skip_segmentation,
                 compiled=False,
                 strict=options.strict,
-                share=graph.share if options.may_leave else 1.0,
+                graph_fraction=graph.graph_fraction if options.may_leave else 1.0,
             )
-            self.graphs.append(PaperGraph(builder))
+            self.graphs.append(PredictedGraph(builder))
         self.layout = layout
         self.training = Training(self.graphs, step, updates, options.home, hardware, options.activations)
 
@@ -78,11 +78,14 @@ class Replay:
         present, gradients = frozenset[ItemId](), set[str]()
         for run in dry_run.runs:
             request = run.request
-            captured = dry_run.captured[run.graph].without(request.context.absent or KEEP_ALL)
+            captured = dry_run.captured[run.graph].following(request.context.activation_plan or KEEP_ALL)
             if run.phase == FORWARD:
                 present = frozenset[ItemId]()
             found = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
-            if run.phase == BACKWARD and (context := request.context.finding(found.plan, present)) != request.context:
+            if (
+                run.phase == BACKWARD
+                and (context := request.context.with_present(found.plan, present)) != request.context
+            ):
                 present = frozenset()
                 external_nbytes = request.external_nbytes - request.spare_nbytes
                 forms = Forms(dry_run.captured[run.graph])
@@ -92,11 +95,11 @@ class Replay:
             plan = (
                 found.plan.with_less_external(request.spare_nbytes)
                 .beginning_with(gradients)
-                .with_less_external(run.gone_nbytes)
+                .with_less_external(run.freed_nbytes)
             )
             if several:
                 plan = _of_one_run(plan, run, name, captured)
-            runs.append(PlannedRun(name, run.phase, captured, plan, found.graphs[run.phase], present, run.gone))
+            runs.append(PlannedRun(name, run.phase, captured, plan, found.graphs[run.phase], present, run.freed))
             present = plan.kept if run.phase == FORWARD else frozenset[ItemId]()
             if run.phase == BACKWARD:
                 gradients |= captured.trained.difference(*(moment.consumed for moment in plan.moments))
@@ -117,7 +120,7 @@ class Replay:
             costs,
             hardware,
             resident_update_s=nbytes[RESIDENT_UPDATE] / rate,
-            at_home=updates.simulated(step.at_home, step.layout, hardware),
+            at_home=updates.simulated(step.cpu_updated, step.layout, hardware),
             update_nbytes=nbytes,
             replicated={
                 group.index: group.trainable for group in step.layout.groups if PARAM in group.replicated_kinds
@@ -129,7 +132,7 @@ class Replay:
         if all(captured.backward is None for captured in dry_run.captured):
             return None, frozenset(), ()
         found = update_plan(dry_run.update, self._hardware)
-        return found.plan, dry_run.at_home, found.tiles
+        return found.plan, dry_run.cpu_updated, found.tiles
 
     def _plan(self, captured: Captured, graph: int, request: StepRequest, plans: Plans) -> StepPlan:
         """A graph's plan that was asked for."""
@@ -139,9 +142,9 @@ class Replay:
         return plans[key]
 
 
-def _of_one_run(plan: Plan, run: PaperRun, name: str, captured: Captured) -> Plan:
+def _of_one_run(plan: Plan, run: PredictedRun, name: str, captured: Captured) -> Plan:
     """The part of a graph's plan that is one run's, with calls named after it, and without what is gone by then."""
-    gone_nbytes = sum(captured.forward.storages[storage] for storage in run.gone)
+    gone_nbytes = sum(captured.forward.storages[storage] for storage in run.freed)
     (phase,) = (phase for phase in plan.phases if phase.phase == run.phase)
     moments = tuple(
         replace(
