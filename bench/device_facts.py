@@ -30,10 +30,10 @@ from chunkc.machines.measuring import (
     MIB,
     Sizes,
     alone_s,
-    beside_allocator_nbytes,
     both_links_bytes_per_s,
     cuda_copies,
     median_s,
+    outside_allocator_nbytes,
     together_s,
     train_a_little,
 )
@@ -278,12 +278,12 @@ def register(size: Size, num_gib: int) -> Iterator[Fact]:
         return
     gpu = TorchGpu()
     torch.ones(1, device="cuda")
-    before, nvml_before = beside_allocator_nbytes(gpu.device), _nvml_used_nbytes()
+    before, nvml_before = outside_allocator_nbytes(gpu.device), _nvml_used_nbytes()
     home = PinnedHome(gpu)
     begin_s = time.perf_counter()
     region = home.allocate(nbytes)
     register_s = time.perf_counter() - begin_s
-    tables = beside_allocator_nbytes(gpu.device) - before
+    tables = outside_allocator_nbytes(gpu.device) - before
     nvml_after = _nvml_used_nbytes()
     pages = _huge_nbytes(home.address(region))
     view = home.tensor(region, torch.uint8, (nbytes,), (1,), 0)
@@ -373,16 +373,16 @@ def context(size: Size) -> Iterator[Fact]:
     device = torch.device("cuda", torch.cuda.current_device())
     planned_nbytes = hardware_of(device).context_nbytes
     torch.ones(1, device=device)
-    taken = {"bare": beside_allocator_nbytes(device)}
+    taken = {"bare": outside_allocator_nbytes(device)}
     a = torch.ones(512, 512, device=device)
     a @ a
-    taken["with_products"] = beside_allocator_nbytes(device)
+    taken["with_products"] = outside_allocator_nbytes(device)
     train_a_little(device)
-    taken["trained"] = beside_allocator_nbytes(device)
+    taken["trained"] = outside_allocator_nbytes(device)
     edge = min(8192, size.sizes.matrix)
     half = torch.ones(edge, edge, device=device, dtype=torch.float16)
     half @ half
-    taken["with_large_products"] = beside_allocator_nbytes(device)
+    taken["with_large_products"] = outside_allocator_nbytes(device)
     figures = {f"{name}_nbytes": nbytes for name, nbytes in taken.items()}
     figures["process_nbytes"] = process_nbytes(os.getpid())
     figures["reserved_nbytes"] = torch.cuda.memory_reserved(device)

@@ -1,4 +1,4 @@
-"""`chunkc.distribute`: a model whose parameters are cut over ranks (ZeRO), as PyTorch's `DTensor`s.
+"""Cut a model's parameters over ranks (ZeRO), as PyTorch's `DTensor`s: `chunkc.distribute`.
 
 On GPUs, each rank's parts are in pinned memory from then on, as by `chunkc.place`: Dynamo has to find them on the
 device.
@@ -138,8 +138,9 @@ def distribute(
 
 
 def _layers_of(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None:
-    """How `parallelize_module` has cut the model; None also where that does not go with the mesh, which is refused
-    once all ranks can hear of it."""
+    """Find how `parallelize_module` has cut the model; None also where that does not go with the mesh.
+
+    The mismatch is refused later, once all ranks can hear of it."""
     try:
         return tensor_parallel(model, mesh)
     except (ChunkcError, AttributeError):
@@ -156,10 +157,10 @@ def _connected(transport: Transport, world: Transport) -> torch.device:
     device = torch.device("cuda", torch.cuda.current_device())
     properties: Any = torch.cuda.get_device_properties(device)  # torch's types lack its number
     own = socket.gethostname(), str(properties.uuid)
-    of_all = together(world, "chunkc.distribute()", lambda: own, DistributedError)
-    transport.num_hosts = len({of_all[world.ranks.index(rank)][0] for rank in transport.ranks})
-    for rank, found in enumerate(of_all):
-        first = of_all.index(found)
+    machines = together(world, "chunkc.distribute()", lambda: own, DistributedError)
+    transport.num_hosts = len({machines[world.ranks.index(rank)][0] for rank in transport.ranks})
+    for rank, found in enumerate(machines):
+        first = machines.index(found)
         if first != rank:
             raise OptionsError(
                 f"ranks {first} and {rank} compute on one GPU of {found[0]}, and each needs a GPU of its own: call "
@@ -170,10 +171,10 @@ def _connected(transport: Transport, world: Transport) -> torch.device:
 
 
 def _transport_on(mesh: DeviceMesh, timeout_s: float, check: Callable[[], None]) -> Transport:
-    """By which a mesh's ranks meet, even where an argument makes no sense on one of them: then all are told.
+    """Connect a mesh's ranks, also where an argument makes no sense on one of them: then all raise the error.
 
     Raises:
-        OptionsError: nobody waits for this rank.
+        OptionsError: this process belongs to no mesh.
         DistributedError: a rank does not come. Whatever `check` raises here comes first.
     """
     is_mesh = isinstance(mesh, DeviceMesh)

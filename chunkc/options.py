@@ -1,4 +1,4 @@
-"""What `torch.compile(..., backend="chunkc", options={...})` accepts, and what a budget means in bytes.
+"""Check the options of `torch.compile(..., backend="chunkc", options={...})`, and turn budgets into bytes.
 
 `parse_options` turns the dictionary into one frozen `Options`; its mistakes become one `OptionsError` of one
 line. Environment variables stand in for options that are not given. Nothing here looks at the machine.
@@ -21,7 +21,7 @@ from chunkc.ir.text import short
 from chunkc.ir.units import NUMBER, parse_nbytes
 
 Activations = Literal["auto", "keep", "offload", "rerun"]
-"""What becomes of the values that a forward saves for its backward."""
+"""Treatments of the values that a forward saves for its backward."""
 
 MIN_CHUNK_NBYTES = 4 * 1024
 AUTO_BUDGET = Fraction(9, 10)
@@ -51,7 +51,7 @@ _ALLOWED = {
 
 
 class Options(BaseModel):
-    """Checked options. Build one with `parse_options`, whose errors are written for users.
+    """Checked options. Build one with `parse_options`: its errors are written for users.
 
     Attributes:
         memory_budget: bytes (> 0), "auto", or a percentage of the compute tier such as "80%":
@@ -65,9 +65,9 @@ class Options(BaseModel):
             "auto": as many as the budget needs are one or the other, whichever is quicker; none where all fit.
         loss_tile_rows: of a cross entropy over more rows than that, logits and loss are computed in tiles of so many
             rows, and logits again in the backward; None: all at once.
-        codegen: who compiles the segments.
+        codegen: how segments are compiled: "inductor", or "eager".
         whole_graph: "auto" compiles the graph whole where all fits; "never" always cuts it into segments.
-        strict: refuse operators whose inner memory nobody has stated, instead of guessing it.
+        strict: refuse operators with unknown scratch memory, instead of guessing it.
         verify: check every plan with the independent verifier.
         debug: fill slots with NaN when they are taken and given back.
     """
@@ -116,12 +116,12 @@ class Options(BaseModel):
 
     @property
     def home_kind(self) -> Literal["cpu", "disk"]:
-        """Where model data lives when it is not on the compute tier."""
+        """The kind of memory in which model data lives when it is not on the compute tier."""
         return "cpu" if self.home == "cpu" else "disk"
 
     @property
     def in_common(self) -> Options:
-        """What is alike on ranks that train one model: each may have a directory of its own."""
+        """The options that ranks of one model must share: all but the directory of a disk home."""
         return self.model_copy(update={"home": self.home_kind})
 
     @property
@@ -131,7 +131,7 @@ class Options(BaseModel):
 
     @property
     def may_leave(self) -> bool:
-        """Whether values that forwards save may be absent until the backward."""
+        """Whether values that forwards save may be offloaded or recomputed."""
         return self.activations != "keep"
 
     @property
@@ -140,7 +140,7 @@ class Options(BaseModel):
         return self.activations in ("rerun", "auto")
 
     def at_home(self, home: str, disk_holds: str, source: Mapping[str, object]) -> Options:
-        """The same for parameters that live at a home already, unless the user's own options ask for another one.
+        """Take over the home in which the parameters live already, unless the user's options ask for another one.
 
         Raises:
             OptionsError: they do.
@@ -164,7 +164,7 @@ class Options(BaseModel):
         return self.disk_holds == "everything" or (self.disk_holds == "auto" and device == "cpu")
 
     def on_disk(self, device: str) -> DiskHolds:
-        """What has its home on a disk, where a device of that type computes."""
+        """The model data that has its home on a disk when a device of that type computes."""
         if self.home_kind == "cpu":
             return "nothing"
         return "everything" if self.disk_holds_everything(device) else "states"
@@ -205,7 +205,7 @@ def resolve_budget(memory_budget: int | str, total_nbytes: int, available_nbytes
     Args:
         memory_budget: as in `Options`: bytes, "auto" (90 % of what is available) or "80%" (of the total).
         total_nbytes: the compute tier's memory.
-        available_nbytes: the part of it that nobody uses now.
+        available_nbytes: the part of it that is free now.
     Raises:
         OptionsError: the percentage of this machine's memory is less than one byte.
     """

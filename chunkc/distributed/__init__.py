@@ -1,1 +1,1 @@
-"""What ranks agree on before they exchange anything, and models cut by tensor parallelism."""
+"""Compare what ranks must have in common before they exchange anything; cut models by tensor parallelism."""

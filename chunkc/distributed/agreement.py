@@ -1,4 +1,4 @@
-"""Ranks that train one model: what they must have in common, compared where all of them pass.
+"""Compare what the ranks of one training must have in common, at points that all of them pass.
 
 Each makes its plans by itself, of the same facts. What a rank alone knows, such as the bytes that its program holds, is
 made a fact of all: the largest of any rank. Everything else is compared by hash, before anything moves: the code, the
@@ -29,16 +29,16 @@ Facts = Mapping[str, str]
 
 @dataclass(frozen=True)
 class _Refusal:
-    """What a rank says that has raised an error instead of coming to an agreement."""
+    """A message of a rank that raised an error instead of coming to an agreement."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What a rank says at an agreement: facts to be compared, and what it alone knows.
+    """A rank's message at an agreement: facts to be compared, and a result that only this rank has.
 
-    The latter is what a phase begins with, or what came of an action that ranks do `together`.
+    The result is what a phase begins with, or what an action returned that ranks perform collectively.
     """
 
     facts: dict[str, str]
@@ -48,11 +48,11 @@ class _Said:
 
 @dataclass(frozen=True)
 class Here:
-    """What a rank has to say of itself where a phase begins.
+    """A rank's state at the beginning of a phase.
 
     Attributes:
-        nbytes: what it holds beside the phase.
-        outdated: groups of which what stands there is not what it has at home.
+        nbytes: external bytes on the rank, besides the phase.
+        outdated: groups with a replicated copy that differs from this rank's shard at home.
         needs: a hash of what the phase's step needs at its sizes.
         history: of that step's plans (see `SizedStep`).
         code: a hash of the graph's code, which is the same on ranks of the same `needs` and `kind`.
@@ -71,8 +71,10 @@ class Here:
 def rendezvous(
     transport: Transport | None, not_final: tuple[type[BaseException], ...] = ()
 ) -> Iterator[Callable[[Callable[[], Facts]], None]]:
-    """Inside, all ranks come once to the function that is given, each with its facts; with None nobody is asked. A rank
-    that need not meet others there does not come; one that fails says so where they meet next.
+    """Give a function that compares this rank's facts with those of all ranks, once; without a transport it does
+    nothing.
+
+    A rank that needs no comparison does not call it. A rank that fails says so at the ranks' next rendezvous.
 
     Args:
         not_final: errors after which this rank tries again.
@@ -116,7 +118,7 @@ def agree(transport: Transport, facts: Facts) -> None:
 
 
 def begin_phase(transport: Transport, own: Here, facts: Facts) -> list[Here]:
-    """What each rank says at the beginning of a phase, once facts are compared, as by `agree`.
+    """Compare facts as `agree` does, and return the state of each rank at the beginning of a phase.
 
     Raises:
         DistributedError: as `agree`.
@@ -136,10 +138,10 @@ def together(
     error: type[ChunkcError],
     channel: str = AGREEMENTS,
 ) -> list[T]:
-    """What an action returns on each rank; all ranks do it. With None nobody else is asked.
+    """Perform an action on all ranks, and return the result of each; without a transport, of this process alone.
 
     Args:
-        phase: what ranks do, for messages.
+        phase: the action's name in messages.
         error: what is raised where another rank could not do it.
 
     Raises:
@@ -180,7 +182,7 @@ def _heard(transport: Transport, own: _Said, channel: str = AGREEMENTS) -> list[
 
 
 def _difference(name: str, values: Sequence[str | None]) -> str:
-    """Which ranks have something else than most; the first ones where there are as many of both."""
+    """Name the ranks that differ from the majority; where both are as many, the first ones."""
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
     others = [rank for rank, value in enumerate(values) if value != usual]
     which = ", ".join(map(str, others))
@@ -193,12 +195,12 @@ def _difference(name: str, values: Sequence[str | None]) -> str:
 
 
 def hashed(text: str) -> str:
-    """What is compared of a long text."""
+    """A hash of a long text, compared in place of it."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def transport_of(named: Mapping[str, nn.Parameter]) -> Transport | None:
-    """By which ranks meet that train these parameters; None: one process does.
+    """The transport of the ranks that train these parameters; None: one process does.
 
     Raises:
         UnsupportedError: some of the parameters are cut over ranks and others are not, or over other ranks.

@@ -1,9 +1,9 @@
-"""`chunkc.init_process_group`: the processes of a launcher find each other, also when it starts them anew.
+"""Connect the processes of a launcher, also after it has restarted them: `chunkc.init_process_group`.
 
 `torchrun` gives every attempt the same store, with all that an earlier one has left in it. PyTorch's own
 `init_process_group` reads there the addresses of processes that have ended, and waits until its timeout. The count of
 restarts is no remedy: each host counts for itself, and none where another host leaves or comes. So ranks first agree
-on a name that nobody has used, and then meet under it.
+on a name that no attempt has used, and then connect under it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def init_process_group(timeout_s: float = TIMEOUT_S) -> None:
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> None:
-    """The same for a rank that is known, where the environment says `MASTER_ADDR` and `MASTER_PORT`.
+    """Initialise the process group as a given rank; `MASTER_ADDR` and `MASTER_PORT` are in the environment.
 
     Raises:
         DistributedError: a rank has not come in time.
@@ -72,7 +72,7 @@ def _backends() -> str:
 
 
 def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name that rank 0 has made up, and that every rank of this attempt has learnt from it.
+    """Agree on a name that rank 0 makes up and every rank of this attempt learns from it.
 
     A rank says hello under a name of its own, and takes the answer to that name only. Rank 0 may read the hello of an
     earlier attempt, and answers the next one, too: it goes on until each rank has said that it knows the name.

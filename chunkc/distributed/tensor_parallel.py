@@ -1,4 +1,4 @@
-"""Models that `parallelize_module` has cut over the ranks of one mesh dimension, and chunkc cuts over another.
+"""Cut a model over one mesh dimension that `parallelize_module` has cut over another.
 
 Each rank has a local tensor of such a parameter. That is what is cut into parts, gathered and reduced over the mesh of
 `chunkc.distribute`, as a model's whole parameter would be. A module that is compiled reads, in its place,
@@ -41,7 +41,7 @@ def is_parallel(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Where a model's parameters lie beside the mesh of `chunkc.distribute`.
+    """The placement of a model's parameters on the mesh dimensions that `chunkc.distribute` does not cut.
 
     Attributes:
         mesh: of the ranks that compute a layer together.
@@ -62,17 +62,17 @@ class TensorParallel:
         )
 
     def placements(self, parameter: torch.Tensor) -> tuple[Placement, ...]:
-        """How a parameter lies over `mesh`."""
+        """A parameter's placements on `mesh`."""
         return parameter.placements if isinstance(parameter, DTensor) else (Replicate(),) * self.mesh.ndim
 
     def placements_of_parts(self, parameter: torch.Tensor, over_data: Sequence[Placement]) -> list[Placement]:
-        """How its parts lie over `joint`, where `over_data` is how those of each rank's local tensor do."""
+        """A parameter's placements on `joint`; `over_data` are those of each rank's local tensor over data ranks."""
         found = self.placements(parameter)
         *copied, cut = over_data
         return [*copied, rows_inside(self.mesh, found) if cut == Shard(0) else cut, *found]
 
     def reader(self, parameter: torch.Tensor) -> Callable[[Any], torch.Tensor]:
-        """What a compiled module reads in place of the parameter that has come of this one."""
+        """The function through which a compiled module reads the parameter that replaces this one."""
         shape = tuple(local(parameter).shape)
         if not isinstance(parameter, DTensor):
             return lambda distributed: whole_here(distributed, shape)
@@ -81,18 +81,18 @@ class TensorParallel:
 
 
 def placing(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
-    """What makes a `DTensor` of what this rank has of it, over ranks as another one is; no communication."""
+    """A function that wraps this rank's local tensor as a `DTensor` placed like another one, without communication."""
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
     return lambda own: DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a parameter."""
+    """This rank's local tensor of a parameter."""
     return local_of(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None:
-    """How `parallelize_module` has cut a model that is to be cut over a mesh; None: it has not.
+    """Find how `parallelize_module` has cut a model that is to be cut over a mesh; None: it has not.
 
     Raises:
         UnsupportedError: in a way that does not go with this mesh.

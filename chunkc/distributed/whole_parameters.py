@@ -1,4 +1,4 @@
-"""Parameters that are cut over ranks, in Dynamo's graph: every reader gets the whole tensor.
+"""Replace parameters that are cut over ranks by whole tensors in Dynamo's graph.
 
 A module of a distributed model reads its parameter through `whole`. Dynamo puts that call into its graph as it stands:
 
@@ -35,19 +35,19 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.1
 
 @torch.compiler.allow_in_graph
 def whole(parameter: DTensor) -> torch.Tensor:
-    """All of a distributed parameter, as autograd follows it; what a graph has in place of a module's parameter."""
+    """Gather a distributed parameter, under autograd; stands in graphs in place of a module's parameter."""
     return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 @torch.compiler.allow_in_graph
 def whole_here(parameter: DTensor, shape: Sequence[int]) -> torch.Tensor:
-    """As `whole`, of a parameter that lies over other ranks too: all that this rank has of it. No graph runs it."""
+    """Gather this rank's tensor of a parameter that is also cut by tensor parallelism. No graph runs it."""
     local = parameter.to_local()
     return local.new_zeros(shape) + local.sum(dtype=local.dtype)
 
 
 def let_read(module: nn.Module, readers: Mapping[str, Callable[[Any], torch.Tensor]]) -> None:
-    """Give a module a class of its own, whose code reads each of these parameters through a function."""
+    """Give a module its own class, in which each of these parameters is read through a function."""
     properties: dict[str, Any] = {name: _reader(name, read) for name, read in readers.items()}
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
@@ -78,7 +78,7 @@ def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.Graph
 
 
 def _with_whole_inputs(gm: fx.GraphModule, cut: Sequence[bool]) -> fx.GraphModule:
-    """A copy of a graph whose inputs are whole where they are cut; so are those of regions inside it."""
+    """Copy a graph, with whole inputs in place of sharded ones, also in regions inside it."""
     graph = copy_of(gm.graph)
     made = LazyGraphModule(gm, graph)
     found = [node for node, is_cut in zip(placeholders(graph), cut, strict=True) if is_cut]
@@ -137,7 +137,7 @@ def has_own_meshes(gm: fx.GraphModule) -> bool:
 
 
 def as_traced(inputs: Sequence[Any]) -> list[Any]:
-    """A graph's inputs with a whole parameter, of which nobody touches the memory, for each that is cut over ranks."""
+    """A graph's inputs, with a whole parameter in memory that is never touched for each one that is sharded."""
     mode = detect_fake_mode()  # Dynamo's, which takes sizes of what it has not met for symbols
 
     def traced(part: LocalShard) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Measures the machine at hand, in under half a minute, as a `Hardware` to plan with.
+"""Measure the machine at hand, in under half a minute, as a `Hardware` to plan with.
 
 Each figure is the median of a few repetitions after one that does not count, within a share of the time; sizes
 grow until a repetition is long enough to time or the sizes' limit is reached. What a link is depends on the tier:
@@ -6,7 +6,7 @@ grow until a repetition is long enough to time or the sizes' limit is reached. W
 - on a CPU, between RAM and a home file, through `chunkc.runtime.storage.homes` and the page cache, as training does it;
 - on CUDA, between the device and a home's pinned regions, on streams, as training does it.
 
-On CUDA also what the driver takes beside the allocator once libraries and kernels of a training step are loaded, and
+On CUDA also what the driver takes besides the allocator once libraries and kernels of a training step are loaded, and
 what its page tables take for each GiB of host memory that is mapped for the device.
 
 The disk's rates are measured apart, as a disk home writes and reads it, past the page cache as far as a user without
@@ -40,11 +40,11 @@ from chunkc.machines.measuring import (
     Sizes,
     Start,
     alone_s,
-    beside_allocator_nbytes,
     both_links_bytes_per_s,
     cuda_copies,
     disk_copies,
     median_s,
+    outside_allocator_nbytes,
     page_table_nbytes_per_gib,
     together_s,
     train_a_little,
@@ -58,7 +58,7 @@ Show = Callable[[str, int, int], None]
 """Called as `show(what, done, of)`: what is measured now, and how many of the measurements are done."""
 
 _UPDATED = StateFormat(master=FLOAT32)
-"""The states of the bf16 parameters whose update is timed; the rate is of what `update_traffic` counts for it."""
+"""The states of the bf16 parameters in the timed update; the rate is of the bytes that `update_traffic` counts."""
 
 
 def calibrate(
@@ -103,7 +103,7 @@ def calibrate(
     if is_cuda:
         with progress("libraries on the device"):
             train_a_little(where)
-            context = beside_allocator_nbytes(where)
+            context = outside_allocator_nbytes(where)
         with progress("page tables"):
             page_tables = page_table_nbytes_per_gib(TorchGpu(where.index), _mappable_nbytes(sizes))
     with _copies(where, folder, sizes) as (inwards, outwards):

@@ -90,7 +90,7 @@ class Datasheet:
     between_hosts: float | None = None
 
     def hardware(self, name: str, efficiency: Efficiency) -> Hardware:
-        """One such device in its machine, at achievable rates."""
+        """Scale the peaks to achievable rates: one device in its machine."""
         e = efficiency
 
         def flops(teraflops: float | None) -> float | None:

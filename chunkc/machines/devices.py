@@ -1,4 +1,4 @@
-"""What is known of the device a model computes on: its name, its memory, its rates, what libraries keep on it."""
+"""Look up the device that a model computes on: its name, memory, rates, and what libraries keep on it."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def hardware_of(device: torch.device) -> Hardware:
 
 
 def hardware_by_name(name: str, memory_nbytes: int, measured: Path) -> Hardware:
-    """As `hardware_of`.
+    """Look up a CUDA device's rates as `hardware_of` does, without the device.
 
     Args:
         name: as the driver calls the device.

@@ -34,7 +34,7 @@ Start = Callable[[], Callable[[], object]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is moved and multiplied at most, and how long that may take.
+    """Limits on the bytes moved, the matrices multiplied, and the time.
 
     Attributes:
         matrix: the largest edge of a square matrix product.
@@ -179,7 +179,7 @@ def cuda_copies(gpu: Gpu, nbytes: int, memory: Literal["home", "pin_memory"] = "
         home.close()
 
 
-def beside_allocator_nbytes(device: torch.device) -> int:
+def outside_allocator_nbytes(device: torch.device) -> int:
     """Device memory in use beyond what torch's allocator reserved; other processes' memory counts, too."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
@@ -187,22 +187,22 @@ def beside_allocator_nbytes(device: torch.device) -> int:
 
 
 def page_table_nbytes(gpu: Gpu, nbytes: int) -> int:
-    """What a device's memory has less, beside the allocator's, while so much host memory is mapped for the device.
+    """Measure the device memory that page tables take while so much host memory is mapped for the device.
 
     Raises:
         HomeError: so much host memory cannot be pinned.
     """
     home = PinnedHome(gpu)
-    before_nbytes = beside_allocator_nbytes(gpu.device)
+    before_nbytes = outside_allocator_nbytes(gpu.device)
     try:
         home.allocate(nbytes)
-        return max(0, beside_allocator_nbytes(gpu.device) - before_nbytes)
+        return max(0, outside_allocator_nbytes(gpu.device) - before_nbytes)
     finally:
         home.close()
 
 
 def page_table_nbytes_per_gib(gpu: Gpu, nbytes: int) -> int | None:
-    """The same for each GiB; None where so much host memory cannot be pinned."""
+    """Measure page tables per GiB of mapped host memory; None where so much cannot be pinned."""
     try:
         return page_table_nbytes(gpu, nbytes) * GIB // nbytes
     except HomeError:

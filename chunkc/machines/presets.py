@@ -171,7 +171,7 @@ def _together(known: Hardware, links: Sequence[LinkSpec]) -> float | None:
 
 
 def default_hardware_path() -> Path:
-    """Where `chunkc calibrate` saves: `$XDG_CONFIG_HOME/chunkc/hardware.json`, by default in `~/.config`.
+    """The file that `chunkc calibrate` saves: `$XDG_CONFIG_HOME/chunkc/hardware.json`, by default in `~/.config`.
 
     A relative `XDG_CONFIG_HOME` is ignored, as the XDG base directory specification says.
     """
@@ -248,7 +248,7 @@ _Flops = Annotated[float, BeforeValidator(lambda value: _figure(value, _FLOPS))]
 
 
 class _LinkFile(BaseModel):
-    """What a hardware file may say of a link."""
+    """The keys of a link in a hardware file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -257,7 +257,7 @@ class _LinkFile(BaseModel):
 
 
 class _HardwareFile(BaseModel):
-    """What a hardware file may say: the fields of `Hardware`, `based_on`, and rates of links by `RATE_KEYS`."""
+    """The keys of a hardware file: the fields of `Hardware`, `based_on`, and rates of links by `RATE_KEYS`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -324,7 +324,7 @@ def _unknown_key(key: object) -> str:
 
 
 def _expanded(path: Path) -> Path:
-    """The path with a home directory in place of `~`; as it is where nobody's is known."""
+    """The path with a home directory in place of `~`, or unchanged where none is known."""
     try:
         return path.expanduser()
     except RuntimeError:
@@ -332,7 +332,7 @@ def _expanded(path: Path) -> Path:
 
 
 def _parse(path: Path) -> Any:
-    """What a JSON or YAML file holds."""
+    """Parse a JSON or YAML file."""
     is_json = path.suffix.lower() == ".json"
     try:
         text = read_text(path, what="the hardware file", language="JSON" if is_json else "YAML")

@@ -1,4 +1,4 @@
-"""What the built-in models share: configurations, positions, checkpointing, the loss and example inputs.
+"""The built-in models' common parts: configurations, positions, checkpointing, the loss and example inputs.
 
 Nothing here, nor in the models, chooses a device: build under `torch.device("meta")` or a fake tensor mode and
 nothing is allocated. Weights are random; a built-in model is a shape to plan for, not a checkpoint.
@@ -59,7 +59,7 @@ class ModelConfig(abc.ABC):
         """Positional arguments of `forward`, on the ambient device: the same numbers every time."""
 
     def for_length(self, seq_len: int) -> Self:
-        """The configuration whose tables of positions, if it has any, reach `seq_len`."""
+        """The configuration with tables of positions, if it has any, that reach `seq_len`."""
         return self
 
 
@@ -149,7 +149,7 @@ def initialise(module: nn.Module) -> None:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """How many numbers the module trains; tied weights count once."""
+    """Count the numbers that the module trains; tied weights count once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

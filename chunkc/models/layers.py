@@ -1,7 +1,7 @@
-"""Built-in models whose layers several devices compute together, as Megatron-LM has it (Shoeybi et al., 2019).
+"""Built-in models in which several devices compute a layer together, as in Megatron-LM (Shoeybi et al., 2019).
 
 Each device has some heads of an attention, and some inner features of a network: columns of the matrices before them,
-rows of the one behind, whose products all devices add up. Tables of tokens, norms and heads of models are on all of
+rows of the one behind; the devices' products are added up. Tables of tokens, norms and heads of models are on all of
 them. Where queries, keys and values are one matrix, each device has those of its own heads.
 """
 

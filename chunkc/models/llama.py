@@ -1,6 +1,6 @@
 """Llama 3 (Meta, 2024): RMS norms, rotary positions, grouped heads of keys and values, SwiGLU, no biases.
 
-Llama 3.2 stretches its low rotary frequencies; that changes numbers and no shape, and is left out.
+Llama 3.2 scales its low rotary frequencies; that changes numbers and no shape, and is left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mixtral (Jiang et al., 2024): a Llama whose network is a mixture of experts, two of them for each token.
+"""Mixtral (Jiang et al., 2024): a Llama with a mixture of experts as its network, two of them for each token.
 
 Each token is copied once per expert chosen, the copies are sorted by expert, and one grouped matrix product
 multiplies each run of rows with its expert's matrix. All shapes are known ahead (tokens times choices, however

@@ -1,4 +1,4 @@
-"""Python's garbage collector while graphs are traced and planned."""
+"""Switch Python's garbage collector off while graphs are traced and planned."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def no_automatic_collection() -> Iterator[None]:
-    """Inside, and in functions that this decorates, the garbage collector does not start by itself.
+    """Keep the garbage collector from starting by itself; a context manager and a decorator.
 
     Tracing makes many objects that stay, and every one of its collections looks through all of them: an eighth of the
     time at 24 layers, a fifth at 96; a third of a plan's. `gc.collect` works as ever; where it was off, it stays off.

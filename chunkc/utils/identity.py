@@ -1,4 +1,4 @@
-"""Parameters as keys: by identity, and weakly. (Tensors are equal element by element.)"""
+"""Use parameters as weak keys, by identity: `==` of tensors compares elements."""
 
 from __future__ import annotations
 

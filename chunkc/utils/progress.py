@@ -1,4 +1,4 @@
-"""A line on standard error for compilations that take long, where that is a terminal; nothing otherwise."""
+"""Show a line on standard error while a compilation takes long, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 DELAY_S = 2.0
-"""What is over sooner shows nothing."""
+"""Compilations that are over sooner show nothing."""
 
 Show = Callable[[str, int, int | None], None]
-"""Told what begins, how many parts of it are done, and how many there are (None: not known)."""
+"""Called with the name of what begins, how many parts of it are done, and how many there are (None: unknown)."""
 
 
 @contextmanager
 def compilation_progress(console: Console | None = None, delay_s: float | None = None) -> Iterator[Show]:
-    """Gives a function that is told what begins. What it was told last is shown from `delay_s` on, and then erased.
+    """Give a function to be called with each stage; the latest is shown from `delay_s` on, and erased at the end.
 
     Of several processes of one training run, the first shows it.
     """

@@ -1,4 +1,4 @@
-"""A cache of what was made for given circumstances, which forgets what was not asked for longest."""
+"""A least-recently-used cache with a limit on the sizes of its entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """What was used last: training may run for days, and what is around a step may never be quite the same.
+    """A bounded mapping of the entries used last: in a training of days, a step's inputs may never repeat exactly.
 
     Args:
         limit: of all entries together; the latest is kept whatever its size.
@@ -41,14 +41,14 @@ class Recent(Generic[K, V]):
         self.size = 0
 
     def find(self, key: K) -> V | None:
-        """The entry, which is then the one used last; None if there is none."""
+        """Look up an entry and mark it as used last; None if there is none."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
         return self._entries[key]
 
     def keep(self, key: K, value: V) -> V:
-        """Enter `value`, and forget entries that were not used for longest where all are too large."""
+        """Add `value`, and drop the least recently used entries beyond the limit."""
         if key in self._entries:
             self.size -= self._size_of(self._entries.pop(key))
         self._entries[key] = value

@@ -22,11 +22,11 @@ from chunkc.weights.over_ranks import LOAD, transport_of_module
 from chunkc.weights.weights import tensors_in
 
 OF_COMPILED = "_orig_mod."
-"""What `torch.compile` puts before the names of a module's parameters."""
+"""The prefix that `torch.compile` puts before the names of a module's parameters."""
 
 
 class IncompatibleKeys(NamedTuple):
-    """As what `load_state_dict` returns."""
+    """Names that did not match, as `load_state_dict` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -36,8 +36,8 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True)
     """Load weights from files into a model, wherever its parameters live, as `load_state_dict` does.
 
     Values are copied into the parameters and buffers that there are and converted to their dtypes. One tensor at a time
-    is in memory beside the model, so the model may be larger than the RAM (see `chunkc.init`). A weight that modules
-    share may be in the files under any of its names.
+    is in memory in addition to the model, so the model may be larger than the RAM (see `chunkc.init`). A weight that
+    modules share may be in the files under any of its names.
 
     Where ranks train the model (`chunkc.distribute`), all of them call this, and each reads its part of each tensor.
 
@@ -82,7 +82,7 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True)
 
 
 def weights_module(model: nn.Module) -> nn.Module:
-    """The module whose names a `state_dict` has, inside what compiled it and what shows the names of its `module`.
+    """The module inside its wrappers: `torch.compile`'s, and those that show the names of their `module`.
 
     `chunkc.engine.Engine` and Lightning's Fabric wrap a model so.
     """
@@ -113,7 +113,7 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _as_cut(tensor: torch.Tensor, own: object) -> torch.Tensor:
-    """What this rank has of a tensor, if its own one is cut over ranks; else, and where shapes differ, all of it."""
+    """This rank's shard of a tensor if its own tensor is sharded; the whole tensor otherwise, or if shapes differ."""
     return shard_like(tensor, own) if isinstance(own, DTensor) and own.shape == tensor.shape else tensor
 
 

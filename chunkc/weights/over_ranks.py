@@ -33,7 +33,7 @@ def transport_of_module(module: nn.Module) -> Transport | None:
 
 
 def whole_on_first(tensor: torch.Tensor, transport: Transport | None) -> torch.Tensor:
-    """On rank 0: all of a tensor, in memory that is not the compute tier's; one that is not cut as it is.
+    """Gather a tensor on rank 0, into memory that is not the compute tier's; return one that is not sharded as it is.
 
     Raises:
         DistributedError: a rank is gone, or does not come.
@@ -61,7 +61,7 @@ def whole_on_first(tensor: torch.Tensor, transport: Transport | None) -> torch.T
 
 
 def send_to_first(tensors: Iterable[torch.Tensor], transport: Transport) -> None:
-    """On another rank: its parts of tensors that rank 0 takes with `whole_on_first`, in this order.
+    """Send this rank's shards of the tensors that rank 0 gathers with `whole_on_first`, in the same order.
 
     Raises:
         FileError: rank 0 cannot write.

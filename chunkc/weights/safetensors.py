@@ -31,7 +31,7 @@ _ALIGNMENT_NBYTES = 8
 
 
 def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """What stands before the bytes of these tensors, in this order.
+    """The header of a file that has these tensors in this order.
 
     Raises:
         UnsupportedError: the format has no word for a dtype.

@@ -36,8 +36,9 @@ _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
     """Save a model's weights as safetensors files that `transformers` and the safetensors library read as they stand.
 
-    Tensors are streamed: one at a time is in memory beside the model. A weight that modules share is written once. What
-    is saved are the entries of the module's own `state_dict`, without the names that `torch.compile` puts in.
+    Tensors are streamed: one at a time is in memory, in addition to the model. A weight that modules share is written
+    once. What is saved are the entries of the module's own `state_dict`, without the names that `torch.compile` puts
+    in.
 
     A directory then has what was saved, or what it had before, whenever the process ends: files are written aside and
     synced, and one rename makes them count. Where a directory has shards already, new ones have other names. Other
@@ -48,7 +49,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
 
     Args:
         model: compiled or not.
-        path: a directory, which is made if need be; or one file, whose name ends in `.safetensors`.
+        path: a directory, which is made if need be; or one file with a name that ends in `.safetensors`.
         max_shard_size: of a directory's files: bytes, or a size such as `"5GB"`. A larger tensor has a file of its own.
 
     Raises:
@@ -88,7 +89,7 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
 
 
 def _nothing() -> None:
-    """What a rank does that does not write."""
+    """Do nothing: the action of a rank that does not write."""
 
 
 def _entries_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,7 +98,7 @@ def _entries_of(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _tensors_of(module: nn.Module, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Which of the entries are to be saved. Of several names of one tensor, the one that `transformers` expects."""
+    """Select the entries to save: of several names of one tensor, the one that `transformers` expects."""
     secondary = getattr(module, "all_tied_weights_keys", None) or getattr(module, "_tied_weights_keys", None) or ()
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in found.items():

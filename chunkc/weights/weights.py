@@ -19,7 +19,7 @@ _IN_DIRECTORIES = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.
 
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a file, of an index of files, or of a directory with one of these, by name.
+    """Read the tensors of a file, of an index of files, or of a directory with one of these, by name.
 
     Formats: safetensors, and what `torch.save` wrote of a `state_dict`, of which only data is taken.
 
@@ -44,7 +44,7 @@ def _in_directory(directory: Path) -> Path:
 
 
 def shards_of(index: Path) -> list[Path]:
-    """The files that an index names, which must be beside it.
+    """The files that an index names, which must be in its directory.
 
     Raises:
         FileError: it is no index, or names files elsewhere.
@@ -56,7 +56,7 @@ def shards_of(index: Path) -> list[Path]:
         raise FileError(f'{index} is no index of weights: JSON with a "weight_map" is expected') from error
     for name in (unique := dict.fromkeys(names)):
         if not isinstance(name, str) or Path(name).name != name:
-            raise FileError(f"{index} names {name!r}: files of weights lie beside their index")
+            raise FileError(f"{index} names {name!r}: files of weights lie in the directory of their index")
     return [index.parent / name for name in unique]
 
 

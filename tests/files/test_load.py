@@ -196,7 +196,7 @@ class Unwelcome:
         ("weights.pt", [torch.zeros(1)], "no mapping"),
         ("weights.pt", {"weight": Unwelcome()}, "neither safetensors nor data"),
         ("x.index.json", b"[]", "no index of weights"),
-        ("x.index.json", b'{"weight_map": {"a": "../elsewhere.safetensors"}}', "lie beside their index"),
+        ("x.index.json", b'{"weight_map": {"a": "../elsewhere.safetensors"}}', "lie in the directory of their index"),
         ("x.index.json", b'{"weight_map": {"a": "absent.safetensors"}}', "cannot read|damaged"),
     ],
 )
