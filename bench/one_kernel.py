@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 import triton
@@ -15,9 +16,13 @@ def _add_one(pointer, num, BLOCK: tl.constexpr):
     tl.store(pointer + at, tl.load(pointer + at, mask=at < num) + 1, mask=at < num)
 
 
-def add_one(values: torch.Tensor) -> None:
-    """Add one to a flat tensor in place."""
-    _add_one[(triton.cdiv(len(values), 1024),)](values, len(values), BLOCK=1024)
+def add_one(values: torch.Tensor, pointer: Any = None) -> None:
+    """Add one to a flat tensor in place.
+
+    Args:
+        pointer: what the kernel is launched with, the tensor by default.
+    """
+    _add_one[(triton.cdiv(len(values), 1024),)](values if pointer is None else pointer, len(values), BLOCK=1024)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -144,9 +144,7 @@ def update(
     num_programs = len(work.rows)
     if num_programs:
         require_triton(slots.param.device, "chunkc.kernels.elementwise_cpu")
-        kernel = pkgutil.resolve_name(fmt.triton_kernel)
-        with torch.cuda.device_of(slots.param):
-            kernel[(num_programs,)](**arguments, **launch_options_on(slots.param.device))
+        launch(pkgutil.resolve_name(fmt.triton_kernel), num_programs, arguments, slots.param)
         if pointer_offsets is None:
             mark_written(slots)
 
@@ -202,6 +200,40 @@ def launch_arguments(
         "NUM_COLUMNS": num_columns,
         "NUM_POINTER_OFFSETS": 0 if pointer_offsets is None else pointer_offsets.shape[1],
     }
+
+
+class Address(int):
+    """The address of a tensor, as a kernel's argument.
+
+    Triton compiles for it as for the tensor, by `dtype` and `data_ptr`, and launches with it unchecked. Of a tensor it
+    asks the driver for a device pointer, and the driver has none for host memory that is not registered, which a device
+    with pageable memory access reads all the same (`Gpu.view_pageable`).
+    """
+
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Address:
+        address = cls(tensor.data_ptr())
+        address.dtype = tensor.dtype
+        return address
+
+    def data_ptr(self) -> int:
+        return int(self)
+
+
+def launchable(argument: Any) -> Any:
+    """An argument of a kernel, a tensor as its address; interpreted kernels read tensors themselves."""
+    import triton
+
+    return Address.of(argument) if isinstance(argument, Tensor) and not triton.knobs.runtime.interpret else argument
+
+
+def launch(kernel: Any, num_programs: int, arguments: Mapping[str, Any], tensor: Tensor) -> None:
+    """Launch a Triton kernel on the current stream of a tensor's device; arguments may lie wherever that can read."""
+    taken = {name: launchable(argument) for name, argument in arguments.items()}
+    with torch.cuda.device_of(tensor):
+        kernel[(num_programs,)](**taken, **launch_options_on(tensor.device))
 
 
 def launch_options(backend: str, warp_size: int) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from chunkc.kernels.elementwise_triton import BLOCK, RAGGED_BLOCK, launch_options_on, require_triton
+from chunkc.kernels.elementwise_triton import BLOCK, RAGGED_BLOCK, launch, require_triton
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.lamb_formats import LambWork
 from chunkc.kernels.lamb_host import apply_stage, moments_stage
@@ -94,6 +93,4 @@ def _launch(
     from chunkc.kernels import lamb_triton_kernel
 
     if len(work.rows):
-        with torch.cuda.device_of(slots.param):
-            kernel = kernel_of(lamb_triton_kernel)
-            kernel[(len(work.rows),)](**arguments, **launch_options_on(slots.param.device))
+        launch(kernel_of(lamb_triton_kernel), len(work.rows), arguments, slots.param)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from chunkc.kernels import elementwise_triton
-from chunkc.kernels.elementwise_triton import launch_options_on, require_triton
+from chunkc.kernels.elementwise_triton import launch, require_triton
 
 
 def sum_squares(base: Tensor, rows: Tensor, sums: Tensor) -> None:
@@ -25,8 +24,7 @@ def sum_squares(base: Tensor, rows: Tensor, sums: Tensor) -> None:
     from chunkc.kernels.sums_triton_kernel import sum_squares_kernel
 
     if len(rows):
-        with torch.cuda.device_of(base):
-            sum_squares_kernel[(len(rows),)](**arguments(base, rows, sums), **launch_options_on(base.device))
+        launch(sum_squares_kernel, len(rows), arguments(base, rows, sums), base)
 
 
 def arguments(base: Tensor, rows: Tensor, sums: Tensor) -> dict[str, Any]:

@@ -56,6 +56,31 @@ def test_memory_that_cannot_be_pinned_is_an_error_that_says_how_much() -> None:
         train(SMALL, torch.float32, HUGE)
 
 
+@pytest.mark.parametrize("update", ["clipped, in slots", "AdamW", "SGD", "LAMB"])
+def test_kernels_take_home_memory_that_is_not_pinned(update: str) -> None:
+    """Where the device reads pageable memory: sums of squares at home, and parameters that no graph has moved."""
+    script = f"""
+import chunkc, torch
+from chunkc.runtime.device.gpu import TorchGpu
+from device_gpt import SMALL, smallest_budget, train
+
+TorchGpu.pin = lambda self, address, nbytes: "refused"  # and not `pinnable=0`: torch pins small tables of its own
+if {update!r} == "clipped, in slots":
+    how = {{"clip": 0.1, "clip_in_step": True}}
+    trained = train(SMALL, torch.float32, smallest_budget(SMALL, torch.float32, **how), **how)
+    read_nbytes = trained.report.gradients_read_nbytes
+    print(read_nbytes <= sum(weight.nbytes for weight in trained.weights))  # in the first of three steps
+else:
+    model = chunkc.place(torch.nn.Linear(64, 64), device="cuda")
+    optimizer = getattr(chunkc.optim, {update!r})(model.parameters(), lr=1e-2)
+    model(torch.ones(4, 64, device="cuda")).sum().backward()
+    optimizer.clip_grad_norm_(1.0)
+    optimizer.step()
+    print(model.weight.is_cuda)
+"""
+    assert on_a_device("attribute.88=1", script).split() == ["True"]
+
+
 def test_pinned_memory_comes_from_the_node_that_the_device_is_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

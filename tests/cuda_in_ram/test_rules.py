@@ -41,6 +41,7 @@ def late() -> Iterator[None]:
     torch.cuda.init()
     with cuda_in_ram.choose(late=1, late_us=0):
         yield
+    cuda.cudaGetLastError()  # a call that was refused leaves its error for torch to find
 
 
 class Stream:
@@ -296,6 +297,63 @@ def test_pageable_memory_is_written_before_the_call_returns_and_pinned_memory_is
     x.copy_to(at_once, stream)
     assert gate.is_open()
     assert (late.first(), at_once.first()) == (1, 1)
+
+
+INVALID_VALUE, INVALID_DIRECTION = 1, 21
+MEMORY: dict[str, Callable[[], Bytes]] = {"device": on_device, "pinned": pinned, "pageable": pageable}
+HOST, DEVICE = {"pinned", "pageable"}, {"device", "pinned"}
+KINDS = [(HOST, HOST), (HOST, DEVICE), (DEVICE, HOST), (DEVICE, DEVICE)]
+"""Of cudaMemcpyKind, in its order: which memory a copy may be from, and to. Host memory that is registered has one
+address for both sides."""
+
+
+def copy_errors(source: str, target: str) -> list[int]:
+    """Of a copy between two kinds of memory under each cudaMemcpyKind, by each call that takes one."""
+    x, y, stream = MEMORY[source](), MEMORY[target](), Stream()
+    one, nbytes, found = ctypes.c_size_t(1), ctypes.c_size_t(NBYTES), []
+    for kind in range(len(KINDS)):
+        errors = {
+            cuda.cudaMemcpy(y.address, x.address, nbytes, kind),
+            cuda.cudaMemcpyAsync(y.address, x.address, nbytes, kind, stream.handle),
+            cuda.cudaMemcpy2DAsync(y.address, one, x.address, one, one, one, kind, stream.handle),
+        }
+        (error,) = errors
+        found.append(error)
+    x.copy_to(y, stream)  # whose kind is to be inferred
+    stream.finish()
+    return found
+
+
+@pytest.mark.parametrize("target", MEMORY)
+@pytest.mark.parametrize("source", MEMORY)
+def test_a_copy_is_refused_whose_addresses_are_not_of_its_kind(source: str, target: str) -> None:
+    wanted = [0 if source in begins and target in ends else INVALID_VALUE for begins, ends in KINDS]
+    assert copy_errors(source, target) == wanted
+
+
+def test_pageable_memory_is_the_devices_too_where_its_driver_says_so() -> None:
+    assert copy_errors("pageable", "pageable") == [0, INVALID_VALUE, INVALID_VALUE, INVALID_VALUE]
+    with cuda_in_ram.choose(attribute_88=1):
+        assert copy_errors("pageable", "pageable") == [0, 0, 0, 0]
+        assert copy_errors("device", "pageable") == [INVALID_VALUE, INVALID_VALUE, 0, 0]
+
+
+def test_pinned_memory_is_not_where_the_device_has_addresses_of_its_own() -> None:
+    with cuda_in_ram.choose(attribute_91=0):
+        assert copy_errors("pinned", "device") == [INVALID_VALUE, 0, INVALID_VALUE, INVALID_VALUE]
+
+
+def test_a_copy_of_no_kind_is_refused() -> None:
+    x = on_device()
+    assert cuda.cudaMemcpy(x.address, x.address, ctypes.c_size_t(NBYTES), 5) == INVALID_DIRECTION
+
+
+def test_only_what_the_device_can_use_is_filled() -> None:
+    size = ctypes.c_size_t(NBYTES)
+    found = {name: cuda.cudaMemset(make().address, 1, size) for name, make in MEMORY.items()}
+    assert found == {"device": 0, "pinned": 0, "pageable": INVALID_VALUE}
+    with cuda_in_ram.choose(attribute_88=1):
+        assert cuda.cudaMemset(pageable().address, 1, size) == 0
 
 
 def test_a_free_in_a_stream_comes_in_its_order() -> None:

@@ -16,10 +16,16 @@ static const struct {
     NAME(fail_malloc), NAME(fail_register), NAME(drop_wait), NAME(register_us), NAME(capturing),
 };
 
-static bool set(const char *name, long value) {
+static int *attribute_of_name(const char *name) { // NULL: it names none
     int attribute;
-    if (sscanf(name, "attribute.%d", &attribute) == 1 && attribute >= 0 && attribute < NUM_ATTRIBUTES) {
-        settings.attributes[attribute] = (int)value;
+    bool is_one = sscanf(name, "attribute.%d", &attribute) == 1 && attribute >= 0 && attribute < NUM_ATTRIBUTES;
+    return is_one ? &settings.attributes[attribute] : NULL;
+}
+
+static bool set(const char *name, long value) {
+    int *attribute = attribute_of_name(name);
+    if (attribute) {
+        *attribute = (int)value;
         return true;
     }
     for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++)
@@ -47,6 +53,9 @@ EXPORT int cuda_in_ram_configure(const char *text) {
 
 // What a choice is now (a countdown: what is left of it); -1 for a name that is not known.
 EXPORT long cuda_in_ram_setting(const char *name) {
+    int *attribute = attribute_of_name(name);
+    if (attribute)
+        return *attribute;
     for (size_t i = 0; i < sizeof NAMES / sizeof *NAMES; i++)
         if (!strcmp(name, NAMES[i].name))
             return *(long *)((char *)&settings + NAMES[i].offset);

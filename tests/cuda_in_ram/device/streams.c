@@ -481,6 +481,46 @@ static void run_copy(void *argument) {
     free(copy);
 }
 
+// Whether the device can use an address: its own memory; host memory that is registered, where it has one address for
+// both; pageable memory, where the driver gives it to the device.
+static bool is_for_device(const void *address) {
+    switch (kind_of(address, NULL)) {
+    case DEVICE:
+        return true;
+    case PINNED:
+        return attribute_of(cudaDevAttrCanUseHostPointerForRegisteredMem);
+    default:
+        return attribute_of(cudaDevAttrPageableMemoryAccess);
+    }
+}
+
+static bool is_for_host(const void *address) { return kind_of(address, NULL) != DEVICE; }
+
+// CUDA leaves undefined what a copy does whose addresses are not of its kind; this device refuses it. Registered host
+// memory has one address for both sides, so it may be named as either.
+static cudaError_t check_direction(const void *to, const void *from, enum cudaMemcpyKind kind) {
+    bool matches;
+    switch (kind) {
+    case cudaMemcpyHostToHost:
+        matches = is_for_host(from) && is_for_host(to);
+        break;
+    case cudaMemcpyHostToDevice:
+        matches = is_for_host(from) && is_for_device(to);
+        break;
+    case cudaMemcpyDeviceToHost:
+        matches = is_for_device(from) && is_for_host(to);
+        break;
+    case cudaMemcpyDeviceToDevice:
+        matches = is_for_device(from) && is_for_device(to);
+        break;
+    case cudaMemcpyDefault:
+        return cudaSuccess;
+    default:
+        return failed(cudaErrorInvalidMemcpyDirection);
+    }
+    return matches ? cudaSuccess : failed(cudaErrorInvalidValue);
+}
+
 // Pageable memory: read at the call, or written before the call returns.
 static cudaError_t enqueue_copy(struct copy copy, cudaStream_t stream, bool blocks) {
     UNLESS_BROKEN;
@@ -501,15 +541,21 @@ static cudaError_t enqueue_copy(struct copy copy, cudaStream_t stream, bool bloc
     return cudaSuccess;
 }
 
+static cudaError_t copy_rows(struct copy copy, enum cudaMemcpyKind kind, cudaStream_t stream, bool blocks) {
+    UNLESS_BROKEN;
+    if (!copy.width || !copy.height)
+        return cudaSuccess;
+    cudaError_t error = check_direction(copy.to, copy.from, kind);
+    return error ? error : enqueue_copy(copy, stream, blocks);
+}
+
 EXPORT cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t nbytes, enum cudaMemcpyKind kind,
                                    cudaStream_t stream) {
-    (void)kind;
-    return enqueue_copy((struct copy){.to = to, .from = from, .width = nbytes, .height = 1}, stream, false);
+    return copy_rows((struct copy){.to = to, .from = from, .width = nbytes, .height = 1}, kind, stream, false);
 }
 
 EXPORT cudaError_t cudaMemcpy(void *to, const void *from, size_t nbytes, enum cudaMemcpyKind kind) {
-    (void)kind;
-    return enqueue_copy((struct copy){.to = to, .from = from, .width = nbytes, .height = 1}, NULL, true);
+    return copy_rows((struct copy){.to = to, .from = from, .width = nbytes, .height = 1}, kind, NULL, true);
 }
 
 EXPORT cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from, int from_device, size_t nbytes,
@@ -520,13 +566,15 @@ EXPORT cudaError_t cudaMemcpyPeerAsync(void *to, int to_device, const void *from
 
 EXPORT cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width,
                                      size_t height, enum cudaMemcpyKind kind, cudaStream_t stream) {
-    (void)kind;
     struct copy copy = {
         .to = to, .from = from, .to_pitch = to_pitch, .from_pitch = from_pitch, .width = width, .height = height};
-    return enqueue_copy(copy, stream, false);
+    return copy_rows(copy, kind, stream, false);
 }
 
 EXPORT cudaError_t cudaMemsetAsync(void *to, int value, size_t nbytes, cudaStream_t stream) {
+    UNLESS_BROKEN;
+    if (nbytes && !is_for_device(to))
+        return failed(cudaErrorInvalidValue);
     return enqueue_copy((struct copy){.to = to, .value = value, .width = nbytes, .height = 1}, stream, false);
 }
 

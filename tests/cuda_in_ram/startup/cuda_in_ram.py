@@ -33,7 +33,12 @@ def setting(name: str) -> int:
     """What a choice is now; of a countdown what is left."""
     ask = _library.cuda_in_ram_setting
     ask.restype, ask.argtypes = ctypes.c_long, [ctypes.c_char_p]
-    return ask(name.encode())
+    return ask(_device_name(name).encode())
+
+
+def _device_name(name: str) -> str:
+    """The device's own name of a choice: `attribute.88` for `attribute_88`, which Python can have as a keyword."""
+    return name.replace("attribute_", "attribute.")
 
 
 def configure(**choices: int) -> None:
@@ -52,7 +57,7 @@ def configure_now(**choices: int) -> None:
     Raises:
         ValueError: there is no such choice.
     """
-    text = ",".join(f"{name.replace('attribute_', 'attribute.')}={value}" for name, value in choices.items())
+    text = ",".join(f"{_device_name(name)}={value}" for name, value in choices.items())
     if _library.cuda_in_ram_configure(text.encode()):
         raise ValueError(f"no such choice: {text}")
 
