@@ -306,7 +306,7 @@ class ReadsItsWeight(nn.Module):
 
 
 def test_a_model_that_reads_the_weight_itself_gets_pytorchs_error() -> None:
-    """It names the line."""
+    """It names the line. PyTorch 2.11 lists the devices, 2.13 joins them."""
     engine, _ = chunkc.initialize_engine(ReadsItsWeight, 0, config())
-    with pytest.raises(RuntimeError, match=r"cuda:0 and cpu[\s\S]*self\.tokens\.weight"):
+    with pytest.raises(RuntimeError, match=r"cuda:0(?:,| and) cpu[\s\S]*self\.tokens\.weight"):
         engine(tokens(0).clamp(max=511).to("cuda"))
