@@ -35,7 +35,7 @@ from chunkc.ir.program import FORWARD, UPDATE
 from chunkc.ir.simulate import RESIDENT_UPDATE, simulate, step_time
 from chunkc.machines.presets import load_hardware
 from chunkc.models import find_model
-from chunkc.optim.overlap_mode import NONE
+from chunkc.optim.update_mode import NONE
 from chunkc.options import parse_options
 from chunkc.passes.planning.residency import chunk_items, fixed_nbytes, needed_nbytes
 from chunkc.passes.planning.updates import update_positions

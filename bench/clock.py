@@ -57,7 +57,7 @@ from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan, 
 from chunkc.ir.program import UPDATE
 from chunkc.ir.simulate import step_time
 from chunkc.machines.calibrate import Sizes, calibrate
-from chunkc.optim.overlap_mode import BACKWARD, NONE
+from chunkc.optim.update_mode import BACKWARD, NONE
 from chunkc.options import parse_options
 from chunkc.passes.planning import timeline as planner
 from chunkc.passes.planning import updates as update_planning

@@ -37,7 +37,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import chunkc
 from chunkc.machines.presets import load_hardware
 from chunkc.models import find_model
-from chunkc.optim.overlap_mode import BACKWARD
+from chunkc.optim.update_mode import BACKWARD
 
 GIB = 2**30
 SEQ_LEN = 1024

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from chunkc.optim.overlap_mode import NONE
+from chunkc.optim.update_mode import NONE
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

@@ -30,7 +30,7 @@ from rich.table import Table
 from chunkc.explaining.memory_timeline import StepPlans
 from chunkc.ir.simulate import step_time
 from chunkc.ir.units import parse_nbytes
-from chunkc.optim.overlap_mode import BACKWARD, NONE
+from chunkc.optim.update_mode import BACKWARD, NONE
 from chunkc.utils.garbage import no_automatic_collection
 
 CASES = (

@@ -27,7 +27,7 @@ from torch._inductor.utils import fresh_cache
 import chunkc
 from chunkc import compile as compilation
 from chunkc.optim import update
-from chunkc.optim.overlap_mode import BACKWARD
+from chunkc.optim.update_mode import BACKWARD
 from chunkc.session import compiled_step as graph
 
 PLANNING = (

@@ -30,7 +30,7 @@ from chunkc.ir.plan import PhasePlan, Position
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
 from chunkc.ir.simulate import RESIDENT_UPDATE, simulate, step_time
 from chunkc.ir.updates import tile_traffic
-from chunkc.optim.overlap_mode import NONE
+from chunkc.optim.update_mode import NONE
 from chunkc.passes.planning.residency import fixed_nbytes
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import update_positions, update_tiles

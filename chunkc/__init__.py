@@ -25,7 +25,7 @@ from chunkc.ir.errors import (
     VerificationError,
 )
 from chunkc.ir.explanation import Explanation
-from chunkc.optim.grad_scaler import GradScaler
+from chunkc.optim.gradient_scaling import GradScaler
 from chunkc.optim.running_updates import synchronize
 from chunkc.passes.memory.scratch.declared import declare_scratch
 from chunkc.report import Report, report

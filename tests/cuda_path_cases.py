@@ -28,7 +28,7 @@ import chunkc.optim.on_device  # noqa: E402
 import chunkc.optim.pending_steps  # noqa: E402
 import chunkc.session.session  # noqa: E402
 from chunkc.machines.presets import preset  # noqa: E402
-from chunkc.optim.update_on import groups_at_home  # noqa: E402
+from chunkc.optim.update_mode import groups_at_home  # noqa: E402
 
 
 def test_triton_trains_as_torch() -> None:
@@ -102,7 +102,7 @@ def test_some_here_and_some_there() -> None:
         loss = subject.compiled(**of.batch(0))
         loss.backward()
         session = subject.session
-        groups = [g.index for g in session.store.layout.groups]
+        groups = session.store.layout.groups
         assert groups_at_home(session, groups, "auto") == frozenset()  # the CPU stands for a device
         session.device, session.hardware = torch.device("cuda:0"), preset("h200")
         at_home = groups_at_home(session, groups, "auto")
@@ -110,7 +110,7 @@ def test_some_here_and_some_there() -> None:
         moved = session.store.traffic.to_device_nbytes
         optimizer.step()
         subject.settle()
-        kinds = 4 * sum(session.store.layout.groups[g].nbytes("param") for g in groups if g not in at_home)
+        kinds = 4 * sum(session.store.layout.groups[g].nbytes("param") for g in range(len(groups)) if g not in at_home)
         assert session.store.traffic.to_device_nbytes - moved == kinds  # what is updated at home moved nowhere
         stepped = [float(optimizer.state[p]["step"]) for p in subject.model.parameters()]
         assert stepped == [1.0] * len(stepped)

@@ -158,10 +158,10 @@ def reachable(direct: dict[str, set[str]], start: str) -> set[str]:
         ("chunkc.kernels.split", "from chunkc.runtime.device import tier"),
         ("chunkc.kernels.split", "import chunkc"),
         ("chunkc.machines.presets", "from chunkc.session.session import Session"),
-        ("chunkc.session.session", "from chunkc.optim.overlap_mode import OverlapMode"),
+        ("chunkc.session.session", "from chunkc.optim.update_mode import UpdateMode"),
         ("chunkc.session.session", "from chunkc import optim"),
         ("chunkc.session.session", "from chunkc.optim import AdamW"),
-        ("chunkc.session.session", "from ..optim import overlap_mode"),
+        ("chunkc.session.session", "from ..optim import update_mode"),
         ("chunkc.session.compiled_step", "import chunkc.explaining.offline"),
         (
             "chunkc.session.compiled_step",

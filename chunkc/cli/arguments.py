@@ -14,8 +14,7 @@ from chunkc.ir.text import one_line, short
 from chunkc.machines.datasheets import KNOWN_CLUSTERS
 from chunkc.machines.presets import PRESETS, default_hardware_path
 from chunkc.models import MODELS
-from chunkc.optim.overlap_mode import NONE, OVERLAP
-from chunkc.optim.update_on import DEVICE, UPDATE_ON
+from chunkc.optim.update_mode import DEVICE, NONE, OVERLAP, UPDATE_ON
 
 BAD_INPUT = 2
 """The exit code of what makes no sense."""

@@ -44,8 +44,7 @@ from chunkc.ir.simulate import step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.presets import load_hardware
-from chunkc.optim.overlap_mode import NONE
-from chunkc.optim.update_on import DEVICE
+from chunkc.optim.update_mode import DEVICE, NONE
 from chunkc.options import Options, parse_options, resolve_budget
 from chunkc.passes.planning.residency import everything
 from chunkc.session.declared_states import state_format_of

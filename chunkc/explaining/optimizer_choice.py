@@ -14,9 +14,8 @@ from chunkc.ir.states import StateFormat
 from chunkc.optim.adam import Adam, AdamW
 from chunkc.optim.lamb import LAMB
 from chunkc.optim.optimizer import ChunkedOptimizer
-from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.sgd import SGD
-from chunkc.optim.update_on import DEVICE
+from chunkc.optim.update_mode import DEVICE, NONE
 from chunkc.session.declared_states import Declared, declared, state_format_of
 
 OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {"adamw": AdamW, "adam": Adam, "lamb": LAMB, "sgd": SGD}

@@ -13,8 +13,7 @@ from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamS
 from chunkc.ir.simulate import RESIDENT_UPDATE, HostUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
-from chunkc.optim.overlap_mode import NONE, OverlapMode
-from chunkc.optim.update_on import CPU, DEVICE, divided
+from chunkc.optim.update_mode import CPU, DEVICE, NONE, UpdateMode, divided
 from chunkc.passes.planning.update_placement import can_update_resident, cpu_update_s, group_update_nbytes
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
@@ -40,12 +39,12 @@ class Updates:
         return Updates(choice.update_on, choice.overlap, optimizer.name, optimizer.num_stages, choice.undoable)
 
     def __post_init__(self) -> None:
-        OverlapMode(self.overlap, self.update_on, self.undoable)
+        UpdateMode(self.overlap, self.update_on, self.undoable)
 
     @property
     def in_backward(self) -> bool:
         """Whether backwards update."""
-        return OverlapMode(self.overlap, self.update_on).beside_backward
+        return UpdateMode(self.overlap, self.update_on).in_backward
 
     def consumes(self, group: ChunkGroup) -> bool:
         """Whether a backward updates a group that stays, where that is needed."""
@@ -99,8 +98,8 @@ class Updates:
             group = layout.groups[index]
             known = cpu_update_s([group], hardware, self.num_stages)
             seconds[index] = self._of_group(group) / hardware.update_bytes_per_s if known is None else known
-        beside = OverlapMode(self.overlap, self.update_on) if hardware.kind == "cuda" else OverlapMode()
-        return HostUpdateTimes(seconds, beside.beside_forward, beside.beside_backward)
+        mode = UpdateMode(self.overlap, self.update_on) if hardware.kind == "cuda" else UpdateMode()
+        return HostUpdateTimes(seconds, mode.in_forward, mode.in_backward)
 
     def _of_group(self, group: ChunkGroup) -> int:
         """By the CPU, which copies what it changes first, if that can be undone."""

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from chunkc.engine.in_place import was_called
 from chunkc.ir.errors import UnsupportedError
 from chunkc.lightning.ranks import OverDevices, check_parameters, check_states, load_weights, replace_parameters
-from chunkc.optim.grad_scaler import GradScaler
+from chunkc.optim.gradient_scaling import GradScaler
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.scalars import Scalars
 from chunkc.session.logs import logger

@@ -11,11 +11,9 @@ import torch
 from chunkc.ir.states import MAX_EXP_AVG_SQ, MOMENTS, StateFormat, scale_of
 from chunkc.kernels.formats import AdamFormat, AmsgradFormat, UpdateFormat
 from chunkc.kernels.hyperparameters import AdamHyper
-from chunkc.optim.elementwise import ElementwiseRule
-from chunkc.optim.formats import formats_in, with_options
-from chunkc.optim.hyperparameters import flag
+from chunkc.optim.elementwise import ElementwiseRule, formats_in, with_options
 from chunkc.optim.optimizer import ChunkedOptimizer
-from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, WITHOUT_EFFECT, Groups, adam_hyper
+from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, WITHOUT_EFFECT, Groups, adam_hyper, flag
 
 AMSGRAD = "amsgrad"
 DECOUPLED = "decoupled_weight_decay"

@@ -10,7 +10,7 @@ from chunkc.ir.layout import ChunkGroup
 from chunkc.ir.plan import Tile
 from chunkc.optim import resident_updates as resident_updates
 from chunkc.optim import slot_updates
-from chunkc.optim.update_on import at_home
+from chunkc.optim.update_mode import groups_at_home
 from chunkc.passes.planning.update_placement import can_update_resident
 from chunkc.session.session import Session
 
@@ -54,7 +54,7 @@ class BackwardStarter:
 
     def expects(self, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
         optimizer, indices = self._optimizer, frozenset(group.index for group in groups)
-        home = at_home(self._session, groups, optimizer.overlap.update_on, optimizer.rule.num_stages)
+        home = groups_at_home(self._session, groups, optimizer.overlap.update_on, optimizer.rule.num_stages)
         num_stages = optimizer.rule.num_stages
         may_stay = not optimizer.overlap.undoable and can_update_resident(optimizer.states, num_stages)
         staying = indices if may_stay else frozenset[int]()

@@ -6,28 +6,48 @@ each, as in `torch.optim`. What has no code in Triton (fp64, `amsgrad`) is updat
 
 from __future__ import annotations
 
+import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any, TypeVar, cast
 
 import torch
 
-from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.plan import Tile
-from chunkc.ir.states import FLOAT32, StateFormat
+from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, MASTER, MASTER_LOW, NONE, SPLIT, StateFormat
 from chunkc.kernels import elementwise_triton, reference
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
 from chunkc.kernels.elementwise_triton import WorkTable, work_of_tensors, work_table
-from chunkc.kernels.formats import NO_SCALE, GradScale, RoundingKey, Slots, Span, UpdateFormat, rounding_key
+from chunkc.kernels.formats import (
+    NO_SCALE,
+    GradScale,
+    MomentsFormat,
+    RoundingKey,
+    Slots,
+    Span,
+    UpdateFormat,
+    rounding_key,
+)
 from chunkc.kernels.hyperparameters import COMPLEX_DTYPES, GRAD_DTYPES
 from chunkc.kernels.pointer_offsets import RoundingSeed
-from chunkc.optim.formats import Formats
-from chunkc.optim.multi_tensor import Batch, SentPointerOffsets, batches, goes_along
-from chunkc.optim.on_device import TABLE_NBYTES, LaunchOrder, StepScalars, upload
-from chunkc.optim.rule import Extent, Groups, GroupWork, ResidentTensor, Rule, Spans, TileUpdate, Updater
+from chunkc.optim import update_mode
+from chunkc.optim.on_device import (
+    TABLE_NBYTES,
+    Batch,
+    LaunchOrder,
+    SentPointerOffsets,
+    StepScalars,
+    batches,
+    goes_along,
+    upload,
+)
+from chunkc.optim.rule import Extent, Groups, GroupWork, ResidentTensor, Rule, Spans, TileUpdate, Updater, flag, shown
 from chunkc.optim.states import put_back
+from chunkc.optim.update_mode import DEVICE
 from chunkc.utils.recent import Recent
 
 PIECE_NUM_ELEMENTS = 1 << 24
@@ -266,3 +286,131 @@ def launches(
 def clipped(spans: Spans, at: int, until: int) -> Spans:
     """The part of the spans in the elements `[at, until)`, counted from `at`."""
     return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in spans if e > at and b < until]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the constructors of elementwise rules take by keyword, see `AdamW`."""
+
+    maximize: bool = False
+    update_on: str = DEVICE
+    overlap: str = update_mode.NONE
+    undoable: bool = False
+    moments_dtype: torch.dtype | str = torch.float32
+    master_weights: bool | str | None = None
+    stochastic_rounding: bool = False
+    rounding_seed: int = 0
+    foreach: bool | None = None
+    fused: bool | None = None
+    differentiable: bool = False
+
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def with_options(init: Init) -> Init:
+    """A constructor whose `**options` are `Options`: `help` and `inspect.signature` name each of them."""
+    signature = inspect.signature(init)
+    named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    keywords = inspect.signature(Options).parameters.values()
+    init.__signature__ = signature.replace(parameters=[*named, *keywords])  # type: ignore[attr-defined]
+    return init
+
+
+MOMENTS_FORMATS: Mapping[torch.dtype | str, str] = {
+    torch.float32: FLOAT32,
+    torch.bfloat16: BFLOAT16,
+    torch.int8: INT8,
+    FLOAT32: FLOAT32,
+    BFLOAT16: BFLOAT16,
+    INT8: INT8,
+}
+"""What a user may call the moments' format."""
+
+
+@dataclass(frozen=True)
+class Formats:
+    """How states are kept and values rounded.
+
+    Attributes:
+        stochastic: round what is stored in bf16 (parameters without a master, moments) stochastically.
+        seed: of those random bits.
+    """
+
+    states: StateFormat
+    stochastic: bool
+    seed: int
+
+    @staticmethod
+    def of(
+        moments_dtype: torch.dtype | str,
+        master_weights: bool | str | None,
+        stochastic_rounding: bool,
+        rounding_seed: int,
+    ) -> Formats:
+        """The formats that a user asks for.
+
+        Raises:
+            OptionsError: there is no such format of moments or masters, or not with the other options.
+        """
+        stochastic_rounding = flag({"stochastic_rounding": stochastic_rounding}, "stochastic_rounding")
+        if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int):
+            raise OptionsError(f"rounding_seed is {shown(rounding_seed)}; allowed: a whole number")
+        if not isinstance(moments_dtype, str | torch.dtype) or moments_dtype not in MOMENTS_FORMATS:
+            raise OptionsError(
+                f'moments_dtype is {moments_dtype!r}; allowed: torch.float32, torch.bfloat16 and "int8" (blocks of 8 '
+                "bits with a scale each)"
+            )
+        moments = MOMENTS_FORMATS[moments_dtype]
+        if not (master_weights is None or isinstance(master_weights, bool) or master_weights in (SPLIT, FLOAT32)):
+            raise OptionsError(f'master_weights is {master_weights!r}; allowed: True, False, "{SPLIT}" and "{FLOAT32}"')
+        if master_weights == SPLIT and (stochastic_rounding or moments == INT8):
+            raise OptionsError(
+                f'master_weights="{SPLIT}" needs parameters rounded to nearest and fp32 or bf16 moments; use '
+                f'master_weights="{FLOAT32}"'
+            )
+        if master_weights is None:
+            master_weights = not stochastic_rounding
+        if master_weights is True:
+            master_weights = FLOAT32 if stochastic_rounding else SPLIT
+        states = StateFormat(moments, master_weights or NONE)
+        return Formats(states, stochastic_rounding, rounding_seed)
+
+    @cache  # noqa: B019
+    def of_kernel(
+        self, kernel: type[UpdateFormat], param_dtype: torch.dtype, grad_dtype: torch.dtype, kinds: tuple[str, ...]
+    ) -> UpdateFormat:
+        """What a kernel updates for parameters of a dtype that have these kinds of states.
+
+        Raises:
+            OptionsError: there is no such kernel; says what there is.
+        """
+        has_moments = set(kinds) - {MASTER, MASTER_LOW} and param_dtype != torch.float64
+        moments = self.states.moments if has_moments else FLOAT32
+        in_bf16 = param_dtype == torch.bfloat16 or moments == BFLOAT16
+        try:
+            return kernel(
+                param_dtype,
+                grad_dtype,
+                moments=cast(MomentsFormat, moments),
+                master=MASTER in kinds or MASTER_LOW in kinds,
+                split=MASTER_LOW in kinds,
+                rounding="stochastic" if self.stochastic and in_bf16 else "nearest",
+            )
+        except ValueError as error:
+            text = str(error).replace("master=", "master_weights=").replace("rounding='stochastic'", _STOCHASTIC)
+            raise OptionsError(text.replace("rounding='nearest'", "stochastic_rounding=False")) from error
+
+
+def formats_in(options: Mapping[str, Any]) -> tuple[Formats, dict[str, Any]]:
+    """The formats that a constructor's `Options` ask for, and the others of them.
+
+    Raises:
+        OptionsError: there is no such format (see `Formats.of`).
+    """
+    rest = asdict(Options(**options))
+    names = ("moments_dtype", "master_weights", "stochastic_rounding", "rounding_seed")
+    return Formats.of(*[rest.pop(name) for name in names]), rest
+
+
+_STOCHASTIC = "stochastic_rounding=True"

@@ -14,7 +14,7 @@ import torch
 
 from chunkc.ir.layout import Chunk
 from chunkc.ir.states import MASTER, is_scale, num_entries
-from chunkc.optim.memory import aliased_by_gradients, check_in_place, check_memory
+from chunkc.optim.memory_checks import aliased_by_gradients, check_in_place, check_memory
 from chunkc.optim.states import Dtypes, initialise
 from chunkc.runtime.store.consumed_gradients import gradient_of
 from chunkc.runtime.store.shards import local_shard_of

@@ -11,9 +11,9 @@ import torch
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import MASTER, MASTER_LOW, is_scale, num_entries, scale_of
 from chunkc.ir.strides import dense_strides, is_dense, overlaps_itself
-from chunkc.optim.hyperparameters import plain, shown
-from chunkc.optim.memory import title_of
+from chunkc.optim.memory_checks import title_of
 from chunkc.optim.over_ranks import of_this_rank
+from chunkc.optim.rule import plain, shown
 from chunkc.optim.split_masters import load as load_master
 from chunkc.optim.states import converted, empty_state, names_at_home
 from chunkc.runtime.storage.maps import drop_pages, evict_pages

@@ -21,19 +21,17 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.optim import on_device
 from chunkc.optim import pending_steps as pending_steps
 from chunkc.optim.backward_starter import BackwardStarter
-from chunkc.optim.clipping import ClipsGradients
-from chunkc.optim.grad_scale import grad_scale_of, is_skipped, on_the_cpu
+from chunkc.optim.gradient_scaling import AssumedScale, ClipsGradients, grad_scale_of, is_skipped, on_the_cpu
 from chunkc.optim.group_spans import Due
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, prepared_to_load
-from chunkc.optim.memory import title_of
+from chunkc.optim.memory_checks import title_of
 from chunkc.optim.over_ranks import agree_on_overflow, as_saved, no_exchange
-from chunkc.optim.overlap_mode import NONE, OverlapMode
 from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, WITHOUT_EFFECT, Rule, Updater
 from chunkc.optim.running_updates import UpdatesUnderWay
 from chunkc.optim.split_masters import NotedContents, has_master
 from chunkc.optim.states import Dtypes, is_kept, made_on_tier
 from chunkc.optim.step import prepare_step, take_over_changes, update_chunks, update_in_place
-from chunkc.optim.update_on import DEVICE
+from chunkc.optim.update_mode import DEVICE, NONE, UpdateMode
 from chunkc.optim.update_scheduler import BackwardUpdates
 from chunkc.runtime.store.shards import leaf_of, local_shard_of
 from chunkc.runtime.store.store import ChunkStore
@@ -76,7 +74,7 @@ class ChunkedOptimizer(ClipsGradients):
         **as_in_torch: bool | None,
     ) -> None:
         self.rule = rule
-        self._begin(OverlapMode(overlap, update_on, undoable))
+        self._begin(UpdateMode(overlap, update_on, undoable))
         defaults = defaults | {MAXIMIZE: maximize} | as_in_torch
         self._check_supported(defaults)
         if defaults.get("foreach") and defaults.get("fused"):
@@ -87,11 +85,13 @@ class ChunkedOptimizer(ClipsGradients):
         self.states = rule.states(self.param_groups)
         self._lay_out_states(self._parameters())
 
-    def _begin(self, overlap: OverlapMode) -> None:
+    def _begin(self, overlap: UpdateMode) -> None:
         """Nothing is under way, in doubt or noted yet."""
         self.overlap = overlap
         self.under_way = UpdatesUnderWay(overlap)
-        self.in_backward = BackwardUpdates(overlap, self.under_way, partial(BackwardStarter, weakref.ref(self)))
+        self.assumed_scale = AssumedScale()
+        starter = partial(BackwardStarter, weakref.ref(self))
+        self.in_backward = BackwardUpdates(overlap, self.under_way, starter, self.assumed_scale)
         self.pending_steps, self.contents = pending_steps.PendingSteps(), NotedContents()
         self._updaters: dict[tuple[torch.device, bool], Updater] = {}
 
@@ -137,7 +137,7 @@ class ChunkedOptimizer(ClipsGradients):
 
     def starter_in(self, store: ChunkStore) -> Starter | None:
         """Return this optimizer's updates in the backwards of the session with this store; None: it makes none."""
-        return self.in_backward.starter_in(session_with(store)) if self.overlap.beside_backward else None
+        return self.in_backward.starter_in(session_with(store)) if self.overlap.in_backward else None
 
     def dtypes_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Dtypes:
         """The kinds of states that an update of a parameter of a group needs or finds, with their dtypes."""

@@ -13,7 +13,7 @@ import torch
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE
-from chunkc.optim.memory import check_in_place
+from chunkc.optim.memory_checks import check_in_place
 from chunkc.optim.running_updates import label_of
 from chunkc.optim.step import update_in_place
 from chunkc.optim.update_scheduler import Begun, interrupted

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +18,9 @@ import torch
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import MOMENTS, StateFormat
+from chunkc.ir.text import short
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.hyperparameters import GRAD_DTYPES
-from chunkc.optim.hyperparameters import flag, number, pair
 from chunkc.optim.states import flats_of, place_in_group
 
 MAXIMIZE = "maximize"
@@ -193,3 +194,66 @@ def adam_hyper(group: Mapping[str, Any], step: int) -> dict[str, Any]:
     beta1, beta2 = pair(group, "betas")
     found = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
     return found | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": flag(group, "maximize")}
+
+
+def number(group: Mapping[str, Any], name: str) -> float:
+    """A number of a parameter group: a real number, or a tensor of one element with a real dtype.
+
+    Raises:
+        OptionsError: the group has none of that name, or something else.
+    """
+    if name not in group:
+        raise OptionsError(f"a parameter group lacks {name}")
+    return plain(group[name], name)
+
+
+def pair(group: Mapping[str, Any], name: str) -> tuple[float, float]:
+    """Two numbers of a parameter group.
+
+    Raises:
+        OptionsError: the group has none of that name, or something else.
+    """
+    if name not in group:
+        raise OptionsError(f"a parameter group lacks {name}")
+    value = group[name]
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        raise OptionsError(f"{name} is {shown(value)}; allowed: two numbers")
+    return plain(value[0], f"{name}[0]"), plain(value[1], f"{name}[1]")
+
+
+def flag(group: Mapping[str, Any], name: str) -> bool:
+    """A flag of a parameter group; False where the group has none of that name.
+
+    Raises:
+        OptionsError: it is not a bool.
+    """
+    value = group.get(name, False)
+    if not isinstance(value, bool):
+        raise OptionsError(f"{name} is {shown(value)}; allowed: True or False")
+    return value
+
+
+def plain(value: object, name: str) -> float:
+    """A real number, or a tensor of one, as a float.
+
+    Raises:
+        OptionsError: it is something else.
+    """
+    if type(value) is float:
+        return value
+    if isinstance(value, torch.Tensor):
+        is_number = value.numel() == 1 and value.device.type != "meta"
+        is_number = is_number and value.dtype != torch.bool and not value.dtype.is_complex
+    else:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number:
+        raise OptionsError(f"{name} is {shown(value)}; allowed: a number, or a tensor of one")
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except OverflowError:
+        raise OptionsError(f"{name} is {shown(value)}; allowed: a number that a float can have") from None
+
+
+def shown(value: object) -> str:
+    """A value on one short line, with its type."""
+    return f"{short(value)} ({type(value).__name__})"

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from chunkc.kernels.formats import GradScale
-from chunkc.optim.grad_scale import is_skipped, on_the_cpu
-from chunkc.optim.overlap_mode import OverlapMode
+from chunkc.optim.gradient_scaling import is_skipped, on_the_cpu
 from chunkc.optim.step import job_of
+from chunkc.optim.update_mode import UpdateMode
 from chunkc.runtime.device.updates import finish_all
 from chunkc.session.session import Session, sessions_of
 
@@ -23,7 +23,7 @@ from chunkc.session.session import Session, sessions_of
 class UpdatesUnderWay:
     """What one optimizer has under way beside the model's own work."""
 
-    def __init__(self, overlap: OverlapMode) -> None:
+    def __init__(self, overlap: UpdateMode) -> None:
         self._overlap = overlap
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._waiting: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -31,7 +31,7 @@ class UpdatesUnderWay:
     def watch(self, session: Session) -> None:
         """A session's updates may be under way from now on: `finish` waits for them, and its models' `state_dict`."""
         self._sessions.add(session)
-        for model in session.modules - self._waiting if self._overlap.beside_forward else ():
+        for model in session.modules - self._waiting if self._overlap.in_forward else ():
             self._let_state_dict_wait(model)
 
     def _let_state_dict_wait(self, model: nn.Module) -> None:
@@ -77,7 +77,7 @@ class UpdatesUnderWay:
             StreamError: an update failed.
         """
         updates = session.store.updates
-        if not self._overlap.beside_forward:
+        if not self._overlap.in_forward:
             updates.finish()
             return
         for index in sorted(at_home):

@@ -11,11 +11,9 @@ import torch
 from chunkc.ir.states import FLOAT32, MOMENTUM_BUFFER, StateFormat, scale_of
 from chunkc.kernels.formats import UpdateFormat
 from chunkc.kernels.sgd import MomentumFormat, SgdFormat, SgdHyper
-from chunkc.optim.elementwise import ElementwiseRule
-from chunkc.optim.formats import formats_in, with_options
-from chunkc.optim.hyperparameters import flag, number
+from chunkc.optim.elementwise import ElementwiseRule, formats_in, with_options
 from chunkc.optim.optimizer import ChunkedOptimizer
-from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, Groups
+from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, Groups, flag, number
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,13 @@ import torch
 from chunkc.distributed.agreement import rendezvous
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import GradScale
-from chunkc.optim.grad_scale import is_skipped, on_the_cpu
+from chunkc.optim.gradient_scaling import is_skipped, on_the_cpu
 from chunkc.optim.group_spans import Due, Task, due_of, flat_home, spans_of
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms, sums_of_group
-from chunkc.optim.overlap_mode import NONE
 from chunkc.optim.rule import GroupWork, OverRanks, ResidentTensor, Spans
 from chunkc.optim.undo import flat_shadow_copies
 from chunkc.optim.update import PreparedUpdate, ResidentsLeft, prepare_updates
-from chunkc.optim.update_on import groups_at_home
+from chunkc.optim.update_mode import NONE, groups_at_home
 from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.changes import detect_changes, gradients_left_to_autograd
 from chunkc.session.session import Session, managing
@@ -90,8 +89,10 @@ def _prepare(
     groups, num_stages = session.store.layout.groups, optimizer.rule.num_stages
     session.unfreeze({t.name for index in by_group if not groups[index].trainable for t in by_group[index]})
     optimizer.lay_out([task.parameter for tasks in by_group.values() for task in tasks])
-    home = groups_at_home(session, sorted({*by_group, *begun}), optimizer.overlap.update_on, num_stages)
-    if optimizer.overlap.beside_backward:
+    home = groups_at_home(
+        session, [groups[index] for index in sorted({*by_group, *begun})], optimizer.overlap.update_on, num_stages
+    )
+    if optimizer.overlap.in_backward:
         optimizer.in_backward.prepare(optimizer, session, begun.union(by_group), home)
     if optimizer.overlap.undoable:
         session.store.shadow_copies.reserve(session.store.layout, sorted(begun.union(by_group)))

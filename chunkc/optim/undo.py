@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from chunkc.ir.layout import GRAD
-from chunkc.kernels.formats import NO_SCALE, GradScale
-from chunkc.optim.grad_scale import on_the_cpu
 from chunkc.optim.group_spans import flat_home
 from chunkc.optim.states import Dtypes
 from chunkc.session.session import Session
@@ -57,43 +55,6 @@ def count(optimizer: ChunkedOptimizer, parameter: torch.Tensor) -> None:
     state = optimizer.states_of(parameter)
     optimizer.begin_update_of(parameter, state)
     state["step"].fill_(int(state["step"]) + 1)
-
-
-class AssumedScale:
-    """By what the next gradients are taken to be too large: by what the last ones were, or what a scaler has told.
-
-    Attributes:
-        is_likely: whether the next update will stand, if the next gradients are like the last ones: those overflowed
-            nowhere, and were not clipped. A backward whose updates will be undone only loses time by them.
-    """
-
-    def __init__(self) -> None:
-        self._scale = NO_SCALE
-        self.is_likely = True
-
-    def expect(self, unscale: torch.Tensor | None) -> None:
-        """Gradients will be multiplied by this first, 0-dim fp32; None: by nothing."""
-        self._scale = NO_SCALE if unscale is None else GradScale(unscale.cpu())
-
-    def on(self, device: torch.device) -> GradScale:
-        """The scale, for kernels there."""
-        unscale = self._scale.unscale
-        return self._scale if unscale is None or device.type == "cpu" else GradScale(unscale.to(device))
-
-    def is_what_was(self, scale: GradScale) -> bool:
-        """Whether an update with the assumed scale is one with that of the step, which is expected from now on.
-
-        Waits for the device.
-        """
-        known, assumed = on_the_cpu(scale), self._scale
-        self.expect(known.unscale)
-        overflows = known.found_inf is not None and float(known.found_inf) != 0
-        self.is_likely = not overflows and _factor(known.clip) == 1
-        return self.is_likely and _factor(known.unscale) == _factor(assumed.unscale)
-
-
-def _factor(of: torch.Tensor | None) -> float:
-    return 1.0 if of is None else float(of)
 
 
 def flat_shadow_copies(session: Session, index: int) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:

@@ -17,12 +17,12 @@ import torch
 
 from chunkc.ir.errors import OptionsError, StreamError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
+from chunkc.optim.gradient_scaling import AssumedScale
 from chunkc.optim.group_spans import Task
-from chunkc.optim.overlap_mode import OverlapMode
 from chunkc.optim.running_updates import UpdatesUnderWay, label_of
 from chunkc.optim.step import group_spans, job_of
-from chunkc.optim.undo import AssumedScale, NotCounted, count
-from chunkc.optim.update_on import at_home
+from chunkc.optim.undo import NotCounted, count
+from chunkc.optim.update_mode import UpdateMode, groups_at_home
 from chunkc.runtime.device.updates import HomeUpdate
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed_error
 from chunkc.runtime.store.shards import local_shard_of
@@ -74,9 +74,15 @@ class BackwardUpdates:
         assumed: with which scale updates begin that can be undone.
     """
 
-    def __init__(self, overlap: OverlapMode, under_way: UpdatesUnderWay, starter: Callable[[Session], Starter]) -> None:
+    def __init__(
+        self,
+        overlap: UpdateMode,
+        under_way: UpdatesUnderWay,
+        starter: Callable[[Session], Starter],
+        assumed: AssumedScale,
+    ) -> None:
         self._overlap, self._under_way, self._new_starter = overlap, under_way, starter
-        self.accumulating, self.assumed = False, AssumedScale()
+        self.accumulating, self.assumed = False, assumed
         self._starters: weakref.WeakKeyDictionary[Session, Starter] = weakref.WeakKeyDictionary()
         self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
         self._resident_groups: weakref.WeakKeyDictionary[Session, ResidentGroups] = weakref.WeakKeyDictionary()
@@ -141,7 +147,7 @@ class BackwardUpdates:
         if self._overlap.undoable or (session in self._known and self._looked_up.get(session, there) == there):
             return
         groups = [g for g in layout.groups if g.trainable and g.index not in session.store.resident | layout.cut]
-        home = at_home(session, groups, self._overlap.update_on, optimizer.rule.num_stages)
+        home = groups_at_home(session, groups, self._overlap.update_on, optimizer.rule.num_stages)
         self.prepare(optimizer, session, frozenset(g.index for g in groups if g.index not in home), frozenset())
         self._looked_up[session] = there
 

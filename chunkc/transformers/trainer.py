@@ -28,7 +28,7 @@ from chunkc.distributed.process_group import init_process_group
 from chunkc.engine.in_place import compile_in_place, distribute_over_all, place_on
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.shards import check_zero_stage
-from chunkc.optim.grad_scaler import GradScaler
+from chunkc.optim.gradient_scaling import GradScaler
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.options import parse_options
 from chunkc.scalars import PEAK, Scalars

@@ -104,7 +104,7 @@ def test_an_overflow_on_one_rank_of_a_layer_is_one_of_all_or_an_error(tmp_path: 
     """chunkc's scaler asks all ranks, and PyTorch's only those over which an optimizer's first gradient is cut."""
     for rank in ranks(tmp_path, "overflow", script=SCRIPT)["overflow"]:
         assert "error" not in rank, rank["traceback"]
-        assert rank["chunkc.optim.grad_scaler"] == [True, 2.0]
+        assert rank["chunkc.optim.gradient_scaling"] == [True, 2.0]
         assert rank["torch.amp.grad_scaler"][0], "nothing was updated"
         assert "whether a gradient overflowed (take chunkc.GradScaler" in rank["message"]
 

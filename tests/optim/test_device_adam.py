@@ -14,8 +14,7 @@ from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, Span
 from chunkc.kernels.hyperparameters import AdamHyper
 from chunkc.optim import AdamW, elementwise, on_device
 from chunkc.optim.adam import AdamRule
-from chunkc.optim.elementwise import ByTriton, update_on_cpu
-from chunkc.optim.formats import Formats
+from chunkc.optim.elementwise import ByTriton, Formats, update_on_cpu
 from chunkc.optim.on_device import TABLE_NBYTES
 from chunkc.optim.rule import Extent
 

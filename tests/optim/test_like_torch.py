@@ -30,8 +30,7 @@ from chunkc.kernels.hyperparameters import AdamHyper
 from chunkc.kernels.sgd import MomentumFormat, SgdHyper
 from chunkc.optim import optimizer as chunked_optimizer
 from chunkc.optim.adam import AdamRule
-from chunkc.optim.elementwise import ByTriton, update_on_cpu
-from chunkc.optim.formats import Formats
+from chunkc.optim.elementwise import ByTriton, Formats, update_on_cpu
 from chunkc.optim.rule import Extent
 from chunkc.optim.sgd import SgdRule
 

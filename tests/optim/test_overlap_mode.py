@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc.optim.overlap_mode import OverlapMode
+from chunkc.optim.update_mode import UpdateMode
 
 
 @pytest.mark.parametrize(
@@ -15,8 +15,8 @@ from chunkc.optim.overlap_mode import OverlapMode
     [("none", False, False), ("forward", True, False), ("backward", False, True), ("both", True, True)],
 )
 def test_what_updates_run_beside(mode: str, forward: bool, backward: bool) -> None:
-    found = OverlapMode(mode, "cpu")
-    assert (found.beside_forward, found.beside_backward) == (forward, backward)
+    found = UpdateMode(mode, "cpu")
+    assert (found.in_forward, found.in_backward) == (forward, backward)
 
 
 def test_only_what_makes_sense_is_taken() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.ir.states import MASTER
 from chunkc.ir.strides import is_dense
-from chunkc.optim.memory import _rendezvous
+from chunkc.optim.memory_checks import _rendezvous
 
 AdamW, Adam, LAMB = chunkc.optim.AdamW, chunkc.optim.Adam, chunkc.optim.LAMB
 

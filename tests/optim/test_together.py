@@ -19,8 +19,8 @@ from chunkc.kernels.formats import AdamFormat, AdamSlots, Span, UpdateFormat
 from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.kernels.pointer_offsets import alignment_of, kinds_of, pointer_offsets_of
 from chunkc.kernels.sgd import SgdFormat
-from chunkc.optim import multi_tensor as together
 from chunkc.optim import on_device, rule
+from chunkc.optim import on_device as together
 from chunkc.optim.rule import ResidentTensor
 
 FORMATS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -16,7 +16,7 @@ from zoo import Case
 
 import chunkc
 from chunkc.machines.presets import preset
-from chunkc.optim.update_on import groups_at_home
+from chunkc.optim.update_mode import groups_at_home
 
 
 def subject(of: Case, home: str = "cpu") -> tuple[nn.Module, nn.Module, Any]:
@@ -77,12 +77,12 @@ def test_auto_divides_by_cost_on_a_gpu_and_leaves_disks_to_it(monkeypatch: pytes
     of = case()
     _, compiled, session = subject(of)
     compiled(**of.batch(0))
-    groups = [group.index for group in session.store.layout.groups]
+    groups = session.store.layout.groups
     monkeypatch.setattr(session, "device", torch.device("cuda:0"))
     monkeypatch.setattr(session, "hardware", preset("h200"))
     assert groups_at_home(session, groups, "auto")
     assert groups_at_home(session, groups, "device") == frozenset()
-    assert groups_at_home(session, groups, "cpu") == frozenset(groups)
+    assert groups_at_home(session, groups, "cpu") == frozenset(group.index for group in groups)
     on_disk = session.options.model_copy(update={"home": "disk"})
     session.agree(replace(session.terms, options=on_disk))
     assert groups_at_home(session, groups, "auto") == frozenset()

@@ -16,14 +16,17 @@ import torch
 from torch.optim import Optimizer
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.kernels.fused_pass import host_tensor
-from chunkc.optim.memory import check_memory
+from chunkc.optim import pending_steps as pending_steps
+from chunkc.optim.memory_checks import check_memory
 from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
-from chunkc.optim.overlap_mode import OverlapMode
+from chunkc.optim.update_mode import UpdateMode
 from chunkc.runtime.store.consumed_gradients import GradientPlaceholder
 from chunkc.runtime.store.gradient_sums import clock, request_sums
 from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.session import Session, managing, sessions_of
+from chunkc.torch_private.grad_scaler import OverflowsElsewhere
 
 EPS = 1e-6
 """What is added to a norm before it divides, in PyTorch."""
@@ -80,7 +83,8 @@ class _Clipped:
 class ClipsGradients(Optimizer):
     """An optimizer whose updates multiply gradients by what `clip_grad_norm_` found."""
 
-    overlap: OverlapMode
+    overlap: UpdateMode
+    assumed_scale: AssumedScale
     _clipped: _Clipped | None = None
     _looked_at: int = 0
     _asked: bool = False
@@ -245,3 +249,122 @@ class ClipsGradients(Optimizer):
 def _kept(value: torch.Tensor) -> torch.Tensor:
     """A number that outlives this call: on the CPU in none of torch's memory, which may be planned to the byte."""
     return host_tensor(value.numpy(), value.numpy().dtype) if value.device.type == "cpu" else value
+
+
+def grad_scale_of(optimizer: Any, clip: torch.Tensor | None = None) -> GradScale:
+    """What the scaler has set on an optimizer for the step under way, as its kernels want it.
+
+    Args:
+        clip: what gradients are multiplied by after that: 0-dim fp32.
+    """
+    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
+    if scale is None and found_inf is None and clip is None:
+        return NO_SCALE
+    unscale = None if scale is None else inverted(scale)
+    return GradScale(unscale, clip, None if found_inf is None else found_inf.detach().float().reshape(()))
+
+
+def inverted(scale: torch.Tensor) -> torch.Tensor:
+    """What undoes a loss's scale, inverted as `GradScaler.unscale_` does it, in double precision: 0-dim fp32."""
+    return scale.detach().double().reciprocal().float().reshape(())
+
+
+def is_skipped(scale: GradScale) -> bool:
+    """Whether the host can see that a gradient overflowed, without waiting for a device."""
+    return scale.found_inf is not None and not pending_steps.is_remote(scale.found_inf) and bool(scale.found_inf != 0)
+
+
+def on_the_cpu(scale: GradScale) -> GradScale:
+    """The same, for an update on the CPU; waits for the device."""
+
+    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else tensor.cpu()
+
+    return scale if scale is NO_SCALE else GradScale(moved(scale.unscale), moved(scale.clip), moved(scale.found_inf))
+
+
+class AssumedScale:
+    """By what the next gradients are taken to be too large: by what the last ones were, or what a scaler has told.
+
+    Attributes:
+        is_likely: whether the next update will stand, if the next gradients are like the last ones: those overflowed
+            nowhere, and were not clipped. A backward whose updates will be undone only loses time by them.
+    """
+
+    def __init__(self) -> None:
+        self._scale = NO_SCALE
+        self.is_likely = True
+
+    def expect(self, unscale: torch.Tensor | None) -> None:
+        """Gradients will be multiplied by this first, 0-dim fp32; None: by nothing."""
+        self._scale = NO_SCALE if unscale is None else GradScale(unscale.cpu())
+
+    def on(self, device: torch.device) -> GradScale:
+        """The scale, for kernels there."""
+        unscale = self._scale.unscale
+        return self._scale if unscale is None or device.type == "cpu" else GradScale(unscale.to(device))
+
+    def is_what_was(self, scale: GradScale) -> bool:
+        """Whether an update with the assumed scale is one with that of the step, which is expected from now on.
+
+        Waits for the device.
+        """
+        known, assumed = on_the_cpu(scale), self._scale
+        self.expect(known.unscale)
+        overflows = known.found_inf is not None and float(known.found_inf) != 0
+        self.is_likely = not overflows and _factor(known.clip) == 1
+        return self.is_likely and _factor(known.unscale) == _factor(assumed.unscale)
+
+
+def _factor(of: torch.Tensor | None) -> float:
+    return 1.0 if of is None else float(of)
+
+
+class GradScaler(OverflowsElsewhere):
+    """`torch.amp.GradScaler`, with the same arguments, for the usual loop:
+
+        scaler.scale(loss).backward()
+        scaler.clip_grad_norm_(optimizer, 1.0)  # in place of unscale_ and torch's function; or left out
+        scaler.step(optimizer)
+        scaler.update()
+
+    PyTorch's own reads and writes every gradient to see whether one overflows, through the link where they are at home.
+    This one does so only in `unscale_`, and for optimizers that are not of `chunkc.optim`.
+    """
+
+    @staticmethod
+    def like(scaler: Any, device: str) -> Any:
+        """One that is as PyTorch's own on a device; whatever is another kind of scaler, or scales nothing, as it is."""
+        if type(scaler) is not torch.amp.GradScaler or not scaler.is_enabled():
+            return scaler
+        made = GradScaler(device)
+        made.load_state_dict(scaler.state_dict())
+        return made
+
+    _stepped: weakref.WeakSet[ClipsGradients]
+
+    def found_inf_of(self, optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+        if not isinstance(optimizer, ClipsGradients) or optimizer.overlap.is_final:
+            return None
+        self.__dict__.setdefault("_stepped", weakref.WeakSet()).add(optimizer)
+        return optimizer.overflows()
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """As PyTorch's. Optimizers whose updates can be undone are told the new scale, which waits for the device."""
+        super().update(new_scale)
+        for optimizer in self.__dict__.get("_stepped", ()):
+            if optimizer.overlap.undoable:
+                optimizer.assumed_scale.expect(inverted(torch.tensor(self.get_scale(), device="cpu")))
+
+    def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
+        """Clip what the step will divide: see `clip_grad_norm_` of chunkc's optimizers.
+
+        Returns:
+            The norm of all gradients, divided by the loss's scale.
+
+        Raises:
+            RuntimeError, UnsupportedError: as there.
+        """
+        return optimizer.clip_grad_norm_(
+            max_norm, error_if_nonfinite=error_if_nonfinite, loss_scale=self.scale_now(optimizer)
+        )

@@ -1,0 +1,105 @@
+"""When and where an optimizer's updates run: the arguments `overlap`, `update_on` and `undoable`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chunkc.ir.errors import OptionsError
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import ChunkGroup
+from chunkc.passes.planning.update_placement import groups_for_cpu
+from chunkc.session.session import Session
+
+NONE, FORWARD, BACKWARD, BOTH = "none", "forward", "backward", "both"
+OVERLAP = (NONE, FORWARD, BACKWARD, BOTH)
+
+AUTO, DEVICE, CPU = "auto", "device", "cpu"
+UPDATE_ON = (AUTO, DEVICE, CPU)
+
+
+@dataclass(frozen=True)
+class UpdateMode:
+    """Arguments of an optimizer that say when and where its updates run.
+
+    Attributes:
+        mode: one of `OVERLAP`: the phases that updates may run during, in addition to `step()`.
+        update_on: one of `UPDATE_ON`: where the optimizer updates chunks.
+        undoable: whether `step()` can undo what the backward has updated (see `update_scheduler`).
+
+    Raises:
+        OptionsError: an argument has no such value, no update by the CPU could go on after `step()`, or no update in
+            the backward could be undone.
+    """
+
+    mode: str = NONE
+    update_on: str = DEVICE
+    undoable: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (("update_on", self.update_on, UPDATE_ON), ("overlap", self.mode, OVERLAP)):
+            if value not in allowed:
+                words = ", ".join(f'"{word}"' for word in allowed)
+                raise OptionsError(f"{name} is {value!r}; allowed: {words}")
+        if self.in_forward and self.update_on == DEVICE:
+            raise OptionsError(
+                f'overlap={self.mode!r} is for updates by the CPU: use update_on="{CPU}" or "auto", or '
+                f'overlap="{BACKWARD}"'
+            )
+        if self.undoable and not self.in_backward:
+            raise OptionsError(
+                f'undoable=True is for updates in the backward: use overlap="{BACKWARD}" or "{BOTH}", not {self.mode!r}'
+            )
+
+    @property
+    def in_forward(self) -> bool:
+        """Whether updates may go on after `step()`, during the next forward."""
+        return self.mode in (FORWARD, BOTH)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether updates begin in the backward, before `step()`."""
+        return self.mode in (BACKWARD, BOTH)
+
+    @property
+    def is_final(self) -> bool:
+        """Whether an update in the backward cannot be undone, and consumes its gradients."""
+        return self.in_backward and not self.undoable
+
+
+def groups_at_home(
+    session: Session, groups: Sequence[ChunkGroup], update_on: str, num_stages: int = 1
+) -> frozenset[int]:
+    """Return the indices of those groups that the CPU updates in home memory, if they are not resident."""
+    return divided(
+        groups,
+        update_on,
+        home=session.options.home,
+        on_cuda=session.device.type != "cpu",
+        hardware=session.hardware,
+        num_stages=num_stages,
+    )
+
+
+def divided(
+    groups: Sequence[ChunkGroup], update_on: str, *, home: str, on_cuda: bool, hardware: Hardware, num_stages: int = 1
+) -> frozenset[int]:
+    """Return the indices of those groups that the CPU updates in home memory.
+
+    With "auto", a model on a CUDA device divides its groups by cost. On the CPU, where the budget stands for a device's
+    memory, "auto" updates in slots.
+
+    Raises:
+        OptionsError: `update_on` is "cpu", but some of a group's data is on a disk.
+    """
+    if update_on == DEVICE or (update_on == AUTO and not on_cuda):
+        return frozenset()
+    if home != "cpu":
+        if update_on == CPU:
+            raise OptionsError(
+                f'update_on="cpu" updates memory where it is, and home is {home!r}; use home="cpu", or '
+                'update_on="device"'
+            )
+        return frozenset()
+    everything = frozenset(group.index for group in groups)
+    return everything if update_on == CPU else groups_for_cpu(groups, hardware, num_stages)
