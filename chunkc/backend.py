@@ -33,6 +33,7 @@ from chunkc.session.update_graphs import is_between_calls
 from chunkc.torch_private.dynamo import (
     TensorifyScalarRestartAnalysis,
     compile_lock,
+    compiled_code,
     in_compiled_autograd,
     watch_compilations,
 )
@@ -74,6 +75,8 @@ and the tracer replaces `nn.Module.__call__` meanwhile, for all threads: guards 
 def _compiled(
     gm: fx.GraphModule, example_inputs: Sequence[Any], options: dict[str, Any] | None, mode: str | None
 ) -> Callable[..., Any]:
+    takes_parameters = any(isinstance(value, nn.Parameter) for value in (*example_inputs, *gm.parameters()))
+    recompile_limit.note_graph(compiled_code(), is_helper=not takes_parameters and not _is_before_a_break(gm))
     try:
         if mode is not None:
             raise OptionsError(f'mode={mode!r} is for the backend "inductor"; chunkc takes options={{...}}')
@@ -131,8 +134,12 @@ def _served(
 
 def _is_part(gm: fx.GraphModule) -> bool:
     """Whether Dynamo runs other code of the model beside this graph: after a break, or around all of it."""
+    return _is_before_a_break(gm) or runs_inside_the_compiled_call()
+
+
+def _is_before_a_break(gm: fx.GraphModule) -> bool:
     reason = getattr(gm, "compile_subgraph_reason", None)
-    return (reason is not None and reason.graph_break) or runs_inside_the_compiled_call()
+    return reason is not None and reason.graph_break
 
 
 def _without_frames(error: ChunkcError) -> ChunkcError:
@@ -254,4 +261,4 @@ def _begin(options: dict[str, Any] | None) -> None:
             prepare_compiler()
 
 
-watch_compilations(chunkc, _begin, recompile_limit.refuse)
+watch_compilations(chunkc, _begin, recompile_limit.at_limit)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from types import CodeType
+from dataclasses import dataclass
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -126,20 +127,51 @@ def source_name(node: fx.Node) -> str:
     return name() if callable(name) else name
 
 
+@dataclass(frozen=True)
+class RecompileLimit:
+    """A function that Dynamo does not compile once more.
+
+    Attributes:
+        option: the name of the option that is the limit.
+        times: its value.
+        reason: why the function would have been compiled again, if that is known.
+        local_values: those of its arguments, and the cells of variables of functions around it.
+        global_values: of its module.
+        is_whole_graph: the user asked for one graph without breaks.
+    """
+
+    code: CodeType
+    option: str
+    times: int
+    reason: str | None
+    local_values: tuple[Any, ...]
+    global_values: Mapping[str, Any]
+    is_whole_graph: bool
+
+
+def compiled_code() -> CodeType | None:
+    """The code of the function that Dynamo compiles now; None where the backend is called by other code."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code is convert_frame._compile.__code__:
+            return frame.f_locals["code"]
+        frame = frame.f_back
+    return None
+
+
 def watch_compilations(
     backend: Callable[..., Any],
     begin: Callable[[dict[str, Any] | None], None],
-    refuse: Callable[[CodeType, str, int, str | None], None],
+    at_limit: Callable[[RecompileLimit], None],
 ) -> None:
-    """Call `begin` before Dynamo traces a function that it will compile by `backend`, and `refuse` where it compiles a
-    function no more that it would have compiled so.
+    """Call `begin` before Dynamo traces a function that it will compile by `backend`, and `at_limit` where it compiles
+    a function no more that it would have compiled so.
 
     There is no hook for that which nested compilations survive, so the function that decides it is wrapped.
 
     Args:
         begin: gets the options that the user gave with the backend.
-        refuse: gets the function's code, the name of the option that is the limit, its value, and why the function
-            would have been compiled again, if that is known. Where it raises, the call of the function does.
+        at_limit: where it raises, the call of the function does; else the function runs uncompiled.
     """
     judge = convert_frame.exceeds_recompile_limit
 
@@ -150,7 +182,17 @@ def watch_compilations(
         compiler = _given_compiler(asking.get("compiler_fn"))
         if getattr(compiler, "compiler_fn", compiler) is backend:
             if exceeded:
-                refuse(asking["code"], limit, getattr(config, limit), asking.get("recompile_reason"))
+                at_limit(
+                    RecompileLimit(
+                        asking["code"],
+                        limit,
+                        getattr(config, limit),
+                        asking.get("recompile_reason"),
+                        (*asking["locals"].values(), *(asking["closure"] or ())),
+                        asking["globals"],
+                        asking["one_graph"],
+                    )
+                )
             begin(getattr(compiler, "kwargs", {}).get("options"))
         return exceeded, limit
 

@@ -1,4 +1,5 @@
-"""What Dynamo no longer compiles is refused, with the limit's name; what it has compiled goes on."""
+"""What Dynamo no longer compiles is refused, with the limit's name; what it has compiled goes on. A helper without
+parameters runs uncompiled, with a warning."""
 
 from __future__ import annotations
 
@@ -109,3 +110,104 @@ def test_models_with_other_numbers_share_a_compilation(codegen: str) -> None:
         y.sum().backward()
         torch.testing.assert_close(y, model.linear(X) * scale)
         torch.testing.assert_close(model.linear.bias.grad, torch.full((8,), 2 * scale))
+
+
+# ---------------------------------------------------------------- helpers without parameters
+
+SPARE = nn.Linear(8, 8)
+
+
+def scaled(x: Tensor, kind: str) -> Tensor:
+    return torch.tanh(x) * len(kind)
+
+
+def applied(x: Tensor, kind: str) -> Tensor:
+    return x * len(kind) if len(kind) < 4 else SPARE(x)
+
+
+def of_holder(x: Tensor, kind: str) -> Tensor:
+    return x * len(kind) if len(kind) < 4 else HOLDER["of"][0].spare(x)
+
+
+def weighted(x: Tensor, kind: str) -> Tensor:
+    return x * SCALE * len(kind)
+
+
+class Holder:
+    """What a helper may reach a module by."""
+
+    def __init__(self) -> None:
+        self.spare = SPARE
+
+
+HOLDER = {"of": [Holder()]}
+SCALE = nn.Parameter(torch.ones(8))
+
+
+class WithHelper(nn.Module):
+    """Calls a helper in graphs of its own, with each kind."""
+
+    def __init__(self, helper: Callable[[Tensor, str], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.helper = nn.Linear(8, 8), helper
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(x)
+        for kind in (*KINDS, ANOTHER, "eeeee"):
+            torch._dynamo.graph_break()
+            x = self.helper(x, kind)
+        return x
+
+
+def test_a_helper_without_parameters_runs_uncompiled_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = WithHelper(scaled)
+    call = torch.compile(model, backend="chunkc", options=OPTIONS)
+    for _ in range(2):
+        model.zero_grad()
+        loss = call(X).square().sum()
+        loss.backward()
+    said = [r.getMessage() for r in caplog.records if r.name == "chunkc.recompile_limit"]
+    assert len(said) == 1, said
+    for part in ("scaled (", "recompile_limit = 3", "runs uncompiled", "memory_budget does not count", "kind == "):
+        assert part in said[0]
+    assert "\n" not in said[0]
+    gradient = model.linear.weight.grad.clone()
+    model.zero_grad()
+    plain = model(X).square().sum()
+    plain.backward()
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(gradient, model.linear.weight.grad)
+
+
+@pytest.mark.parametrize("helper", [applied, of_holder, weighted])
+def test_one_that_reaches_parameters_is_refused(helper: Callable[[Tensor, str], Tensor]) -> None:
+    call = torch.compile(WithHelper(helper), backend="chunkc", options=OPTIONS)
+    assert f"{helper.__name__} (" in refusal(call)
+
+
+def test_so_is_one_that_reaches_parameters_by_a_function_around_it() -> None:
+    spare = nn.Linear(8, 8)
+
+    def branching(x: Tensor, kind: str) -> Tensor:
+        return x * len(kind) if len(kind) < 4 else spare(x)
+
+    assert "branching (" in refusal(torch.compile(WithHelper(branching), backend="chunkc", options=OPTIONS))
+
+
+def test_so_is_one_whose_graphs_break() -> None:
+    """Its callees are functions that Dynamo compiles by themselves, and would not once it runs uncompiled."""
+
+    def breaking(x: Tensor, kind: str) -> Tensor:
+        x = x * len(kind)
+        torch._dynamo.graph_break()
+        return x + 1
+
+    assert "breaking (" in refusal(torch.compile(WithHelper(breaking), backend="chunkc", options=OPTIONS))
+
+
+def test_so_is_one_of_which_a_whole_graph_is_asked() -> None:
+    call = torch.compile(scaled, backend="chunkc", options=OPTIONS, fullgraph=True)
+    for kind in KINDS:
+        call(X, kind)
+    with pytest.raises(chunkc.UnsupportedError, match="recompile_limit"):
+        call(X, ANOTHER)
