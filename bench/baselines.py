@@ -176,7 +176,7 @@ def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tup
         costs,
         planned.hardware,
         resident_update_s=nbytes[RESIDENT_UPDATE] / rate,
-        at_home=planned.updates.simulated(step.cpu_updated, step.layout, planned.hardware),
+        host_updates=planned.updates.simulated(step.cpu_updated, step.layout, planned.hardware),
     )
     return step_time(events).total, sum(event.nbytes for event in events if event.stream in QUEUES)
 

@@ -120,7 +120,7 @@ class PredictedStep:
             costs,
             hardware,
             resident_update_s=nbytes[RESIDENT_UPDATE] / rate,
-            at_home=updates.simulated(step.cpu_updated, step.layout, hardware),
+            host_updates=updates.simulated(step.cpu_updated, step.layout, hardware),
             update_nbytes=nbytes,
             replicated={
                 group.index: group.trainable for group in step.layout.groups if PARAM in group.replicated_kinds

@@ -1,1 +1,1 @@
-"""Ground floor: the plan as data. Records, their checker and their printers; imports nothing else of chunkc."""
+"""Describe a plan as data: records, verifier and printers. Ground floor: imports nothing else of chunkc."""

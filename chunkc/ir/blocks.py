@@ -1,7 +1,7 @@
-"""What a rank has of a tensor, as a range of each of its dimensions.
+"""Describe a rank's block of a tensor: a range of each dimension.
 
-Ranks that `chunkc.distribute` cuts a tensor over have rows of it. Where `parallelize_module` has cut it before, a rank
-has rows of its columns, or rows of its rows. In memory that is row-major these are runs of equal length.
+`chunkc.distribute` shards a tensor by rows. If `parallelize_module` sharded it before, a rank has rows of its columns,
+or rows of its rows. In row-major memory a block is a sequence of runs of equal length.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Block:
-    """A rank's part of a tensor.
+    """A rank's block of a tensor.
 
     Attributes:
         shape: of the whole tensor.
-        ranges: of each dimension, the first index and the one after the last.
-        is_first: whether this rank is the first of those that have the same.
+        ranges: of each dimension, the first index and the index after the last.
+        is_first: whether this rank is the first of the ranks that hold the same block.
     """
 
     shape: tuple[int, ...]
@@ -40,16 +40,16 @@ class Block:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The block as an index of the whole tensor."""
+        """Index of the block in the whole tensor."""
         return tuple(slice(begin, end) for begin, end in self.ranges)
 
     @property
     def run_numel(self) -> int:
-        """Elements that follow on each other in the whole tensor."""
+        """Number of consecutive elements of the whole tensor in each run."""
         return math.prod(self.sizes[max(self._last_cut, 0) :])
 
     def runs(self) -> Iterator[int]:
-        """The first element of each run of `run_numel` elements, in order."""
+        """Yield the first element of each run of `run_numel` elements, in order."""
         if not self.numel:
             return
         strides = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
@@ -60,16 +60,16 @@ class Block:
 
     @property
     def _last_cut(self) -> int:
-        """The last dimension of which this rank has not all; -1: it has all of each."""
+        """Last dimension that this rank holds only in part; -1: it holds all of every dimension."""
         return max((dim for dim, size in enumerate(self.sizes) if size != self.shape[dim]), default=-1)
 
 
 def block_of(shape: tuple[int, ...], cuts: Sequence[tuple[int, int, int]], *, is_first: bool) -> Block:
-    """The block that is left of a tensor by some cuts, one after the other.
+    """Shard a tensor along each cut in turn and return this rank's block.
 
     Args:
-        cuts: a dimension, over how many ranks it is cut, and which of these this one is. All but the last ones have as
-            many rows, `ceil(rows / ranks)`, as `torch.chunk` has it.
+        cuts: a dimension, the number of ranks it is cut over, and this rank's index among them. All ranks but the last
+            ones hold `ceil(rows / ranks)` rows, as in `torch.chunk`.
     """
     ranges = [(0, size) for size in shape]
     for dim, num_ranks, rank in cuts:

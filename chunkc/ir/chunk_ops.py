@@ -1,32 +1,32 @@
-"""The chunk nodes of a rewritten FX graph. They are targets only: the runtime lowers them, nothing calls them.
+"""Define the chunk nodes of a rewritten FX graph. They are targets only: the runtime lowers them, nothing calls them.
 
-%prefetch   = prefetch("param:3", "to_device")         take a slot, start to fill it from home over that link
-%wait       = wait("param:3", "to_device")             the copy on that link is done
+%prefetch   = prefetch("param:3", "to_device")         take a slot, start to fill it from home over the link
+%wait       = wait("param:3", "to_device")             hold the computation until the copy on that link is done
 %p          = parameter("param:3", "h.2.mlp.weight")   a view of the slot
 %sink       = sink("h.2.mlp.weight", "grad:3", %g, True)   a gradient into its slot (None: resident, into
-                                                       `p.grad`); True: nothing else reads its storage
+                                                       `p.grad`); True: no other value reads its storage
 %write_back = write_back("grad:3", "to_home")          start to copy the slot home over that link
 %evict      = evict("param:3")                         give the slot back
-%settle     = settle(3)                                group 3 is settled: its gradients are complete and on their way
-                                                       home, and the phase reads and writes nothing of it there again
+%settle     = settle(3)                                group 3 is complete: its gradients are home or on their way, and
+                                                       the phase reads and writes nothing of its home after this
 %update     = update(3, 0, 65536)                      one fused optimizer pass over these elements of group 3
 %update_1   = update(3, 0, 65536, 1, 2)                the second stage of two
 
-Of a storage that the forward saves, in the forward and in the backward:
+For a storage that the forward saves, in the forward and in the backward:
 
 %offload    = offload("forward.3:0", "to_home", 512, %a, %b)  start to copy its 512 bytes home; %a and %b lie in it
-%leave      = leave("forward.3:0", "to_home", %a, %b)         that copy is done; what holds the storage is given up
-%getitem    = getitem(%leave, 1)                              what stands for %b until the backward
+%leave      = leave("forward.3:0", "to_home", %a, %b)         that copy is done; the storage is released
+%getitem    = getitem(%leave, 1)                              the placeholder of %b until the backward
 %reload     = reload("forward.3:0", "to_device", 512, %a, %b) take 512 bytes, start to fill them
 %arrive     = arrive("forward.3:0", "to_device", %reload)     that copy is done
-%getitem_1  = getitem(%arrive, 1)                             the value that %b stands for
+%getitem_1  = getitem(%arrive, 1)                             the value that %b is the placeholder of
 
-Of one that the forward drops and the backward makes again:
+For a storage that the forward drops and the backward recomputes:
 
 %forget     = forget("forward.3:0", %a, %b)                   %a and %b, which lie in it, are not kept for the backward
-%getitem    = getitem(%forget, 1)                             what stands for %b until the backward
-%again      = again("forward.3:0", %c, %a, %b)                it is %c's, which a call has made again
-%getitem_1  = getitem(%again, 1)                              the value that %b stands for
+%getitem    = getitem(%forget, 1)                             the placeholder of %b until the backward
+%again      = again("forward.3:0", %c, %a, %b)                it is the storage of %c, which a repeated call computed
+%getitem_1  = getitem(%again, 1)                              the value that %b is the placeholder of
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
-"""Seconds that an all-gather or a reduce-scatter takes between ranks: the costs of rings and of trees.
+"""Estimate the seconds of an all-gather or a reduce-scatter between ranks, by ring and by tree.
 
-All ranks have their parts where they are sent from. Both collectives send as much, so they cost alike; what adding up
-takes is left out. Each rank has a link of its own to the others, that sends and receives at once.
+Each rank's shard is where it is sent from. Both collectives send the same bytes, so they cost the same; the time of the
+additions is left out. Each rank has its own link to the other ranks, which sends and receives at once.
 """
 
 from __future__ import annotations
 
 
 def collective_s(nbytes: float, num_ranks: int, bytes_per_s: float, latency_s: float) -> float:
-    """The cheaper way of both; nothing for one rank, or for no bytes.
+    """Return the seconds of the cheaper algorithm; 0 for one rank or no bytes.
 
     Args:
-        nbytes: of all ranks' parts together.
+        nbytes: of the shards of all ranks.
         bytes_per_s: that a rank sends, and receives.
         latency_s: of a message.
     """
@@ -24,12 +24,16 @@ def collective_s(nbytes: float, num_ranks: int, bytes_per_s: float, latency_s: f
 
 
 def ring_s(nbytes: float, num_ranks: int, bytes_per_s: float, latency_s: float) -> float:
-    """In `num_ranks - 1` steps each rank sends its neighbour a part: the fewest bytes that there can be."""
+    """Return the seconds of a ring: `num_ranks - 1` steps, each rank sends a shard to its neighbour; the fewest bytes
+    possible.
+    """
     steps = num_ranks - 1
     return steps / num_ranks * nbytes / bytes_per_s + steps * latency_s
 
 
 def tree_s(nbytes: float, num_ranks: int, bytes_per_s: float, latency_s: float) -> float:
-    """Parts go up a binary tree to one rank, and all of them from there to every rank: fewer steps, more bytes."""
+    """Return the seconds of a binary tree: shards go up to one rank and all of them back to every rank; fewer steps,
+    more bytes.
+    """
     depth = (num_ranks - 1).bit_length()
     return ((num_ranks - 1) / num_ranks + 1) * nbytes / bytes_per_s + 2 * depth * latency_s

@@ -1,4 +1,4 @@
-"""Files that users write or keep: JSON and YAML, read so that whatever is wrong with one is an error of one line."""
+"""Read JSON and YAML files of users; every defect is an error of one line."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from chunkc.ir.errors import OptionsError
 from chunkc.ir.text import message_of
 
 MAX_NBYTES = 256 << 20
-"""Of a file; a device such as /dev/zero has no end."""
+"""Limit on a file: a device such as /dev/zero has no end."""
 
 MAX_DIGITS = 100
-"""Of a whole number."""
+"""Limit on an integer."""
 
 
 def read_text(path: Path, *, what: str = "", language: str = "JSON") -> str:
-    """The text of a file in UTF-8.
+    """Read a UTF-8 text file.
 
     Args:
-        what: the file in words, for errors.
-        language: what the file should be written in, for errors.
+        what: noun for the file, for errors.
+        language: language the file should be written in, for errors.
 
     Raises:
-        OptionsError: it cannot be read, or is no text.
+        OptionsError: the file cannot be read, or is not text.
     """
     named = f"{what} {path}".strip()
     try:
         with path.open("rb") as file:
-            found = file.read(MAX_NBYTES + 1)
+            content = file.read(MAX_NBYTES + 1)
     except OSError as error:
         raise OptionsError(f"cannot read {named}: {error.strerror}") from None
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # not a legal file name
         raise OptionsError(f"cannot read {named}: {error}") from None
-    if len(found) > MAX_NBYTES:
+    if len(content) > MAX_NBYTES:
         raise OptionsError(f"cannot read {named}: it has more than {MAX_NBYTES >> 20} MiB")
     try:
-        return found.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise OptionsError(f"{path} is not {language}: it is not a text file in UTF-8") from None
 
 
 def parse_json(text: str, name: str, *, finite: bool = True) -> Any:
-    """What a JSON text holds; `name` names it in errors.
+    """Parse a JSON text; `name` names it in errors.
 
     Args:
         finite: refuse `Infinity`, `NaN` and numbers too large for a float.
 
     Raises:
-        OptionsError: it is not JSON, nested too deeply, or has a number that no figure here can be.
+        OptionsError: the text is not JSON, is nested too deeply, or has a number outside these limits.
     """
 
     def whole(digits: str) -> int:
@@ -78,10 +78,10 @@ def parse_json(text: str, name: str, *, finite: bool = True) -> Any:
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """What a YAML text holds; `name` names it in errors.
+    """Parse a YAML text; `name` names it in errors.
 
     Raises:
-        OptionsError: it is not YAML, or nested too deeply; or PyYAML is not installed.
+        OptionsError: the text is not YAML or is nested too deeply, or PyYAML is not installed.
     """
     try:
         import yaml
@@ -93,5 +93,5 @@ def parse_yaml(text: str, name: str) -> Any:
         raise OptionsError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise OptionsError(f"{name} is nested too deeply") from None
-    except Exception as error:  # of a scalar that is not what it looks like: a date in month 13, too many digits
+    except Exception as error:  # a scalar that fails to convert: a date in month 13, too many digits
         raise OptionsError(f"{name} is not YAML: {message_of(error)}") from None

@@ -1,4 +1,4 @@
-"""Every error that chunkc raises on purpose. All derive from `ChunkcError`."""
+"""Define every error that chunkc raises on purpose. All derive from `ChunkcError`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class ChunkcError(RuntimeError):
 
 
 class OptionsError(ChunkcError, ValueError):
-    """An option is unknown, has the wrong type or a value that makes no sense."""
+    """Invalid option: unknown name, wrong type, or a value outside its range."""
 
 
 class UnsupportedError(ChunkcError):
-    """The model does something that chunkc cannot plan for; the message says what to do instead."""
+    """Model feature that chunkc cannot plan for; the message says what to do instead."""
 
 
 class InternalError(ChunkcError):
@@ -25,11 +25,11 @@ class InternalError(ChunkcError):
 
 
 class FileError(ChunkcError):
-    """A file of weights cannot be read or written, or is not what it should be."""
+    """Unreadable, unwritable or malformed weight file."""
 
 
 VALUES = "activations, temporaries and inputs"
-"""The label of what fills a peak and is no model data."""
+"""Label of the bytes at a peak that are not model data."""
 
 _WHERE_VALUES_FILL_IT = (
     '\nMost of that are values of the computation: the options activations="auto" and, for the loss of a language '
@@ -42,24 +42,24 @@ _EARLIER_CALLS_NEEDED_LESS = (
 )
 
 _NOTHING_RAN = "Nothing has run: the step would run out of memory."
-"""By the last words others know what a smaller batch may mend: `accelerate.utils.find_executable_batch_size`."""
+"""Ends with the words by which `accelerate.utils.find_executable_batch_size` knows that a smaller batch may fit."""
 
 
 class BudgetError(ChunkcError):
-    """No plan fits the memory budget. Raised before anything is allocated or moved.
+    """Budget too small for any plan. Raised before anything is allocated or moved.
 
     Attributes:
         minimum_nbytes: the smallest budget, in bytes, that works for all that is known.
         budget_nbytes: the budget that was asked for.
-        moment: what runs at the peak: an operation's name and kind.
+        moment: name and kind of the operation at the peak.
         module: the user's module that operation belongs to ("" for the model itself).
-        contents: what fills the memory at the peak, as (label, bytes), largest first.
-        covers: what the minimum holds for, where that is not the whole of the step.
+        contents: (label, bytes) of the memory at the peak, largest first.
+        covers: the part of the step that the minimum holds for, if it is not all of it.
         evaluates: the minimum is that of an evaluation, of a model that could be trained.
-        training_nbytes: the smallest budget of a whole training step, where it was traced as the minimum covered less.
-            The minimum is no less then, unless it is an evaluation's.
+        training_nbytes: the smallest budget of a whole training step, if it was traced because the minimum covered
+            less. The minimum is no less then, unless it is an evaluation's.
         grown: earlier steps have fitted, and this call needs more than they did.
-        elsewhere: what would fit the budget, and why it is no choice, if anything would.
+        elsewhere: a home that would fit the budget, and why it cannot be chosen, if there is any.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class BudgetError(ChunkcError):
         )
 
     def _scope(self) -> str:
-        """What the minimum is for, where that does not go without saying."""
+        """Return the phrase that says what the minimum is for, if that needs saying."""
         training_nbytes = self.training_nbytes
         if self.evaluates:
             of = f"{self.covers} of an evaluation" if self.covers else "an evaluation"
@@ -118,12 +118,12 @@ class BudgetError(ChunkcError):
     def covering(
         self, minimum_nbytes: int, covers: str, *, evaluates: bool = False, grown: bool = False
     ) -> BudgetError:
-        """The same error with what else is known: a minimum that is not smaller, and what that holds for."""
+        """Return the error with a minimum that is not smaller, and the scope it holds for."""
         minimum_nbytes = max(minimum_nbytes, self.minimum_nbytes)
         return self._with(minimum_nbytes=minimum_nbytes, covers=covers, evaluates=evaluates, grown=grown)
 
     def of_step(self, training_nbytes: int, evaluation_nbytes: int | None = None) -> BudgetError:
-        """The same error with the smallest budgets of a whole training step, and of a whole evaluation."""
+        """Return the error with the smallest budgets of a whole training step, and of a whole evaluation."""
         if evaluation_nbytes is not None:
             whole = self.covering(evaluation_nbytes, "", evaluates=True, grown=self.grown)
             return whole._with(training_nbytes=training_nbytes)
@@ -131,7 +131,7 @@ class BudgetError(ChunkcError):
         return self._with(minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes)
 
     def with_alternative(self, elsewhere: str) -> BudgetError:
-        """The same error with what would fit elsewhere."""
+        """Return the error with a home that would fit."""
         return self._with(elsewhere=elsewhere)
 
     def _with(self, **changes: Any) -> BudgetError:
@@ -152,7 +152,7 @@ def _rebuild_budget_error(fields: dict[str, Any]) -> BudgetError:
 
 
 class HomeError(ChunkcError, OSError):
-    """The home tier cannot be created or used: no space, no permission, an I/O error. `errno` says which."""
+    """Failure of the home tier: no space, no permission, an I/O error. `errno` says which."""
 
     def __reduce__(self) -> tuple:
         return _rebuild_home_error, (self.args, self.errno)
@@ -165,23 +165,23 @@ def _rebuild_home_error(args: tuple, errno: int | None) -> HomeError:
 
 
 class CheckpointError(ChunkcError):
-    """A checkpoint cannot be saved or loaded: the medium, damage, another process, a model that it is not of."""
+    """Failure to save or load a checkpoint: the medium, damage, another process, another model."""
 
 
 class ChunkStateError(ChunkcError):
-    """An illegal chunk transition: a bug in a plan or in the runtime, never the user's fault."""
+    """Illegal chunk transition: a bug in a plan or in the runtime, never the user's fault."""
 
 
 class StreamError(ChunkcError):
-    """A stream's worker thread died or a copy failed; the original error is the `__cause__`."""
+    """Death of a stream's worker thread or failure of a copy; the original error is the `__cause__`."""
 
 
 class DistributedError(StreamError):
-    """Ranks that train one model differ, or one of them is gone or does not come: no rank can go on."""
+    """Mismatch or loss of a rank: ranks that train one model differ, or one is gone or late. No rank can go on."""
 
 
 class VerificationError(ChunkcError):
-    """A plan breaks one of the verifier's rules. `violations` lists them all."""
+    """Violation of the verifier's rules. `violations` lists them all."""
 
     def __init__(self, violations: Sequence[str]) -> None:
         self.violations = tuple(violations)

@@ -1,4 +1,4 @@
-"""Operators in a step whose inner memory is a guess, for those who want to know."""
+"""List the operators with an estimated inner memory in a step, and describe them in messages."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from chunkc.ir.program import PhaseProgram, SegmentMemory
 
 @dataclass(frozen=True)
 class EstimatedOperator:
-    """An operator ("aten::name") that chunkc has no rule for, or code of Inductor's (`unread_wrapper`).
+    """An operator ("aten::name") that chunkc has no rule for, or generated code of Inductor (`unread_wrapper`).
 
-    `module`: the user's module of its first call, or, where that is not known, of most of the segment. `nbytes`: the
-    most that one of its calls is reckoned to take inside.
+    `module`: the user's module of its first call or, if that is not known, of most of the segment. `nbytes`: the most
+    that is planned for the inside of one of its calls.
     """
 
     operator: str
@@ -24,52 +24,53 @@ class EstimatedOperator:
 def unknown_operators(
     programs: Iterable[PhaseProgram], memories: Mapping[str, SegmentMemory]
 ) -> tuple[EstimatedOperator, ...]:
-    """Every call whose scratch is a guess, in the order in which they run; bytes as the memories have them."""
-    found = []
+    """List every call with an estimated scratch, in the order in which they run, with the memories' bytes."""
+    estimated = []
     for program in programs:
         for call in program.calls:
             for step in memories[call.segment].steps:
                 if step.estimate is not None:
                     module = call.module if step.position is None else call.origin(step).module
-                    found.append(EstimatedOperator(step.estimate.operator, module, step.estimate.nbytes))
-    return tuple(found)
+                    estimated.append(EstimatedOperator(step.estimate.operator, module, step.estimate.nbytes))
+    return tuple(estimated)
 
 
 def largest_of_each(calls: Iterable[EstimatedOperator]) -> tuple[EstimatedOperator, ...]:
-    """One for each operator: its first module, its largest bytes."""
-    found: dict[str, EstimatedOperator] = {}
+    """Merge the calls of each operator: its first module, its largest bytes."""
+    largest: dict[str, EstimatedOperator] = {}
     for call in calls:
-        first = found.get(call.operator, call)
-        found[call.operator] = EstimatedOperator(first.operator, first.module, max(first.nbytes, call.nbytes))
-    return tuple(found.values())
+        first = largest.get(call.operator, call)
+        largest[call.operator] = EstimatedOperator(first.operator, first.module, max(first.nbytes, call.nbytes))
+    return tuple(largest.values())
 
 
 _UNREAD = "Inductor's code, which "
 
 
 def unread_wrapper(reason: str) -> str:
-    """What stands for an operator's name where it is code that Inductor generated whose memory cannot be read off.
+    """Return the stand-in for an operator's name for generated Inductor code of unknown memory.
 
-    `reason`: what the code does that nobody knows, as in "uses new_helper".
+    Args:
+        reason: the unknown part of the code, as in "uses new_helper".
     """
     return f"{_UNREAD}{reason}"
 
 
 def not_known(operator: EstimatedOperator) -> str:
-    """What is to be said of it."""
+    """Return the sentence that names the operator and its module."""
     where = f" (in {operator.module})" if operator.module else ""
     return f"chunkc does not know how much memory {operator.operator}{where} takes inside"
 
 
 def reckoned_with(operator: EstimatedOperator) -> str:
-    """What plans take for it."""
+    """Return the phrase for the bytes that plans count for it."""
     if operator.operator.startswith(_UNREAD):
         return "all values of its graph at once"
     return "what it reads and returns once more"
 
 
 def how_to_avoid(operator: EstimatedOperator) -> str:
-    """What makes it no guess any more."""
+    """Return the advice that replaces the estimate by a known number."""
     if operator.operator.startswith(_UNREAD):
         return 'compile with options={"codegen": "eager"}'
     return f'say it with chunkc.declare_scratch("{operator.operator}", function)'

@@ -1,4 +1,4 @@
-"""What `chunkc.explain` answers, as data: one frozen tree of plain values that every format is made from.
+"""Hold the answer of `chunkc.explain` as data: one frozen tree of plain values that every format is made from.
 
 `to_dict` gives the documented JSON; `from_dict` reads it back, so that two saved explanations can be compared.
 """
@@ -20,18 +20,18 @@ from chunkc.ir.program import is_repeated
 
 COMPUTE = "compute"
 STREAMS = (COMPUTE, TO_DEVICE, TO_HOME)
-"""The streams of every step; the disk's links and updates by the CPU have theirs where there are any."""
+"""Streams of every step; the disk's links and updates by the CPU have streams of their own, if there are any."""
 
 HOST_UPDATES = "at_home"
-"""The stream of updates by the CPU, where there are any."""
+"""Stream of updates by the CPU, if there are any."""
 
 KINDS = ("parameters", "gradients", "optimizer states", "slots", "activations", "temporaries", "others")
-"""What bytes on the compute tier can be. Slots hold chunks of all three kinds of model data."""
+"""Kinds of bytes on the compute tier. Slots hold chunks of all three kinds of model data."""
 
 
 @dataclass(frozen=True)
 class TimedEvent:
-    """Something that takes time on a stream of the predicted step.
+    """An activity on a stream of the predicted step.
 
     Attributes:
         stream: of `STREAMS`, another link (see `chunkc.ir.links`), or `HOST_UPDATES`.
@@ -39,9 +39,9 @@ class TimedEvent:
             `reload` and `offload` (of saved storages), or `stall` (the computation waits for a copy).
         name: the call, or the chunk or storage that moves (or is waited for).
         start_s, end_s: seconds from the beginning of the step.
-        nbytes: copied; of an update, what it reads and writes where it happens; else 0.
+        nbytes: copied; of an update, the bytes it reads and writes where it runs; else 0.
         phase: `forward`, `backward` or `update`.
-        module: the user's module; empty where there is none.
+        module: the user's module; empty if there is none.
     """
 
     stream: str
@@ -60,11 +60,10 @@ class ExplainedMoment:
 
     Attributes:
         call: the segment call that the operation belongs to; several moments share one.
-        op, module, source: the operation, the user's module, and `file.py:12, code` of the user's code (may be
-            empty).
+        op, module, source: the operation, the user's module, and `file.py:12, code` of the user's code (may be empty).
         start_s: predicted time of the moment from the beginning of the step.
         contents: bytes by kind (see `KINDS`).
-        expression: activations and temporaries in the symbols of the input's sizes; None where shapes are static.
+        expression: activations and temporaries in the symbols of the input's sizes; None if shapes are static.
     """
 
     call: str
@@ -83,9 +82,9 @@ class ExplainedMoment:
 
 @dataclass(frozen=True)
 class Peak:
-    """The fullest moment. `contents`: what fills it, by kind and module (`activations: model.layers.3`).
+    """The fullest moment. `contents`: its bytes by kind and module (`activations: model.layers.3`).
 
-    `source`: `file.py:12, code` of the user's code; empty where it is not known, as for the optimizer's update.
+    `source`: `file.py:12, code` of the user's code; empty if it is not known, as for the optimizer's update.
     """
 
     moment: str
@@ -97,9 +96,9 @@ class Peak:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Chunks of parameters; gradients and optimizer states have as many again.
+    """Chunks of parameters; gradients and optimizer states have as many each.
 
-    `size_nbytes`: of a parameter chunk. `resident`: how many never leave the compute tier.
+    `size_nbytes`: of a parameter chunk. `resident`: number of chunks that never leave the compute tier.
     """
 
     size_nbytes: int
@@ -119,10 +118,10 @@ class Traffic:
 class StepTime:
     """Predicted seconds of one step.
 
-    `compute` is forward and backward arithmetic, `optimizer` the updates'; the links of the two directions are busy for
-    `to_device` and `to_home` beside them, a disk's included; `stall` is time in which the computation waits for a copy.
-    `total` is compute, optimizer and stall. Updates by the CPU count where they are waited for: in `optimizer` at the
-    step's end, in `stall` by a copy.
+    `compute` is forward and backward arithmetic, `optimizer` the updates'; `to_device` and `to_home` are the busy time
+    of the links of each direction meanwhile, a disk's included; `stall` is time in which the computation waits for a
+    copy. `total` is compute, optimizer and stall. Updates by the CPU count where they are waited for: in `optimizer` at
+    the step's end, in `stall` by a copy.
     """
 
     total: float
@@ -135,12 +134,12 @@ class StepTime:
 
 @dataclass(frozen=True)
 class HostNeeds:
-    """The most bytes of the host's memory that a model takes beside the process itself, at each stage of its life.
+    """Peak bytes of host memory that a model takes on top of the process itself, at each stage of its life.
 
     Attributes:
         building: inside `chunkc.init`.
         loading: `chunkc.load`, before the first step.
-        training: a step; where the device is the host, with the predicted peak.
+        training: a step; if the device is the host, with the predicted peak.
         saving: `chunkc.save`, between steps.
         resuming: a training checkpoint, read chunk by chunk.
     """
@@ -154,13 +153,13 @@ class HostNeeds:
 
 @dataclass(frozen=True)
 class GatheredGroup:
-    """Parameters that share a chunk, and that are cut over ranks.
+    """Parameters that share a chunk and are sharded over ranks.
 
     Attributes:
-        chunk, title: as the plan and as people name them.
-        nbytes: of all ranks' parts.
-        is_whole: every rank has them whole from one step to the next.
-        gathers, gather_s: in a step, and the seconds that all of these take.
+        chunk, title: the plan's name and the readable name.
+        nbytes: of the shards of all ranks.
+        is_whole: replicated: every rank keeps all of them from one step to the next.
+        gathers, gather_s: number in a step, and the seconds of all of them.
     """
 
     chunk: str
@@ -173,13 +172,13 @@ class GatheredGroup:
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers that several ranks compute together (tensor parallelism), and what they exchange in a step.
+    """Tensor-parallel layers, and the bytes that their ranks exchange in a step.
 
     Attributes:
         num_ranks: of a layer.
         collectives: of rank 0, one after the other; nothing else is computed meanwhile.
         nbytes: that rank 0 sends in them, and receives.
-        seconds: that they take; they are part of forward and backward.
+        seconds: of them; they are part of forward and backward.
     """
 
     num_ranks: int
@@ -190,19 +189,19 @@ class Layers:
 
 @dataclass(frozen=True)
 class Ranks:
-    """Of a model that is cut over ranks: what rank 0, whose parts are the largest, does in a step.
+    """The step of rank 0, the rank with the largest shards, of a model that is sharded over ranks.
 
     Attributes:
         num_ranks, num_hosts: that train the model; `ranks_per_host`: on each host, at most.
-        zero_stage: what every rank has whole beside its parts (see `chunkc.ir.shards`); None: the plan has chosen that
-            for each group.
-        num_parameters: in this rank's parts.
-        gathers: chunks that all ranks gather from the parts of all.
-        scatters: chunks of gradients that they add up, of which each takes its part home.
-        link_nbytes: by link, what it carries for one device: `between_devices` and `between_hosts` each way, for
+        zero_stage: the data that is replicated in addition to the shards (see `chunkc.ir.shards`); None: the plan has
+            chosen that for each group.
+        num_parameters: in this rank's shards.
+        gathers: chunks that all ranks gather from all shards.
+        scatters: chunks of gradients that they reduce, of which each takes its shard home.
+        link_nbytes: by link, the bytes it carries for one device: `between_devices` and `between_hosts` each way, for
             ranks with a neighbour there.
-        groups: in order of use, what of them is whole.
-        layers: None where each rank computes all of a layer.
+        groups: in order of use, with the replicated ones marked.
+        layers: None if each rank computes all of a layer.
     """
 
     num_ranks: int
@@ -219,9 +218,10 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measured side of a model that has run. `moments`: (call, bytes or None where nothing meters the tier).
+    """The measured side of a model that has run. `moments`: (call, bytes or None if the tier is not metered).
 
-    `peak_nbytes` and moments are without what no plan counts; `unplanned_nbytes`: that, in the run of the peak of all.
+    `peak_nbytes` and `moments` exclude bytes that no plan counts; `unplanned_nbytes` is these, in the run with the
+    largest total.
 
     `time_s`: seconds so far in `compute`, `host`, `wait`, `to_device`, `to_home`, as in `chunkc.Report`.
     """
@@ -235,12 +235,12 @@ class Measured:
 
 @dataclass(frozen=True)
 class Happening:
-    """Something that the plan does to the part.
+    """An event of the plan that concerns the part of the model.
 
     Attributes:
         at_s: seconds from the beginning of the predicted step.
-        copy_s: of a copy, how long it takes once its link is free; else 0.
-        stall_s: how long the computation waits for the copy here; else 0.
+        copy_s: of a copy, its seconds once its link is free; else 0.
+        stall_s: seconds that the computation waits for the copy here; else 0.
         before: the call, or the update, that comes next; empty at a phase's end.
         module: the user's module of that call.
     """
@@ -258,11 +258,11 @@ class Happening:
 
 @dataclass(frozen=True)
 class Alternative:
-    """The step with the part elsewhere.
+    """The step with the part of the model placed differently.
 
     Attributes:
-        step_time_s: predicted; None where the budget is too small for it.
-        minimum_nbytes: the smallest budget of the graph, or the update, that lacked room; None where it fits.
+        step_time_s: predicted; None if the budget is too small for it.
+        minimum_nbytes: the smallest budget of the graph, or the update, that lacked room; None if it fits.
     """
 
     what: str
@@ -272,13 +272,13 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Why:
-    """Of a part of the model: where it is at each moment, what was chosen, what the alternatives would have cost.
+    """The planned place of a part of the model at each moment, with reasons and the cost of alternatives.
 
     Attributes:
-        name: as it was asked for.
-        chosen: what the plan does with it, a sentence each.
-        happenings: in order of time; none where nothing moves.
-        alternatives: each for the whole part.
+        name: as the user gave it.
+        chosen: the plan's decisions about it, a sentence each.
+        happenings: in order of time; empty if nothing moves.
+        alternatives: each for all of the part.
     """
 
     name: str
@@ -292,28 +292,28 @@ class Explanation:
     """A training step of a model on given hardware, before it ran.
 
     Attributes:
-        model: what was explained: a built-in name, `file.py:factory`, or a class name, with its batch.
-        hardware: the name of the hardware; `device_memory_nbytes`, `host_memory_nbytes`: None where unknown.
-        fits: a plan exists within the budget. `host_fits`: home's bytes are within the host's memory; where that is
-            the compute tier too (`device_is_host`), together with the predicted peak.
+        model: a built-in name, `file.py:factory`, or a class name, with its batch.
+        hardware: the name of the hardware; `device_memory_nbytes`, `host_memory_nbytes`: None if unknown.
+        fits: a plan exists within the budget. `host_fits`: home's bytes are within the host's memory; if that is the
+            compute tier too (`device_is_host`), together with the predicted peak.
         activation_checkpointing: whether the model recomputes parts of its forward in the backward.
         minimum_budget_nbytes: the smallest budget with a plan.
-        predicted_peak_nbytes, non_model_peak_nbytes: on the compute tier; of the plan for the budget, or, where it does
-            not fit, for the minimum budget.
-        overhead_nbytes: what the driver's counters see beyond the plan's bytes (context, libraries, page
-            tables of what is at home in RAM), counted apart.
+        predicted_peak_nbytes, non_model_peak_nbytes: on the compute tier; of the plan for the budget or, if it does not
+            fit, for the minimum budget.
+        overhead_nbytes: bytes that the driver's counters see beyond the plan's (context, libraries, page tables of
+            homes in RAM), counted apart.
         home_nbytes: on the home tier: parameters, gradients, optimizer states of every chunk that is not resident.
         disk_nbytes: of these on disk.
-        estimates: operators whose inner memory is a guess, each with the most that the plan reckons with.
-        host: the host's memory at each stage from building to resuming; None in what older versions wrote.
+        estimates: operators with an estimated inner memory, each with the most that the plan counts for it.
+        host: the host's memory at each stage from building to resuming; None in files of older versions.
         notes: assumptions and limits, one sentence each.
         graphs: phase -> the FX graph with its chunk nodes as readable code.
         plan_text: the plan, printed.
-        saved_at_home: bytes of saved values that go home between forward and backward, by module.
-        saved_again: likewise, of those that are dropped, and that the backward makes again.
-        why: of the part of the model that was asked about.
-        ranks: where the model is cut over ranks: all of the above is then what one of them has, but for
-            `num_parameters` and what the host has and needs.
+        saved_at_home: offloaded bytes of saved values, by module.
+        saved_again: recomputed bytes of saved values, by module.
+        why: answer about the part of the model that was asked about.
+        ranks: of a sharded model: all of the above is then of one rank, except `num_parameters` and the fields of the
+            host.
     """
 
     model: str
@@ -357,25 +357,25 @@ class Explanation:
 
     @property
     def host_needs_nbytes(self) -> int:
-        """Of the host's memory: home's part in it, and the compute tier's where both are one; of all its ranks."""
+        """Host memory of all its ranks: homes in RAM, and the compute tier if it is the same memory."""
         own_nbytes = self.home_nbytes - self.disk_nbytes + (self.predicted_peak_nbytes if self.device_is_host else 0)
         return own_nbytes * (1 if self.ranks is None else self.ranks.ranks_per_host)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
+        """Convert to plain values, ready for JSON."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Explanation:
-        """Read back what `to_dict` wrote.
+        """Read back the output of `to_dict`.
 
         Raises:
             OptionsError: the values are not an explanation's.
         """
         try:
-            found = TypeAdapter(Explanation).validate_python(dict(values))
-            json.dumps(found.to_dict(), allow_nan=False)
-            return found
+            explanation = TypeAdapter(Explanation).validate_python(dict(values))
+            json.dumps(explanation.to_dict(), allow_nan=False)
+            return explanation
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))

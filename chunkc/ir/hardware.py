@@ -1,6 +1,6 @@
-"""The machine as the planner and `explain` see it: what arithmetic, each memory and each link can do.
+"""Describe a machine for the planner and `explain`: rates of arithmetic, of each memory and of each link.
 
-A machine is one host or several that are alike, with devices that are alike.
+A machine is one host, or several equal hosts, with equal devices.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ from chunkc.ir.links import (
 GIB = 1 << 30
 
 PAGE_TABLE_NBYTES_PER_GIB = 8 * GIB // 4096
-"""Of a device's page tables, for host memory mapped in pages of 4 KiB: an entry is 8 bytes."""
+"""Page table bytes of a device for each GiB of host memory mapped in pages of 4 KiB: an entry is 8 bytes."""
 
 THROUGH_RAM = "through_ram"
-"""The way between devices that have no link to each other: the links of both to RAM."""
+"""Route between devices without a link to each other: the links of both to RAM."""
 
 
 @dataclass(frozen=True)
 class Hardware:
     """Sizes and achievable rates of one machine. They decide what is worth doing, never whether a plan is right.
 
-    Everything here is what programs reach, not what a datasheet promises. Rates, memories and links of the
-    device are those of one device; `host_memory_nbytes`, `cpu_update_bytes_per_s` and the disk's links are those
-    of one host, which its devices share.
+    Every figure is what programs reach, not what a datasheet promises. Rates, memories and links of the device are
+    those of one device; `host_memory_nbytes`, `cpu_update_bytes_per_s` and the disk's links are those of one host,
+    which its devices share.
 
     Units: operations per second, bytes per second, seconds, bytes. None: not stated.
 
     Attributes:
-        flops_per_s: matrix products in the dtype one trains in, where a plan needs a single figure.
-        memory_bytes_per_s: reads and writes of the compute tier's memory together.
+        flops_per_s: matrix products in the training dtype, if a plan needs a single figure.
+        memory_bytes_per_s: sum of reads and writes of the compute tier's memory.
         links: each direction by itself; `to_device` and `to_home` must be among them. The disk's are of the medium
             behind a disk home, without the page cache; without them a disk is as fast as RAM. Those between devices and
             between hosts are of one device, each direction while both run.
-        name: a preset's name, or what the user calls it.
+        name: a preset's name, or the user's.
         kind: whether the compute tier is a CUDA device's memory or RAM.
-        num_devices: devices that compute, all alike, on all hosts together.
-        num_hosts: hosts that have them, all alike; the last one may have fewer devices.
+        num_devices: equal devices that compute, on all hosts in total.
+        num_hosts: equal hosts of these devices; the last one may have fewer devices.
         device_memory_nbytes: of one device, as PyTorch reports its total; on a CPU, of RAM.
-        context_nbytes: the part of `device_memory_nbytes` that the driver's context and libraries take before
-            the first tensor, and in training's first step as kernels are loaded; 0 on a CPU.
-        page_table_nbytes_per_gib: of `device_memory_nbytes`, what the driver's page tables take for each GiB of host
-            memory that is mapped for the device; None: as for pages of 4 KiB.
-        fp32_flops_per_s, tf32_flops_per_s, bf16_flops_per_s, fp16_flops_per_s: matrix products by dtype (tf32: of
-            fp32 tensors, in tf32); None where the device has no unit for it.
-        both_links_bytes_per_s: `to_device` and `to_home` together while both run; None: one does not slow the other.
+        context_nbytes: the part of `device_memory_nbytes` that the driver's context and libraries take before the first
+            tensor, and in training's first step as kernels are loaded; 0 on a CPU.
+        page_table_nbytes_per_gib: the part of `device_memory_nbytes` that the driver's page tables take for each GiB of
+            host memory that is mapped for the device; None: as for pages of 4 KiB.
+        fp32_flops_per_s, tf32_flops_per_s, bf16_flops_per_s, fp16_flops_per_s: matrix products by dtype (tf32: of fp32
+            tensors, in tf32); None if the device has no unit for it.
+        both_links_bytes_per_s: sum over `to_device` and `to_home` while both run; None: neither slows the other.
         host_memory_nbytes: RAM of each host.
         cpu_update_bytes_per_s: memory traffic of optimizer updates on the CPU, all cores.
         capability: compute capability of a CUDA device, major and minor, which decides some of its kernels; None: not
             known.
-        source: where the figures come from.
-        num_copies: of all parts of a model that is cut over its devices (see `chunkc.ir.shards`).
-        devices_per_layer: that compute each layer together (tensor parallelism), neighbours of each other.
+        source: of the figures.
+        num_copies: replicas of every shard of a model that is sharded over its devices (see `chunkc.ir.shards`).
+        devices_per_layer: neighbouring devices that compute each layer collectively (tensor parallelism).
     """
 
     flops_per_s: float
@@ -100,7 +100,7 @@ class Hardware:
     devices_per_layer: int = 1
 
     def __post_init__(self) -> None:
-        """Raises OptionsError where a figure makes no sense: not positive, or a context larger than its memory."""
+        """Raise OptionsError if a figure makes no sense: not positive, or a context larger than its memory."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("context_nbytes", "page_table_nbytes_per_gib"):
@@ -113,8 +113,8 @@ class Hardware:
             raise OptionsError(
                 f"hardware {self.name!r}: {self.num_hosts} hosts cannot share {self.num_devices} devices"
             )
-        if (num_devices := self.num_devices) % (of_a_layer := self.devices_per_layer):
-            raise OptionsError(f"hardware {self.name!r}: layers of {of_a_layer} devices do not divide {num_devices}")
+        if (num_devices := self.num_devices) % (per_layer := self.devices_per_layer):
+            raise OptionsError(f"hardware {self.name!r}: layers of {per_layer} devices do not divide {num_devices}")
         if self.device_memory_nbytes is not None and self.context_nbytes >= self.device_memory_nbytes:
             raise OptionsError(f"hardware {self.name!r}: context_nbytes leaves nothing of device_memory_nbytes")
 
@@ -134,13 +134,14 @@ class Hardware:
             raise OptionsError(f"hardware {self.name!r} lists no link {' and no link '.join(missing)}")
 
     def link(self, name: str) -> LinkSpec | None:
-        """The link of that name; None where the machine states nothing of it."""
+        """Return the link of that name; None if the machine does not state it."""
         return next((link for link in self.links if link.name == name), None)
 
     def copy_s(self, link: str, nbytes: float) -> float:
-        """Seconds of one copy that queues on a link, while all else rests: at the slowest rate of its route.
+        """Return the seconds of one copy that queues on a link while the other links rest: at the slowest rate of its
+        route.
 
-        Of an exchange with other ranks (`GATHER`, `SCATTER`) as `exchange_s`.
+        An exchange with other ranks (`GATHER`, `SCATTER`) takes `exchange_s`.
         """
         if link in (GATHER, SCATTER):
             return self.exchange_s(link, nbytes)
@@ -149,29 +150,29 @@ class Hardware:
 
     @cached_property
     def _routes(self) -> Mapping[str, tuple[float, float]]:
-        """Queue -> latency and slowest rate of its route."""
-        found = {}
+        """Queue -> total latency and slowest rate of its route."""
+        routes = {}
         for queue, names in ROUTES.items():
             if route := [spec for name in names if (spec := self._shared(name)) is not None]:
-                found[queue] = sum(spec.latency_s for spec in route), min(spec.bytes_per_s for spec in route)
-        return found
+                routes[queue] = sum(spec.latency_s for spec in route), min(spec.bytes_per_s for spec in route)
+        return routes
 
     def _shared(self, name: str) -> LinkSpec | None:
-        """What a device has of a link while all of them use theirs: the devices of a host share its disk."""
-        found = self.link(name)
-        if found is None or name not in (FROM_DISK, TO_DISK):
-            return found
-        return replace(found, bytes_per_s=found.bytes_per_s / self.devices_per_host)
+        """Return a device's fraction of a link while all devices use theirs: the devices of a host share its disk."""
+        link = self.link(name)
+        if link is None or name not in (FROM_DISK, TO_DISK):
+            return link
+        return replace(link, bytes_per_s=link.bytes_per_s / self.devices_per_host)
 
     def exchange_s(self, queue: str, nbytes: float) -> float:
-        """Seconds of an exchange of a chunk between ranks, one on each device, while all else rests.
+        """Return the seconds of an exchange of a chunk between ranks, one on each device, while the other links rest.
 
-        A gather brings each rank's part from its home, by its own link, and then all parts to every rank; a scatter
+        A gather brings each rank's shard from its home, by its own link, and then all shards to every rank; a scatter
         does the same the other way. Homes on a disk count as RAM: they are read and written through the page cache.
 
         Args:
             queue: `GATHER` or `SCATTER`.
-            nbytes: of all ranks' parts.
+            nbytes: of the shards of all ranks.
         """
         if not nbytes:
             return 0.0
@@ -184,27 +185,30 @@ class Hardware:
         return own_s + row_s + 2 * collective_s(part_nbytes, self.num_copies, way.bytes_per_s, way.latency_s)
 
     def carried_nbytes(self, queue: str, nbytes: int) -> dict[str, int]:
-        """Bytes that links carry for one copy, or one exchange, of so many bytes: those of a device that carry most.
+        """Return the bytes that each link carries for one copy or exchange of `nbytes`, of the device that carries
+        most.
 
-        Of an exchange a device sends, and receives, what its ring needs. Of devices on several hosts, those with a
-        neighbour on another one send it `BETWEEN_HOSTS`, and the others `BETWEEN_DEVICES` or through RAM.
+        In an exchange a device sends, and receives, the bytes of its ring. Of devices on several hosts, those with a
+        neighbour on another host send to it `BETWEEN_HOSTS`, and the other devices `BETWEEN_DEVICES` or through RAM.
         """
         if queue not in (GATHER, SCATTER):
             return dict.fromkeys(ROUTES[queue], nbytes)
         others = nbytes * (self.devices_per_row - 1) // self.devices_per_row
         own = nbytes - others
-        found, inside = Counter({TO_DEVICE if queue == GATHER else TO_HOME: own}), self._links_inside
+        carried, inside = Counter({TO_DEVICE if queue == GATHER else TO_HOME: own}), self._links_inside
         if self.devices_per_host > self.devices_per_layer and self.devices_per_row > 1:
-            found.update(dict.fromkeys(inside, others))
+            carried.update(dict.fromkeys(inside, others))
         if self.num_hosts > self.num_copies:
-            found[BETWEEN_HOSTS] += others
-        if queue == SCATTER and self.num_copies > 1:  # sums of rows, to who adds them up, and what they come to
+            carried[BETWEEN_HOSTS] += others
+        if queue == SCATTER and self.num_copies > 1:  # an all-reduce of this shard between its copies
             between = (BETWEEN_HOSTS,) if self.num_hosts > 1 else inside
-            found.update(dict.fromkeys(between, 2 * own * (self.num_copies - 1) // self.num_copies))
-        return dict(found)
+            carried.update(dict.fromkeys(between, 2 * own * (self.num_copies - 1) // self.num_copies))
+        return dict(carried)
 
     def carried_in_layers(self, nbytes: int) -> dict[str, int]:
-        """The same, of what a device sends to others that compute its layers with it."""
+        """Return the bytes by link that a device sends to the devices that compute its layers with it, as
+        `carried_nbytes` does.
+        """
         hosts = () if self._is_layer_inside else (BETWEEN_HOSTS,)
         return dict.fromkeys((*self._links_inside, *hosts) if self.devices_per_host > 1 else hosts, nbytes)
 
@@ -218,21 +222,21 @@ class Hardware:
 
     @property
     def devices_per_row(self) -> int:
-        """Devices that have all parts of a model between them; of layers that devices share, all parts of one share."""
+        """Number of devices that hold one full set of shards; with tensor parallelism, of one tensor-parallel shard."""
         return self.num_devices // (self.num_copies * self.devices_per_layer)
 
     @property
     def between_devices_of_a_layer(self) -> LinkSpec:
-        """As `between_ranks`, of devices that compute each layer together: inside a host where they are on one.
+        """Link between devices that compute a layer collectively, as `between_ranks`: inside a host if they are on one.
 
         Raises:
-            OptionsError: they are on several hosts, and no link between these is stated.
+            OptionsError: they are on several hosts, and no link between hosts is stated.
         """
         return self._inside_hosts if self._is_layer_inside else self.between_ranks
 
     @property
     def between_ranks(self) -> LinkSpec:
-        """What two neighbours of a ring over all devices have between them where they have least.
+        """Slowest link between two neighbours of a ring over all devices.
 
         Devices without a link to each other exchange through RAM, and their links to it send and receive at once.
 
@@ -252,7 +256,7 @@ class Hardware:
 
     @property
     def _inside_hosts(self) -> LinkSpec:
-        """The same of neighbours on one host."""
+        """Link between two neighbours on one host."""
         inside = self.link(BETWEEN_DEVICES)
         if inside is None:
             out, back = (spec for spec in self.links if spec.name in (TO_HOME, TO_DEVICE))
@@ -265,11 +269,11 @@ class Hardware:
 
     @property
     def usable_memory_nbytes(self) -> int | None:
-        """What tensors may take on one device: its memory without the context. None: not stated."""
+        """Bytes for tensors on one device: its memory without the context. None: not stated."""
         return None if self.device_memory_nbytes is None else self.device_memory_nbytes - self.context_nbytes
 
     def page_table_nbytes(self, mapped_nbytes: int) -> int:
-        """What one device's page tables take of its memory for so much host memory that is mapped for it."""
+        """Return the bytes of one device's page tables for `mapped_nbytes` of host memory mapped for it."""
         if self.kind != "cuda":
             return 0
         per_gib = self.page_table_nbytes_per_gib
@@ -277,7 +281,7 @@ class Hardware:
 
     @property
     def automatic_memory_nbytes(self) -> int | None:
-        """What tensors may take on one device whose host has all of its memory mapped; None: not stated."""
+        """Bytes for tensors on one device if its host has all of its memory mapped; None: not stated."""
         usable_nbytes = self.usable_memory_nbytes
         if usable_nbytes is None:
             return None
@@ -293,14 +297,14 @@ class Hardware:
 
     @property
     def devices_per_host(self) -> int:
-        """Devices of a host; of the last one, where hosts cannot share them evenly, fewer."""
+        """Number of devices of a host; the last host has fewer if hosts cannot share them evenly."""
         return -(-self.num_devices // self.num_hosts)
 
     def matrix_flops_per_s(self, dtype: torch.dtype, *, tf32: bool = False) -> float:
-        """The rate of matrix products in `dtype`.
+        """Return the rate of matrix products in `dtype`.
 
-        A dtype that the device has no unit for is computed in fp32; where fp32 is not stated either, and for any
-        other dtype, the answer is `flops_per_s`.
+        A dtype that the device has no unit for is computed in fp32; if fp32 is not stated either, and for any other
+        dtype, the answer is `flops_per_s`.
 
         Args:
             tf32: whether fp32 products may round their inputs to tf32 (`torch.backends.cuda.matmul`).
@@ -315,36 +319,36 @@ class Hardware:
         return self.flops_per_s
 
     def training_in(self, dtype: torch.dtype) -> Self:
-        """The same machine with `flops_per_s` for `dtype`, for a plan of a model in that dtype."""
+        """Return the machine with `flops_per_s` for `dtype`, to plan a model in that dtype."""
         return replace(self, flops_per_s=self.matrix_flops_per_s(dtype))
 
     def link_seconds(self, nbytes: Mapping[str, float]) -> float:
-        """Seconds to copy these amounts, by link, when all links start at once and go on while they have work.
+        """Return the seconds to copy these amounts, by link, if all links start at once and run while they have work.
 
         While both run, `to_device` and `to_home` share `both_links_bytes_per_s` in proportion to their single rates,
-        and none runs faster than alone; when one is done the other has all of it. They also carry what comes from the
-        disk and goes to it. Latencies are left out.
+        and neither runs faster than alone; when one is done the other has all of it. They also carry the bytes from and
+        to the disk. Latencies are left out.
         """
         carried: Counter[str] = Counter()
         for name, amount in nbytes.items():
             for passed in ROUTES[name]:
                 carried[passed] += amount  # type: ignore[assignment]
         rates = {link.name: link.bytes_per_s for link in self.links}
-        together, inwards, outwards = self.both_links_bytes_per_s, rates.pop(TO_DEVICE), rates.pop(TO_HOME)
-        slowdown = 1.0 if together is None else min(1.0, together / (inwards + outwards))
+        both, inwards, outwards = self.both_links_bytes_per_s, rates.pop(TO_DEVICE), rates.pop(TO_HOME)
+        slowdown = 1.0 if both is None else min(1.0, both / (inwards + outwards))
         alone = sorted((carried[TO_DEVICE] / inwards, carried[TO_HOME] / outwards))
         disks = (carried[name] * self.devices_per_host / rates[name] for name in (FROM_DISK, TO_DISK) if name in rates)
         return max(alone[0] / slowdown + (alone[1] - alone[0]), *disks, 0.0)
 
     def over(self, base: Self) -> Self:
-        """The same machine, with the base's figures and links where it states none itself."""
+        """Return the machine with the base's figures and links where it states none itself."""
         stated = {link.name for link in self.links}
         links = (*self.links, *(link for link in base.links if link.name not in stated))
         missing = [field.name for field in fields(self) if getattr(self, field.name) is None]
         return replace(self, links=links, **{name: getattr(base, name) for name in missing})
 
     def times(self, count: int) -> Self:
-        """Hosts with `count` times as many such devices, and as much more RAM, cores and disks.
+        """Return hosts with `count` times as many such devices, and as much more RAM, cores and disks.
 
         Raises:
             OptionsError: `count` is not positive.
@@ -366,7 +370,7 @@ class Hardware:
         return replace(self, name=name, num_devices=self.num_devices * count, links=links, **shared)
 
     def on_hosts(self, count: int) -> Self:
-        """`count` times as many such hosts.
+        """Return `count` times as many such hosts.
 
         Raises:
             OptionsError: `count` is not positive.
@@ -381,12 +385,13 @@ class Hardware:
     def used_by(
         self, num_ranks: int, num_hosts: int | None = None, num_copies: int = 1, devices_per_layer: int = 1
     ) -> Self:
-        """The same machine as far as ranks use it that train one model.
+        """Return the part of the machine that the ranks of one model use.
 
-        On GPUs each rank has a device of its own. A CPU's ranks are processes that share its hosts, however many.
+        On GPUs each rank has its own device. A CPU's ranks are processes that share its hosts, however many.
 
         Args:
-            num_hosts: over which they lie evenly; None: no more hosts than they need, each with all its devices.
+            num_hosts: over which ranks are spread evenly; None: no more hosts than they need, each with all its
+                devices.
             num_copies, devices_per_layer: see `Hardware`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Items: whatever may be absent from the compute tier for a while, and how it comes back.
+"""Define items: the data that may be away from the compute tier for a while, and the copies that move it.
 
 Chunks are items, and so are storages that a forward saves for its backward.
 """
@@ -11,13 +11,12 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import Chunk
 
 ItemId = Chunk
-"""The identity of what a call needs in a slot: hashable, in order of its name, and printed by it; nobody reads it back
-from a name."""
+"""Identity of an item that a call needs in a slot: hashable, ordered by its name and printed as it; never parsed."""
 
 
 @dataclass(frozen=True)
 class SavedStorage:
-    """The identity of a storage that a forward's call made and the backward reads; printed by its name, as a chunk."""
+    """Identity of a storage that a forward call allocated and the backward reads; printed by its name, as a chunk."""
 
     name: str
 
@@ -30,11 +29,11 @@ class SavedStorage:
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """What of a forward's storages is not on the compute tier until its backward needs it.
+    """Saved storages of a forward that are not on the compute tier until its backward needs them.
 
     Attributes:
-        offloaded: saved storages that are copied home, and back.
-        recomputed: storages that are dropped. The calls that make them run again in the backward, where it needs them.
+        offloaded: storages that are copied home, and back.
+        recomputed: storages that are dropped; the backward repeats the calls that compute them.
     """
 
     offloaded: frozenset[str] = frozenset()
@@ -45,41 +44,43 @@ class ActivationPlan:
 
 
 KEEP_ALL = ActivationPlan()
+"""Every saved storage stays on the compute tier."""
 
 MovedId = Chunk | SavedStorage
-"""The identity of an item."""
+"""Identity of any item."""
 
 
 @dataclass(frozen=True)
 class Copy:
-    """A way of an item, to the compute tier or home: one copy, or an exchange of all ranks, that queues on a link (see
-    `chunkc.ir.links`).
+    """A single transfer of an item, to the compute tier or home: a copy, or an exchange of all ranks, that queues on a
+    link (see `chunkc.ir.links`).
 
     Attributes:
-        link_nbytes: what goes over the link, where that is not the item's room: of an exchange, all ranks' parts; of a
-            cast, what is read. 0: the item only takes its room, or comes from the compute tier itself.
+        link_nbytes: bytes over the link, if not the item's room: of an exchange, the shards of all ranks; of a cast,
+            the bytes read. 0: the item only takes its room, or comes from the compute tier itself.
     """
 
     link: str
     link_nbytes: int | None = None
 
     def moved_nbytes(self, nbytes: int) -> int:
-        """What goes over the link for an item with so much room."""
+        """Return the bytes over the link for an item with `nbytes` of room."""
         return nbytes if self.link_nbytes is None else self.link_nbytes
 
     def seconds(self, nbytes: int, hardware: Hardware) -> float:
-        """What it takes while all else rests."""
+        """Return the seconds of the copy while the other links rest."""
         return hardware.copy_s(self.link, self.moved_nbytes(nbytes))
 
 
 @dataclass(frozen=True)
 class Item:
-    """What the scheduler knows of an item. Its uses, and who writes it, are the positions' (`chunkc.ir.plan`).
+    """Scheduler's description of an item. Its uses, and the calls that write it, are in the positions
+    (`chunkc.ir.plan`).
 
     Attributes:
         nbytes: of its room on the compute tier.
-        way_back: how it comes to the compute tier.
-        way_home: how it gets home once something has written it.
+        way_back: copy to the compute tier.
+        way_home: copy home, once a call has written the item.
     """
 
     nbytes: int

@@ -1,4 +1,4 @@
-"""Chunks: flat buffers of one kind of model data, the unit of movement (PatrickStar, arXiv:2108.05818)."""
+"""Describe chunks: flat buffers of one kind of model data, the unit of movement (PatrickStar, arXiv:2108.05818)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from chunkc.ir.shards import Shards, parcels
 from chunkc.ir.states import DEFAULT_STATES, ELEMENTS_PER_SCALE, INT8, StateFormat, num_entries
 
 STEP_NBYTES = 4
-"""An optimizer's step counter: one fp32 scalar per trainable parameter, always on the compute tier."""
+"""Size of an optimizer's step counter: one fp32 scalar per trainable parameter, always on the compute tier."""
 
 ALIGNMENT_NBYTES = 256
-"""Tensors start at multiples of this inside a chunk: enough for vector loads on CPUs and CUDA devices."""
+"""Alignment of tensors inside a chunk: enough for vector loads on CPUs and CUDA devices."""
 
 PARAM, GRAD = "param", "grad"
 
 CASTS: Mapping[str, torch.dtype] = {"param_bf16": torch.bfloat16, "param_fp16": torch.float16}
-"""Kinds of chunks that are parameters in 16 bits: cast on the way from the parameters' home, or from where these stay,
-and without a home of their own."""
+"""Kinds of chunks that hold parameters in 16 bits: cast on the way from the parameters' home, or from resident
+parameters; they have no home of their own."""
 
 DiskHolds = Literal["nothing", "states", "everything"]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """The identity of a chunk, or of a part of one. Plans and graphs print it as `param:3` or `param:3[0:65536]`.
+    """Identity of a chunk, or of a part of one. Plans and graphs print it as `param:3` or `param:3[0:65536]`.
 
     Attributes:
         kind: `PARAM`, `GRAD`, one of `CASTS`, or a kind of optimizer state.
@@ -43,18 +43,18 @@ class Chunk:
     group: int
     part: tuple[int, int] | None = None
     _hash: int = field(init=False, compare=False)
-    """Asked for ten times as often as chunks are made."""
+    """Kept, since it is read ten times as often as chunks are made."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((self.kind, self.group, self.part)))
 
     @property
     def whole(self) -> Chunk:
-        """The chunk that this is, or is a part of."""
+        """The whole chunk that this is, or is a part of."""
         return self if self.part is None else Chunk(self.kind, self.group)
 
     def has_own_slot(self, resident: Collection[int]) -> bool:
-        """Whether it has a slot of its own while these groups stay on the compute tier: casts always have."""
+        """Whether the chunk takes a slot of its own while these groups are resident: casts always do."""
         return self.group not in resident or self.kind in CASTS
 
     @cached_property
@@ -65,18 +65,18 @@ class Chunk:
         return self._name
 
     def __repr__(self) -> str:
-        """As text in quotes: FX prints the arguments of chunk nodes as Python."""
+        """Return the name in quotes: FX prints the arguments of chunk nodes as Python."""
         return repr(self._name)
 
     def __hash__(self) -> int:
         return self._hash
 
     def __lt__(self, other: object) -> bool:
-        """By name, so that plans do not depend on the order of sets."""
+        """Compare by name, so that plans do not depend on the order of sets."""
         return self._name < str(other)
 
     def __reduce__(self) -> tuple[type[Chunk], tuple[str, int, tuple[int, int] | None]]:
-        return Chunk, (self.kind, self.group, self.part)  # without the hash, which is this process's
+        return Chunk, (self.kind, self.group, self.part)  # without the hash, which differs between processes
 
 
 def is_state(kind: str) -> bool:
@@ -86,14 +86,14 @@ def is_state(kind: str) -> bool:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """A parameter as the planner sees it: its name and its dense layout.
+    """Planner's description of a parameter: its name and its dense layout.
 
     Attributes:
-        shape, stride: as this process has it. Of a parameter that is cut over ranks that is this rank's part.
-        shards: how it is cut over ranks; None: this process has all of it.
-        states: in what form its optimizer keeps states for it.
-        granule_nbytes: the compute tier's allocator gives tensors multiples of this. Every `nbytes` of the parameter is
-            of the compute tier; at home it takes no more than its elements.
+        shape, stride: of the tensor in this process: of a sharded parameter, this rank's shard.
+        shards: its sharding over ranks; None: this process has all of it.
+        states: format of the states that its optimizer keeps for it.
+        granule_nbytes: allocation unit of the compute tier. Every `nbytes` of the parameter is of the compute tier; at
+            home it takes no more than its elements.
     """
 
     name: str
@@ -107,12 +107,12 @@ class ParamSpec:
 
     @property
     def whole_numel(self) -> int:
-        """Elements that computation reads: of all ranks' parts."""
+        """Elements that computation reads: of the shards of all ranks."""
         return self.numel if self.shards is None else self.shards.numel
 
     @property
     def whole_nbytes(self) -> int:
-        """Bytes of these elements, which are the same on all ranks: what layouts go by."""
+        """Bytes of these elements, equal on all ranks: layouts are decided by them."""
         return self.whole_numel * self.dtype.itemsize
 
     @property
@@ -125,14 +125,14 @@ class ParamSpec:
 
     @property
     def home_nbytes(self) -> int:
-        """Bytes of the elements alone: what the parameter takes at home."""
+        """Bytes of the elements alone: the parameter's room at home."""
         return self.numel * self.dtype.itemsize
 
     @property
     def training_nbytes(self) -> int:
-        """Bytes of gradient and optimizer states that training this parameter takes.
+        """Bytes of gradient and optimizer states of this parameter.
 
-        The step counter is not among them: it stays on the compute tier wherever the parameter is.
+        Without the step counter, which is on the compute tier wherever the parameter is.
         """
         return self.gradient_nbytes + self.optimizer_nbytes
 
@@ -143,30 +143,30 @@ class ParamSpec:
 
     @cached_property
     def optimizer_nbytes(self) -> int:
-        """Bytes of the optimizer's states but the step counter; 0 for a frozen parameter."""
+        """Bytes of the optimizer's states without the step counter; 0 for a frozen parameter."""
         dtypes = self.states.dtypes(self.dtype) if self.trainable else {}
         return sum(self.rounded(num_entries(kind, self.numel) * dtype.itemsize) for kind, dtype in dtypes.items())
 
     def part(self, shards: Shards) -> ParamSpec:
-        """Of a contiguous parameter that this process has all of: the part of one rank."""
+        """Return one rank's shard of a contiguous parameter that this process has all of."""
         begin, end = shards.rows(shards.rank)
         return replace(self, shape=(end - begin, *self.shape[1:]) if self.shape else (), shards=shards)
 
     def aligned(self, numel: int) -> int:
-        """So many elements, rounded up to where the next parameter of a chunk may begin."""
+        """Round a number of elements up to where the next parameter of a chunk may begin."""
         unit = max(ALIGNMENT_NBYTES // self.dtype.itemsize, self.states.alignment)
         return -(-numel // unit) * unit
 
     def rounded(self, nbytes: int) -> int:
-        """Bytes as the compute tier's allocator gives them."""
+        """Round bytes up to the compute tier's allocation unit."""
         return -(-nbytes // self.granule_nbytes) * self.granule_nbytes
 
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Where one parameter (and its gradient, and its states) lies in its group's chunks, in elements.
+    """Place of one parameter (and its gradient, and its states) in its group's chunks, in elements.
 
-    `slot_offset`: of a parameter that is cut over ranks, where it lies whole in slots of the group (see `ChunkGroup`).
+    `slot_offset`: of a sharded parameter, its place in gathered slots of the group (see `ChunkGroup`).
     """
 
     spec: ParamSpec
@@ -184,12 +184,12 @@ class ChunkGroup:
 
     `numel` is the room of each chunk in elements, gaps for alignment included.
 
-    Of a group that is cut over ranks, chunks at home hold this rank's parts. Computation needs parameters and gradients
-    whole, in slots of `gathered_numel` elements, and `packing_numel` more, where what goes in one message is put
-    together. A gradient's slot has another `exchange_numel`: room for what other ranks computed for this rank's part.
-    Optimizer states, and parts of chunks, are as at home. In stages 1 and 2 some of these elements stand on the compute
-    tier from phase to phase (`replicated_numel`); the rest of a slot comes and goes. So they do in a group that
-    `is_replicated`, where no stage is forced: its parameters, as in stage 2.
+    In a sharded group, chunks at home hold this rank's shards. Computation needs whole parameters and gradients, in
+    slots of `gathered_numel` elements and `packing_numel` more, in which the small shards of one message are packed. A
+    gradient's slot has another `exchange_numel`: room for the gradients that other ranks computed for this rank's
+    shard. Optimizer states, and parts of chunks, are as at home. In ZeRO stages 1 and 2 some of these elements are on
+    the compute tier from phase to phase (`replicated_numel`); the rest of a slot comes and goes. The same holds in a
+    group that `is_replicated`, if no stage is forced: its parameters, as in stage 2.
     """
 
     index: int
@@ -204,11 +204,11 @@ class ChunkGroup:
 
     @cached_property
     def is_cut(self) -> bool:
-        """Whether it is cut over ranks."""
+        """Whether the group is sharded over ranks."""
         return any(s.spec.shards is not None for s in self.slices)
 
     def slot_numel(self, chunk: Chunk) -> int:
-        """Elements of the slot of one of its chunks, or of a part of one, without those that stand."""
+        """Return the elements of a chunk's slot, or of a part's, without the replicated ones."""
         if self.is_gathered(chunk):
             exchanged = self.packing_numel + (self.exchange_numel if chunk.kind == GRAD else 0)
             return self.gathered_numel + exchanged - self.replicated_numel(chunk)
@@ -217,27 +217,27 @@ class ChunkGroup:
 
     @cached_property
     def parcels(self) -> tuple[tuple[TensorSlice, ...], ...]:
-        """Of a group that is cut over ranks, its parameters by the messages that ranks send their parts in."""
-        found = parcels([s.spec.shards for s in self.slices if s.spec.shards is not None], self.dtype.itemsize)
-        return tuple(tuple(self.slices[index] for index in parcel) for parcel in found)
+        """Parameters of a sharded group, by the messages in which ranks send their shards."""
+        by_message = parcels([s.spec.shards for s in self.slices if s.spec.shards is not None], self.dtype.itemsize)
+        return tuple(tuple(self.slices[index] for index in parcel) for parcel in by_message)
 
     @cached_property
     def packing_numel(self) -> int:
-        """Elements of what does not go in a message of its own, of all ranks."""
-        together = (where.spec.shards for parcel in self.parcels if len(parcel) > 1 for where in parcel)
-        return sum(shards.numel_of_equals for shards in together if shards is not None)
+        """Elements of the parameters that share a message with others, of all ranks."""
+        packed = (where.spec.shards for parcel in self.parcels if len(parcel) > 1 for where in parcel)
+        return sum(shards.numel_of_equals for shards in packed if shards is not None)
 
     def replicated_numel(self, chunk: Chunk) -> int:
-        """Elements of the slot of one of its chunks that stay on the compute tier whatever is planned: of whole
-        parameters with the room for packing, for which a slot would have to come and go."""
+        """Return the elements of a chunk's slot that every plan keeps on the compute tier: of replicated parameters,
+        with the room for packing, which would need a slot of its own otherwise.
+        """
         if chunk.part is not None or chunk.kind not in self.replicated_kinds:
             return 0
         return self.gathered_numel + (self.packing_numel if chunk.kind == PARAM else 0)
 
     @cached_property
     def replicated_kinds(self) -> tuple[str, ...]:
-        """The kinds of chunks of which every rank has all parts from phase to phase: in stages 1 and 2 of ZeRO, and
-        where it is chosen."""
+        """Kinds of chunks that every rank keeps whole from phase to phase: in ZeRO stages 1 and 2, and by choice."""
         stages = [s.spec.shards.zero_stage for s in self.slices if s.spec.shards is not None]
         if not stages or stages[0] == 3 or (stages[0] is None and not self.is_replicated):
             return ()
@@ -245,28 +245,28 @@ class ChunkGroup:
 
     @property
     def may_replicate(self) -> bool:
-        """Whether it is the plan's choice that its parameters stand whole on every rank."""
+        """Whether a plan may choose to replicate its parameters."""
         return any(s.spec.shards is not None and s.spec.shards.zero_stage is None for s in self.slices)
 
     @cached_property
     def largest_numel(self) -> int:
-        """`numel` of the rank that has the largest parts: the same on all ranks."""
+        """`numel` of the rank with the largest shards: equal on all ranks."""
         if not self.is_cut:
             return self.numel
         return sum(s.spec.aligned(s.spec.shards.largest_numel) for s in self.slices if s.spec.shards is not None)
 
     @property
     def replicated_nbytes(self) -> int:
-        """Bytes of all that stands, each kind as the compute tier's allocator gives it."""
+        """Bytes of all replicated data, each kind rounded to the compute tier's allocation unit."""
         chunks = [Chunk(kind, self.index) for kind in self.replicated_kinds]
-        return sum(self.slices[0].spec.rounded(self.replicated_numel(one) * self.dtype.itemsize) for one in chunks)
+        return sum(self.slices[0].spec.rounded(self.replicated_numel(chunk) * self.dtype.itemsize) for chunk in chunks)
 
     def is_gathered(self, chunk: Chunk) -> bool:
-        """Whether the slot of one of its chunks holds all ranks' parts."""
+        """Whether the chunk's slot holds the shards of all ranks."""
         return self.is_cut and chunk.part is None and not is_state(chunk.kind)
 
     def kind_dtype(self, kind: str) -> torch.dtype:
-        """Gradients have the parameters' dtype; states that of their format."""
+        """Return the dtype of a kind: gradients have the parameters' dtype, states that of their format."""
         if kind in CASTS:
             return CASTS[kind]
         return self.states.dtypes(self.dtype)[kind] if is_state(kind) else self.dtype
@@ -275,24 +275,24 @@ class ChunkGroup:
         return num_entries(kind, self.numel) * self.kind_dtype(kind).itemsize
 
     def entries(self, kind: str, where: TensorSlice) -> slice:
-        """Where in a chunk of that kind a tensor's entries are."""
+        """Return the range of a tensor's entries in a chunk of that kind."""
         begin = num_entries(kind, where.offset)
         return slice(begin, begin + num_entries(kind, where.spec.numel))
 
     @property
     def title(self) -> str:
-        """The group as people know it: `h.0.up.weight to h.0.down.weight`."""
+        """Readable name of the group: `h.0.up.weight to h.0.down.weight`."""
         first, last = self.slices[0].spec.name, self.slices[-1].spec.name
         return first if len(self.slices) == 1 else f"{first} to {last}"
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
-        """The chunks of an optimizer's states."""
+        """Kinds of chunks of the optimizer's states."""
         return tuple(self.states.dtypes(self.dtype))
 
     @property
     def update_kinds(self) -> tuple[str, ...]:
-        """The chunks an optimizer step needs together."""
+        """Kinds of chunks that an update of the group needs at the same time."""
         return (PARAM, GRAD, *self.state_kinds)
 
     @property
@@ -301,24 +301,24 @@ class ChunkGroup:
         return math.ceil(sum(self.nbytes(kind) for kind in self.update_kinds) / self.numel) if self.numel else 0
 
     def update_workspace_nbytes(self, num_elements: int) -> int:
-        """What the update of so many elements allocates itself: with 8-bit moments a number per block."""
+        """Return the bytes that an update allocates itself: with 8-bit moments a number per block."""
         return 4 * -(-num_elements // ELEMENTS_PER_SCALE) if self.states.moments == INT8 else 0
 
     @cached_property
     def resident_nbytes(self) -> int:
-        """What the group takes when it stays on the compute tier: parameters, gradients, states."""
+        """Bytes of the group if resident: parameters, gradients, states."""
         return sum(s.spec.nbytes + s.spec.training_nbytes for s in self.slices)
 
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Which parameter lies in which group, and which parameters are too small to move at all.
+    """Assignment of parameters to groups, and the parameters that are too small to move.
 
     Attributes:
-        overhead_nbytes: what else stays on the compute tier whatever is planned: workspaces of libraries.
-        disk_holds: which chunks have their home on a disk; the others' is RAM.
-        spent: groups that keep no gradients where they stay: the backward that makes these uses them up.
-        version: of one model's layouts a later one has another. Says nothing of layouts of different models.
+        overhead_nbytes: other bytes on the compute tier under every plan: workspaces of libraries.
+        disk_holds: the chunks with a home on a disk; the home of the other chunks is RAM.
+        transient: groups that keep no gradients while resident: the backward that computes them also consumes them.
+        version: increases with each layout of one model. Layouts of different models do not compare by it.
     """
 
     chunk_nbytes: int
@@ -333,23 +333,23 @@ class ChunkLayout:
         return {s.spec.name: group.index for group in self.groups for s in group.slices}
 
     def groups_of(self, parameters: Iterable[str]) -> frozenset[int]:
-        """The groups in which some parameters lie; small ones lie in none."""
+        """Return the groups of these parameters; small parameters have none."""
         group_of = self.group_of()
         return frozenset(group_of[name] for name in parameters if name in group_of)
 
     @cached_property
     def offsets(self) -> dict[str, int]:
-        """Every parameter's first element in its group; small ones have none."""
+        """First element of every parameter in its group; small parameters have none."""
         return {s.spec.name: s.offset for group in self.groups for s in group.slices}
 
     @cached_property
     def small_nbytes(self) -> int:
-        """What never moves: small parameters with their gradients and states, and every parameter's step counter."""
+        """Bytes that never move: small parameters with gradients and states, and every parameter's step counter."""
         counters = STEP_NBYTES * sum(spec.trainable for spec in self.specs().values())
         return counters + sum(spec.nbytes + spec.training_nbytes for spec in self.small)
 
     def specs(self) -> dict[str, ParamSpec]:
-        """Every parameter by name."""
+        """Return every parameter by name."""
         return {spec.name: spec for spec in (*self.small, *(s.spec for group in self.groups for s in group.slices))}
 
     def is_on_disk(self, kind: str) -> bool:
@@ -357,42 +357,44 @@ class ChunkLayout:
         return self.disk_holds == "everything" or (self.disk_holds == "states" and is_state(kind))
 
     def links_of(self, kind: str) -> tuple[str, str]:
-        """The links that chunks of this kind come by and leave by."""
+        """Return the links by which chunks of this kind reach the compute tier, and their home."""
         return (FROM_DISK, TO_DISK) if self.is_on_disk(kind) else (TO_DEVICE, TO_HOME)
 
     def links_of_chunk(self, chunk: Chunk) -> tuple[str, str]:
-        """The links that a chunk, or a part of one, comes by and leaves by."""
+        """Return the links by which a chunk, or a part of one, reaches the compute tier, and its home."""
         return (GATHER, SCATTER) if self.groups[chunk.group].is_gathered(chunk) else self.links_of(chunk.kind)
 
     def read_for_cast_nbytes(self, chunk: Chunk, resident: Collection[int]) -> int:
-        """What comes over the link for a cast: a disk's is made behind it, and one of what stays crosses none."""
+        """Return the bytes over the link for a cast: a disk's is made behind the link, and a resident parameter's
+        crosses none.
+        """
         if chunk.group in resident:
             return 0
         return self.groups[chunk.group].nbytes(PARAM if self.is_on_disk(PARAM) else chunk.kind)
 
     @cached_property
     def cut(self) -> frozenset[int]:
-        """Groups that are cut over ranks: whole, they are on the compute tier for as long as they have a slot."""
+        """Sharded groups: while gathered, they are on the compute tier for as long as they have a slot."""
         return frozenset(group.index for group in self.groups if group.is_cut)
 
     @cached_property
     def replicated_by_choice(self) -> frozenset[int]:
-        """Groups whose parameters every rank has whole by choice."""
+        """Groups that are replicated by the plan's choice: every rank keeps their parameters whole."""
         return frozenset(group.index for group in self.groups if group.is_replicated)
 
     @cached_property
     def replicated(self) -> frozenset[int]:
-        """Groups of which every rank has something whole, by choice or by force."""
+        """Groups of which every rank keeps some data whole, by choice or by force."""
         return frozenset(group.index for group in self.groups if group.replicated_kinds)
 
     def with_replicated(self, groups: Collection[int]) -> ChunkLayout:
-        """The layout where it is the choice that these groups' parameters stand whole on every rank, and no others'."""
+        """Return the layout that replicates exactly these groups by choice."""
         if self.replicated_by_choice == frozenset(groups):
             return self
         return replace(self, groups=tuple(replace(group, is_replicated=group.index in groups) for group in self.groups))
 
     def chunk_nbytes_of(self, chunk: Chunk) -> int:
-        """Bytes of the slot of a chunk, or of a part of one, without what stands."""
+        """Return the bytes of the slot of a chunk, or of a part of one, without replicated data."""
         group = self.groups[chunk.group]
         granule_nbytes = group.slices[0].spec.granule_nbytes if group.slices else 1
         nbytes = num_entries(chunk.kind, group.slot_numel(chunk)) * group.kind_dtype(chunk.kind).itemsize

@@ -1,4 +1,4 @@
-"""The plan: which chunk moves before which call, and the bytes that are then in use at every moment."""
+"""Represent a plan: the chunks that move before each call, and the bytes in use at every moment."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from chunkc.ir.layout import GRAD, Chunk
 from chunkc.ir.program import UPDATE
 
 PREFETCH, WAIT, EVICT, WRITE_BACK = "prefetch", "wait", "evict", "write_back"
-"""What happens to a chunk."""
+"""Kinds of events of a chunk."""
 
 OFFLOAD, LEAVE, RELOAD, ARRIVE = "offload", "leave", "reload", "arrive"
-"""What happens to a storage that a forward saves for its backward."""
+"""Kinds of events of a storage that a forward saves for its backward."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happens to an item between two calls.
+    """An action on an item between two calls.
 
     prefetch: take a slot and start to fill it from home (a gradient chunk is only read when it holds gradients).
     wait: hold the computation until the item's copy on that link is done.
@@ -31,7 +31,7 @@ class Event:
     arrive: hold the computation until that copy is done.
 
     Attributes:
-        link: on which the copy queues (see `chunkc.ir.links`); empty where none is meant.
+        link: queue of the copy (see `chunkc.ir.links`); empty if there is none.
     """
 
     kind: str
@@ -45,10 +45,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Tile:
-    """Elements `begin` to `end` of a chunk group: what one optimizer update covers.
+    """Elements `begin` to `end` of a chunk group: the range of one optimizer update.
 
     Attributes:
-        stage, num_stages: which stage of the update this is, of how many (see `chunkc.ir.updates`).
+        stage, num_stages: index of this stage of the update, and their number (see `chunkc.ir.updates`).
     """
 
     group: int
@@ -63,22 +63,22 @@ class Tile:
 
 @dataclass(frozen=True)
 class Position:
-    """One call as the scheduler sees it.
+    """Scheduler's description of one call.
 
     Attributes:
         non_model_nbytes: activations, temporaries and held inputs at the call's own peak.
         op, module: the operation at that peak and the user's module it belongs to.
         reads, writes: items that must be in slots during the call; written ones become dirty.
-        cost_s: estimated seconds of arithmetic, to place copies against; of an update also those of its own copies,
-            where these take longer.
+        cost_s: estimated seconds of arithmetic, to place copies against; of an update also those of its own copies, if
+            these take longer.
         sunk: (parameter, whether the gradient may stay in the call's own storage) for each complete gradient that the
             call yields.
         left_nbytes: activations and held inputs once the call is over.
-        tile: what is updated, where this is no call but a part of an update that belongs to a backward.
+        tile: range of the update, if this is no call but a part of an update that belongs to a backward.
         keeps_gradients: whether that update leaves gradients as they are, for home.
-        waiting: (group, bytes) of gradients that are there meanwhile, and that a later update uses up, where the group
-            stays on the compute tier.
-        consumed: parameters whose gradients, on the compute tier, this update uses up.
+        waiting: (group, bytes) of gradients on the compute tier meanwhile that a later update consumes, if the group is
+            resident.
+        consumed: parameters of the gradients, on the compute tier, that this update consumes.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Position:
     consumed: tuple[str, ...] = ()
 
     def waiting_nbytes(self, resident: Collection[int]) -> int:
-        """Bytes of gradients of these residents that wait for their update."""
+        """Return the bytes of gradients of these residents that wait for their update."""
         return sum(nbytes for group, nbytes in self.waiting if group in resident) if self.waiting else 0
 
     @cached_property
@@ -105,29 +105,27 @@ class Position:
         return self.reads | self.writes
 
     def with_less(self, non_model_nbytes: int, left_nbytes: int) -> Position:
-        """The same call where so much less is alive, at its peak and once it is over. A search asks for many."""
+        """Return the call with fewer bytes alive, at its peak and once it is over. A search calls this often."""
         if not (non_model_nbytes or left_nbytes):
             return self
-        found = object.__new__(Position)
-        less = {
-            "non_model_nbytes": self.non_model_nbytes - non_model_nbytes,
-            "left_nbytes": self.left_nbytes - left_nbytes,
-        }
-        found.__dict__.update(self.__dict__, **less)
-        return found
+        return replace(
+            self,
+            non_model_nbytes=self.non_model_nbytes - non_model_nbytes,
+            left_nbytes=self.left_nbytes - left_nbytes,
+        )
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Predicted bytes on the compute tier at one position, by what they are.
+    """Predicted bytes on the compute tier at one position, by kind.
 
     Attributes:
-        parameter_nbytes, gradient_nbytes, state_nbytes: model data that never leaves the tier. Gradients count from
-            the moment they are complete.
-        other_nbytes: values of other calls that are still held.
+        parameter_nbytes, gradient_nbytes, state_nbytes: resident model data. Gradients count from the moment they are
+            complete.
+        other_nbytes: external bytes (values of other calls that are still held), and the layout's overhead.
         non_model_nbytes: activations, temporaries and held inputs.
         slot_nbytes: chunks, present or on their way, and saved storages on their way.
-        sunk, consumed: gradients that it yields, and that it uses up, as of a `Position`.
+        sunk, consumed: gradients that it yields, and that it consumes, as of a `Position`.
     """
 
     name: str
@@ -145,7 +143,7 @@ class Moment:
 
     @property
     def resident_nbytes(self) -> int:
-        """Everything that neither moves nor belongs to the phase."""
+        """Bytes that neither move nor belong to the phase."""
         return self.parameter_nbytes + self.gradient_nbytes + self.state_nbytes + self.other_nbytes
 
     @property
@@ -156,19 +154,20 @@ class Moment:
 def gradients_at(
     line: Sequence[Position | Moment], gradients: Mapping[str, int], present: Collection[str] = ()
 ) -> list[int]:
-    """Bytes of staying gradients (parameter -> bytes) while each position runs: those `present` from the beginning,
-    those complete before it and not used up, and copies it makes of its own. With the optimizer's step all are there.
+    """Return the bytes of resident gradients (parameter -> bytes) while each position runs.
 
-    What adds to a gradient that is there takes no copy.
+    They are the gradients `present` from the beginning, those complete before the position and not consumed, and copies
+    that the position makes of its own. In the optimizer's step all are there. Adding to a gradient that is there takes
+    no copy.
     """
-    found, complete = [], sum(nbytes for name, nbytes in gradients.items() if name in present)
+    nbytes_at, complete = [], sum(nbytes for name, nbytes in gradients.items() if name in present)
     for position in line:
         if position.phase == UPDATE:
             complete = sum(gradients.values())
         own = [(gradients[name], kept) for name, kept in position.sunk if name in gradients and name not in present]
-        found.append(complete + sum(nbytes for nbytes, handed_over in own if not handed_over))
+        nbytes_at.append(complete + sum(nbytes for nbytes, handed_over in own if not handed_over))
         complete += sum(nbytes for nbytes, _ in own) - sum(gradients.get(name, 0) for name in position.consumed)
-    return found
+    return nbytes_at
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,8 @@ class PhasePlan:
     """Events before each call, and (last entry) after the last one.
 
     Attributes:
-        tiles: of a backward, which of its moments are updates, and of what (see `passes.early_updates`).
+        tiles: of a backward, the moments that are updates, with their tiles (see
+            `passes.planning.updates_in_backward`).
     """
 
     phase: str
@@ -186,7 +186,7 @@ class PhasePlan:
 
     @property
     def begin_nbytes(self) -> int:
-        """What is on the compute tier as the phase begins, but for its own values and slots."""
+        """Bytes on the compute tier as the phase begins, without its own values and slots."""
         return self.moments[0].resident_nbytes if self.moments else 0
 
     @property
@@ -196,18 +196,18 @@ class PhasePlan:
 
     @property
     def consumes(self) -> frozenset[int]:
-        """The groups of these whose gradients never go home, unless updates keep them."""
+        """Updated groups that send no gradients home, unless updates keep them."""
         leaving = {event.item for stop in self.stops for event in stop if event.kind == WRITE_BACK}
         return frozenset(group for group in self.updated if Chunk(GRAD, group) not in leaving)
 
     def last_copies(self) -> dict[int, tuple[int, int]]:
-        """Group -> stop, and place in it, of the last event that starts a copy of one of its chunks, either way."""
-        found: dict[int, tuple[int, int]] = {}
+        """Return group -> (stop, place in it) of the last event that starts a copy of one of its chunks, either way."""
+        last: dict[int, tuple[int, int]] = {}
         for at, stop in enumerate(self.stops):
             for place, event in enumerate(stop):
                 if event.kind in (PREFETCH, WRITE_BACK) and isinstance(event.item, Chunk):
-                    found[event.item.group] = (at, place)
-        return found
+                    last[event.item.group] = (at, place)
+        return last
 
 
 @dataclass(frozen=True)
@@ -217,11 +217,11 @@ class Plan:
     Attributes:
         budget_nbytes: the limit it keeps to.
         minimum_nbytes: the smallest budget for which there is a plan.
-        resident: groups whose parameters, gradients and states never leave the compute tier.
-        phases: forward, then backward where there is one; or the optimizer's update.
+        resident: groups with parameters, gradients and states that never leave the compute tier.
+        phases: forward, then backward if there is one; or the optimizer's update.
         kept: items left in their slots from the forward to the backward.
-        gradients: bytes of every gradient that stays on the compute tier, by parameter. The moments are those of a
-            step that begins without gradients, after the optimizer has made its states; see `beginning_with`.
+        gradients: bytes of every resident gradient, by parameter. The moments are those of a step that begins without
+            gradients, after the optimizer has made its states; see `beginning_with`.
     """
 
     budget_nbytes: int
@@ -232,8 +232,9 @@ class Plan:
     gradients: Mapping[str, int] = field(default_factory=dict)
 
     def beginning_with(self, present: Collection[str]) -> Plan:
-        """The same plan, where the gradients of these parameters are there from the beginning: an earlier step's, or
-        those of other graphs."""
+        """Return the plan of a step that begins with the gradients of these parameters: an earlier step's, or other
+        graphs'.
+        """
         if not present:
             return self
         nbytes = iter(gradients_at(self.moments, self.gradients, present))
@@ -244,7 +245,7 @@ class Plan:
         return replace(self, phases=phases)
 
     def with_gradients(self, present: Collection[str]) -> Plan:
-        """The same plan of an optimizer's step, where of what stays only these parameters have a gradient."""
+        """Return the plan of an optimizer's step in which, of residents, only these parameters have a gradient."""
         nbytes = sum(nbytes for name, nbytes in self.gradients.items() if name in present)
         phases = tuple(
             replace(phase, moments=tuple(replace(m, gradient_nbytes=nbytes) for m in phase.moments))
@@ -253,7 +254,7 @@ class Plan:
         return replace(self, phases=phases)
 
     def with_less_external(self, nbytes: int) -> Plan:
-        """The same plan, where others hold `nbytes` less than it was made for."""
+        """Return the plan with `nbytes` fewer external bytes than it was made for."""
         if not nbytes:
             return self
         phases = tuple(
@@ -263,7 +264,7 @@ class Plan:
         return replace(self, minimum_nbytes=self.minimum_nbytes - nbytes, phases=phases)
 
     def begins_cold(self, present: Collection[ItemId]) -> bool:
-        """Whether a backward that finds these chunks in slots cannot run by this plan: its forward left others."""
+        """Whether this plan cannot run a backward that begins with these chunks in slots: its forward left others."""
         return present != self.kept or len(self.phases) < 2
 
     @property
@@ -272,7 +273,7 @@ class Plan:
 
     @property
     def peak(self) -> Moment | None:
-        """The fullest moment; None where nothing is computed, as in the backward of an addition alone."""
+        """The fullest moment; None if nothing is computed, as in the backward of an addition alone."""
         return max(self.moments, key=lambda moment: moment.nbytes, default=None)
 
     @property

@@ -1,4 +1,4 @@
-"""A captured step as data: segments, the calls of each phase, the values and storages that flow between them."""
+"""Represent a captured step: segments, the calls of each phase, the values and storages that flow between them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 
 RECOMPUTE = "rerun"
-"""What the name of a call that a backward repeats begins with, in place of `forward`."""
+"""Prefix of the name of a call that a backward repeats, in place of `forward`."""
 
 
 def is_repeated(call: str) -> bool:
-    """Whether a call of this name is one of the forward's that a backward repeats."""
+    """Whether a call of this name is a forward call that a backward repeats."""
     return RECOMPUTE in call.split(".")
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where in the user's program an operation comes from: the module, and `file.py:12, code`. Empty: not known."""
+    """Origin of an operation in the user's program: the module, and `file.py:12, code`. Empty: not known."""
 
     module: str
     source: str
@@ -31,8 +31,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes that are a guess. Of an operator ("aten::name") that no rule is known for, its scratch: from its operands
-    and results. Of Inductor's code that cannot be read (`estimates.unread_wrapper`), all bytes: from its graph."""
+    """Estimated bytes. Of an operator ("aten::name") without a rule, its scratch: from its operands and results. Of
+    Inductor's code that cannot be read (`estimates.unread_wrapper`), all bytes: from its graph.
+    """
 
     operator: str
     nbytes: int
@@ -40,12 +41,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class MemoryStep:
-    """One moment inside a segment: an operation and the bytes alive while it runs.
+    """A moment inside a segment: an operation and the bytes alive while it runs.
 
-    `nbytes` counts what the segment itself allocated (scratch included), not its inputs. `position` counts the
-    operation among the segment's (None: not known), so that every call of the segment can name its own origin for it
-    (`SegmentCall.origins`). It is a label: bytes are equal without it. `module` is that of the segment's first call.
-    `estimate`: the part of `nbytes` that is no more than a guess.
+    `nbytes` counts the bytes that the segment itself allocated (scratch included), not its inputs. `position` counts
+    the operation among the segment's (None: not known), so that every call of the segment can name its own origin for
+    it (`SegmentCall.origins`). It is a label: bytes are equal without it. `module` is that of the segment's first call.
+    `estimate`: the part of `nbytes` that is estimated.
     """
 
     op: str
@@ -55,14 +56,14 @@ class MemoryStep:
     estimate: Estimate | None = None
 
     def with_sizes(self, nbytes: Callable[[int], int]) -> MemoryStep:
-        """The same moment with `nbytes` of every number of bytes."""
+        """Apply `nbytes` to every number of bytes."""
         estimate = None if self.estimate is None else replace(self.estimate, nbytes=nbytes(self.estimate.nbytes))
         return replace(self, nbytes=nbytes(self.nbytes), estimate=estimate)
 
 
 @dataclass(frozen=True)
 class SegmentMemory:
-    """What a compiled segment allocates and frees, moment by moment. Nothing ran to find it out.
+    """Allocations of a compiled segment, moment by moment. Nothing is run to learn them.
 
     Attributes:
         steps: the moments, in order; never empty.
@@ -78,14 +79,14 @@ class SegmentMemory:
     storage_nbytes: tuple[int, ...]
 
     def with_sizes(self, nbytes: Callable[[int], int]) -> SegmentMemory:
-        """The same moments with `nbytes` of every number of bytes."""
+        """Apply `nbytes` to every number of bytes."""
         steps = tuple(step.with_sizes(nbytes) for step in self.steps)
         return replace(self, steps=steps, storage_nbytes=tuple(map(nbytes, self.storage_nbytes)))
 
 
 @dataclass(frozen=True)
 class SegmentCall:
-    """One run of a segment.
+    """A run of a segment.
 
     Attributes:
         inputs: value names, in the order of the segment's inputs.
@@ -95,10 +96,9 @@ class SegmentCall:
         gradients: (output value, parameter name): complete gradients that this call produces.
         module: the user's module that most of the call belongs to; empty: the model itself.
         cost_s: estimated seconds of arithmetic.
-        origins: of the segment's operations, in order, in this call; empty where they are not known.
-        recompute_call: the call without what it makes for later ones of the forward, of a segment without the
-            operations for
-            it: a backward may repeat that; None: it is the same.
+        origins: of the segment's operations, in order, in this call; empty if they are not known.
+        recompute_call: the call that a backward may repeat instead, of a smaller segment that computes no results for
+            later forward calls; None: it repeats this one.
     """
 
     name: str
@@ -114,12 +114,12 @@ class SegmentCall:
     recompute_call: SegmentCall | None = None
 
     def with_cost(self, cost_s: Callable[[float], float]) -> SegmentCall:
-        """The same call with `cost_s` of its seconds."""
+        """Apply `cost_s` to its seconds."""
         recompute_call = None if self.recompute_call is None else self.recompute_call.with_cost(cost_s)
         return replace(self, cost_s=cost_s(self.cost_s), recompute_call=recompute_call)
 
     def origin(self, step: MemoryStep) -> Origin:
-        """Where the operation of one of the segment's steps comes from in this call."""
+        """Return the origin of a segment step's operation in this call."""
         if step.position is not None and step.position < len(self.origins):
             return self.origins[step.position]
         return Origin("" if self.origins else step.module, "")
@@ -131,27 +131,26 @@ class PhaseProgram:
 
     Attributes:
         inputs: input value -> storage, in the order of the graph's placeholders.
-        storages: storage -> bytes, of every storage in the phase but parameters'.
-        held: storages that outlive the phase whatever it does: the caller holds them.
+        storages: storage -> bytes, of every storage in the phase except parameters'.
+        held: storages that outlive the phase in any case: the caller holds them.
         parameters: input value -> parameter name, for inputs that are parameters in the layout.
         calls: segment calls, in order.
-        outputs: what the phase returns, in order (None where nothing is returned).
-        num_user_outputs: how many of the outputs the caller gets (the rest is saved for the backward).
+        outputs: values that the phase returns, in order (None for an empty output).
+        num_user_outputs: number of outputs for the caller (the rest is saved for the backward).
         gradient_outputs: (position among the outputs, value, parameter): gradients that are sunk, not returned.
-        num_new_buffers: how many of the user's outputs, the first ones, are new values of buffers: AOTAutograd copies
-            them into the buffers and drops them.
+        num_new_buffers: number of the user's outputs, the first ones, that are new values of buffers: AOTAutograd
+            copies them into the buffers and drops them.
         fitting: gradients that are laid out as their parameters, with no unseen bytes behind them.
         plain: outputs that size, stride, offset and dtype describe fully, given their storage's bytes.
-        copied: storage -> the values in it that are saved, for storages that are at home between forward and backward:
-            a forward's outputs are None there.
-        remade: likewise, of storages that are dropped and made again by calls that the backward repeats.
-        stand_ins: position among a forward's outputs -> (storage, which of its saved values), where something stands
-            for a value that is absent.
-        changing: inputs that have other contents once the forward has returned: buffers that the model updates.
+        copied: offloaded storage -> its saved values: None among a forward's outputs.
+        remade: recomputed storage -> its saved values, likewise None among a forward's outputs.
+        stand_ins: position among a forward's outputs -> (storage, index of the saved value in it), for placeholders of
+            offloaded and recomputed values.
+        changing: inputs that the forward leaves with other contents: buffers that the model updates.
         saved_as: of a backward: input -> the forward's value that it is, for saved ones.
-        read_as: parameter -> the kind of chunk that calls read it from, where that is not the parameter's own.
-        num_extra: how many of a forward's last outputs, and of its backward's last inputs, do not go through autograd:
-            what repeated calls read.
+        read_as: parameter -> the kind of chunk that calls read it from, if it is not the parameter's own.
+        num_extra: number of a forward's last outputs, and of its backward's last inputs, that bypass autograd: values
+            that repeated calls read.
     """
 
     phase: str
@@ -175,12 +174,12 @@ class PhaseProgram:
     num_extra: int = 0
 
     def chunk(self, parameter: str, group: int) -> Chunk:
-        """The chunk that calls read a parameter of that group from."""
+        """Return the chunk that calls read a parameter of that group from."""
         return Chunk(self.read_as.get(parameter, PARAM), group)
 
     @property
     def results(self) -> tuple[str, ...]:
-        """What the caller gets and may keep."""
+        """Values that the caller gets and may keep."""
         values = self.outputs[self.num_new_buffers : self.num_user_outputs]
         return tuple(value for value in values if value is not None)
 
@@ -189,26 +188,27 @@ class PhaseProgram:
         return sum(self.storages[name] for name in self.held)
 
     def with_sizes(self, nbytes: Callable[[int], int], cost_s: Callable[[float], float]) -> PhaseProgram:
-        """The same program with `nbytes` of every number of bytes and `cost_s` of every call's seconds."""
+        """Apply `nbytes` to every number of bytes and `cost_s` to every call's seconds."""
         storages = {name: nbytes(size) for name, size in self.storages.items()}
         calls = tuple(call.with_cost(cost_s) for call in self.calls)
         return replace(self, storages=storages, calls=calls)
 
     def value_storages(self) -> Mapping[str, str]:
-        """The storage of every value of the phase."""
+        """Return the storage of every value of the phase."""
         return self._value_storages
 
     @cached_property
     def _value_storages(self) -> Mapping[str, str]:
-        found = dict(self.inputs)
+        storages = dict(self.inputs)
         for call in self.calls:
-            found.update(zip(call.outputs, call.output_storages))
-        return found
+            storages.update(zip(call.outputs, call.output_storages))
+        return storages
 
     @cached_property
     def handed_over(self) -> frozenset[str]:
-        """Gradients that may become `.grad` as they are: laid out as their parameters, in storage that their call made
-        for them alone: one value, one gradient, nothing returned."""
+        """Gradients that may become `.grad` as they are: laid out as their parameters, in storage that their call
+        allocated for them alone: one value, one gradient, not returned.
+        """
         storage_of = self.value_storages()
         wanted = Counter(storage_of[value] for call in self.calls for value, _ in call.gradients)
         if not wanted:
@@ -228,17 +228,20 @@ class PhaseProgram:
         )
 
     def holding(self, values: frozenset[str]) -> PhaseProgram:
-        """The program beside a caller that keeps these of its inputs, where it has them; of absent ones what stands for
-        them."""
+        """Return the program of a caller that keeps these of its inputs; of offloaded and recomputed ones it keeps only
+        placeholders.
+        """
         if not values:
             return self
-        absent = self.copied.keys() | self.remade.keys()
+        planned = self.copied.keys() | self.remade.keys()  # a caller's placeholder holds none of their bytes
         return replace(
-            self, held=self.held | ({self.inputs[value] for value in values if value in self.inputs} - absent)
+            self, held=self.held | ({self.inputs[value] for value in values if value in self.inputs} - planned)
         )
 
     def returning(self, parameters: frozenset[str]) -> PhaseProgram:
-        """The program that returns these parameters' gradients to autograd, for hooks on them, and sinks the others."""
+        """Return the program that returns these parameters' gradients to autograd, for hooks on them, and sinks the
+        rest.
+        """
         if not parameters:
             return self
         outputs = list(self.outputs)
@@ -248,7 +251,7 @@ class PhaseProgram:
         return replace(self, outputs=tuple(outputs)).leaving_out(parameters)
 
     def leaving_out(self, parameters: frozenset[str]) -> PhaseProgram:
-        """The program that sinks no gradients of these parameters."""
+        """Return the program that sinks no gradients of these parameters."""
         if not parameters:
             return self
         calls = tuple(

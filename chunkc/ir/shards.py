@@ -1,7 +1,7 @@
-"""How a parameter is cut over ranks: by rows of its first dimension, as `torch.distributed.tensor.Shard(0)` does it.
+"""Shard a parameter over ranks by rows of its first dimension, as `torch.distributed.tensor.Shard(0)` does.
 
-On a mesh of two dimensions it is cut over the inner one, and ranks along the outer one have copies of each other's
-parts. What cannot be cut, a scalar, is one part, of which every rank has a copy.
+On a mesh of two dimensions it is sharded over the inner one, and ranks along the outer one hold copies of the same
+shards. A scalar cannot be cut: it is one shard, of which every rank has a copy.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from chunkc.ir.errors import OptionsError
 ZeroStage = Literal[1, 2, 3]
 
 PACKED_NBYTES, PACKING_NBYTES = 1 << 16, 1 << 20
-"""Parts of at most so many bytes go from rank to rank together with others of their chunk, in one message; of all ranks
-together so many, the smallest first, since that takes room. For larger ones a message of their own takes less time than
-the copies (gloo on one host: by a third less for parts of 256 KiB, and by a third more for those of 64 KiB)."""
+"""Largest shard, in bytes, that shares a message with others of its chunk; and largest sum of these over all ranks, the
+smallest first, since packing takes room. For larger shards a message of their own takes less time than the copies (gloo
+on one host: by a third less for shards of 256 KiB, and by a third more for those of 64 KiB)."""
 
 
 def check_zero_stage(zero_stage: object) -> None:
-    """Raises OptionsError: there is no such stage."""
+    """Raise OptionsError if there is no such stage."""
     if zero_stage not in (None, 1, 2, 3) or isinstance(zero_stage, bool):
         raise OptionsError(
             f"zero_stage is {zero_stage!r}; allowed: 1, 2, 3, or None, with which the plan chooses per group"
@@ -32,18 +32,18 @@ def check_zero_stage(zero_stage: object) -> None:
 
 @dataclass(frozen=True)
 class Shards:
-    """The parts of a contiguous tensor, one for each rank of a row: of the ranks that have all parts between them.
+    """Shards of a contiguous tensor, one for each rank of a row: a row is a set of ranks that hold one full set of
+    shards.
 
-    Every rank but the last ones has as many rows, `ceil(rows / num_ranks)`; the last ones have fewer, or none.
+    Every rank but the last ones holds `ceil(rows / num_ranks)` rows; the last ones hold fewer, or none.
 
     Attributes:
-        shape: of the whole tensor. Without dimensions it has one part.
-        num_ranks: that have a part each.
-        rank: whose part is meant where none is named, as its place in the row.
-        zero_stage: what every rank has whole from one step to the next, beside its parts: in stage 3 nothing, in
-            stage 2 parameters, in stage 1 gradients too. None: that is chosen for each group
-            (`ChunkGroup.is_replicated`).
-        num_copies: of every part: so many rows there are. `copy`: which of them this rank's is.
+        shape: of the whole tensor. Without dimensions it has one shard.
+        num_ranks: that hold a shard each.
+        rank: the default rank, as its place in the row.
+        zero_stage: data that is replicated from one step to the next, in addition to shards: in stage 3 none, in stage
+            2 parameters, in stage 1 gradients too. None: that is chosen for each group (`ChunkGroup.is_replicated`).
+        num_copies: of every shard, that is, the number of rows. `copy`: index of this rank's row.
     """
 
     shape: tuple[int, ...]
@@ -55,17 +55,17 @@ class Shards:
 
     @property
     def row(self) -> range:
-        """The ranks of this one's row, in the order of their parts."""
+        """Ranks of this rank's row, in the order of their shards."""
         return range(self.copy * self.num_ranks, (self.copy + 1) * self.num_ranks)
 
     @property
     def copies(self) -> range:
-        """The ranks that have this one's part."""
+        """Ranks that hold this rank's shard."""
         return range(self.rank, self.num_copies * self.num_ranks, self.num_ranks)
 
     @property
     def exchange_numel(self) -> int:
-        """Elements that a rank receives at most while a gradient's parts are added up."""
+        """Largest number of elements that a rank receives while a gradient's shards are added up."""
         return (self.num_ranks - 1) * self.largest_numel + (self.num_copies - 1) * -(
             -self.largest_numel // self.num_copies
         )
@@ -77,42 +77,44 @@ class Shards:
 
     @cached_property
     def stride(self) -> tuple[int, ...]:
-        """Of the whole tensor, in elements."""
+        """Strides of the whole tensor, in elements."""
         return tuple(math.prod(max(n, 1) for n in self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
     @property
     def largest_numel(self) -> int:
-        """Elements of the largest part, which is that of rank 0."""
+        """Elements of the largest shard, which is that of rank 0."""
         begin, end = self.span(0)
         return end - begin
 
     @property
     def numel_of_equals(self) -> int:
-        """Elements of all parts, if each were the largest."""
+        """Elements of all shards, if each were the largest."""
         return self.num_ranks * self.largest_numel
 
     def span(self, rank: int) -> tuple[int, int]:
-        """A rank's part: its first element in the whole tensor, and the one after its last."""
+        """Return a rank's shard: its first element in the whole tensor, and the element after its last."""
         row_numel = math.prod(self.shape[1:])
         begin, end = self.rows(rank)
         return begin * row_numel, end * row_numel
 
     def rows(self, rank: int) -> tuple[int, int]:
-        """The same in rows of the first dimension."""
+        """Return a rank's shard in rows of the first dimension."""
         rows = self.shape[0] if self.shape else 1
         each = -(-rows // self.num_ranks)
         return min(rank * each, rows), min((rank + 1) * each, rows)
 
 
-def parcels(of_all: Sequence[Shards], itemsize: int) -> list[list[int]]:
-    """Parameters of one chunk, as indexes, by the messages that ranks send their parts in: the same on all ranks."""
-    together: dict[tuple[int, int], list[int]] = {}
+def parcels(shards_of: Sequence[Shards], itemsize: int) -> list[list[int]]:
+    """Group the parameters of one chunk, as indexes, by the messages in which ranks send their shards: equal on all
+    ranks.
+    """
+    shared: dict[tuple[int, int], list[int]] = {}  # (ranks, copies) -> parameters in one message
     nbytes = 0
-    for index in sorted(range(len(of_all)), key=lambda index: of_all[index].numel_of_equals):
-        shards = of_all[index]
+    for index in sorted(range(len(shards_of)), key=lambda index: shards_of[index].numel_of_equals):
+        shards = shards_of[index]
         nbytes += shards.numel_of_equals * itemsize
         is_small = shards.largest_numel * itemsize <= PACKED_NBYTES and nbytes <= PACKING_NBYTES
         if is_small and shards.num_ranks * shards.num_copies > 1:
-            together.setdefault((shards.num_ranks, shards.num_copies), []).append(index)
-    packed = {index for parcel in together.values() for index in parcel}
-    return [*([index] for index in range(len(of_all)) if index not in packed), *together.values()]
+            shared.setdefault((shards.num_ranks, shards.num_copies), []).append(index)
+    packed = {index for parcel in shared.values() for index in parcel}
+    return [*([index] for index in range(len(shards_of)) if index not in packed), *shared.values()]

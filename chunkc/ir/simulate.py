@@ -1,9 +1,9 @@
-"""A plan replayed against the clock: when each call runs, when each copy is on its link, and where computation waits.
+"""Replay a plan against the clock: when each call runs, when each copy is on its link, and where computation waits.
 
 The rules are the runtime's: the computation goes through the plan in order; copies queue on their link, one after
-another, from the moment they are asked for; a wait holds the computation until the copy is done. A gradient chunk that
-no call of the step has written yet has nothing to read from home, so its slot costs no copy. Updates by the CPU have a
-stream of their own; copies of a group at home come after its update.
+another, from the moment they are issued; a wait holds the computation until the copy is done. A gradient chunk that no
+call of the step has written yet has nothing to read from home, so its slot costs no copy. Updates by the CPU have a
+stream of their own; copies of a group that the CPU updates come after that update.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE
 from chunkc.ir.program import BACKWARD, UPDATE
 
 RESIDENT_UPDATE = "update of what stays"
-"""The event that stands for the update of parameters that never move."""
+"""Name of the event for the update of residents."""
 
 BY_THE_CPU = "updates by the CPU"
-"""The event that stands for waiting, at a step's end, for updates at home."""
+"""Name of the event for the wait, at a step's end, for updates by the CPU."""
 
 
 @dataclass(frozen=True)
 class HostUpdateTimes:
-    """When the CPU makes updates at home: one after the other, on a stream of its own.
+    """Durations of the CPU's updates, one after the other on a stream of their own, and what they overlap.
 
     Attributes:
         seconds: of each group's, by its index.
-        beside_forward: the next forward goes on meanwhile, and waits for a group where it fetches it.
-        beside_backward: a group's begins when its gradients have arrived and nothing of it is fetched again.
+        overlaps_forward: the next forward goes on meanwhile, and waits for a group where it fetches it.
+        overlaps_backward: a group's update begins when its gradients have arrived and nothing of it is fetched again.
     """
 
     seconds: Mapping[int, float] = field(default_factory=dict)
-    beside_forward: bool = False
-    beside_backward: bool = False
+    overlaps_forward: bool = False
+    overlaps_backward: bool = False
 
 
 NO_HOST_UPDATES = HostUpdateTimes()
@@ -53,23 +53,23 @@ def simulate(
     hardware: Hardware,
     *,
     resident_update_s: float = 0.0,
-    at_home: HostUpdateTimes = NO_HOST_UPDATES,
+    host_updates: HostUpdateTimes = NO_HOST_UPDATES,
     update_nbytes: Mapping[str, int] = MappingProxyType({}),
     replicated: Mapping[int, bool] = MappingProxyType({}),
 ) -> tuple[TimedEvent, ...]:
-    """What happens on each stream in one step that begins without gradients, in order of time.
+    """Simulate one step that begins without gradients; return the events of each stream, in order of time.
 
     Args:
         phases: in the order in which they run: forward, backward, the optimizer's update.
         costs_s: seconds of arithmetic of each call, by the moment's name.
-        resident_update_s: the update of all that never moves; it comes first in the optimizer's step.
-        at_home: updates by the CPU. Where they go on beside the next forward, the step is one that follows another:
-            what the former left to do comes first.
-        update_nbytes: what each update reads and writes, by its event's name.
-        standing: groups of which every rank has whole parameters from one step to the next, and whether updates change
+        resident_update_s: the update of residents; it comes first in the optimizer's step.
+        host_updates: updates by the CPU. If they overlap the next forward, the simulated step follows another, and
+            begins with the updates that that one left.
+        update_nbytes: bytes that each update reads and writes, by its event's name.
+        replicated: groups of replicated parameters, kept from one step to the next, and whether updates change
             them: then they are gathered once in a step, else never.
     """
-    replay = partial(_replay, phases, costs_s, hardware, resident_update_s, at_home, replicated)
+    replay = partial(_replay, phases, costs_s, hardware, resident_update_s, host_updates, replicated)
     events, left_s = replay({})
     if left_s:
         events, _ = replay(left_s)
@@ -83,23 +83,24 @@ def _replay(
     costs_s: Mapping[str, float],
     hardware: Hardware,
     resident_update_s: float,
-    at_home: HostUpdateTimes,
+    host_updates: HostUpdateTimes,
     replicated: Mapping[int, bool],
     left_s: Mapping[int, float],
 ) -> tuple[tuple[TimedEvent, ...], dict[int, float]]:
-    """One step's events, and what it leaves to the next: groups whose updates end so long after it.
+    """Replay one step; return its events, and the updates it leaves to the next: groups with seconds to the update's
+    end.
 
     Args:
-        left_s: what the former step has left to this one.
+        left_s: updates that the former step has left to this one.
     """
     found: list[TimedEvent] = []
     now = 0.0
     free = {**dict.fromkeys(QUEUES, 0.0), HOST_UPDATES: max(left_s.values(), default=0.0)}
     done: dict[MovedId, float] = {}  # item -> when its latest copy is done
-    written: set[int] = set()  # groups whose gradients are at home
+    written: set[int] = set()  # groups with gradients at home
     updated = dict(left_s)  # group -> when the latest update at home ends
     needed: dict[int, None] = {}  # groups in the order of their first fetch
-    to_do = dict(at_home.seconds)
+    to_do = dict(host_updates.seconds)
     current = {group for group, changes in replicated.items() if not changes}  # whole here, as all ranks have them
 
     def copy(event: Event, phase: str) -> None:
@@ -145,7 +146,12 @@ def _replay(
                 elif event.kind == WRITE_BACK:
                     copy(event, phase.phase)
                     written |= {group} if kind == GRAD else set()
-                if at_home.beside_backward and phase.phase == BACKWARD and (index, place) in last and group in to_do:
+                if (
+                    host_updates.overlaps_backward
+                    and phase.phase == BACKWARD
+                    and (index, place) in last
+                    and group in to_do
+                ):
                     ready = max(done.get(Chunk(kind, group), 0.0) for kind in (PARAM, GRAD, *CASTS))
                     update_at_home(group, max(now, ready), phase.phase)
             if index < len(phase.moments):
@@ -154,7 +160,7 @@ def _replay(
                 kind = "update" if phase.phase == UPDATE or index in phase.tiles else "call"
                 found.append(TimedEvent(COMPUTE, kind, moment.name, now, end, 0, phase.phase, moment.module))
                 now = end
-    if not at_home.beside_forward and free[HOST_UPDATES] > now:
+    if not host_updates.overlaps_forward and free[HOST_UPDATES] > now:
         found.append(TimedEvent(COMPUTE, "update", BY_THE_CPU, now, free[HOST_UPDATES], 0, UPDATE, ""))
         now = free[HOST_UPDATES]
     left = {group: end - now for group, end in updated.items() if end > now}
@@ -162,7 +168,7 @@ def _replay(
 
 
 def step_time(events: Sequence[TimedEvent]) -> StepTime:
-    """The seconds of a simulated step, by where they went."""
+    """Sum up the seconds of a simulated step by cause."""
 
     def busy(*kinds: str, streams: Collection[str] = (COMPUTE,)) -> float:
         return sum(e.end_s - e.start_s for e in events if e.stream in streams and e.kind in kinds)
@@ -178,7 +184,9 @@ def step_time(events: Sequence[TimedEvent]) -> StepTime:
 
 
 def link_nbytes(events: Sequence[TimedEvent], hardware: Hardware) -> dict[str, int]:
-    """The bytes that each link of one device carries in a simulated step, by its name; those between ranks each way."""
+    """Return the bytes that each link of one device carries in a simulated step, by its name; those between ranks each
+    way.
+    """
     found: Counter[str] = Counter()
     for event in events:
         if event.stream in QUEUES:
@@ -187,7 +195,7 @@ def link_nbytes(events: Sequence[TimedEvent], hardware: Hardware) -> dict[str, i
 
 
 def traffic(events: Sequence[TimedEvent]) -> Traffic:
-    """The bytes that a simulated step copies, each way."""
+    """Return the bytes that a simulated step copies, each way."""
     copies = [event for event in events if event.stream in QUEUES]
     inwards = sum(event.nbytes for event in copies if event.stream in INWARD)
     return Traffic(inwards, sum(event.nbytes for event in copies) - inwards)

@@ -1,4 +1,4 @@
-"""Which states an optimizer keeps for its parameters, and in which dtypes: what layouts and plans reckon with."""
+"""Describe the states that an optimizer keeps for its parameters, and their dtypes."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ import torch
 
 MASTER, EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ = "master", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
 MASTER_LOW = "master_low"
-"""The lower 16 bits of an fp32 master, whose upper ones are those of the bf16 parameter."""
+"""Lower 16 bits of an fp32 master; the bf16 parameter holds the upper ones."""
 
 MOMENTS = (EXP_AVG, EXP_AVG_SQ)
-"""What Adam and LAMB keep of past gradients; with `amsgrad` Adam also keeps the largest `EXP_AVG_SQ` so far."""
+"""States of Adam and LAMB; with `amsgrad` Adam also keeps the largest `EXP_AVG_SQ` so far."""
 
 MOMENTUM_BUFFER = "momentum_buffer"
-"""What SGD with momentum keeps of them."""
+"""State of SGD with momentum."""
 
 UNSIGNED = (EXP_AVG_SQ, MAX_EXP_AVG_SQ)
-"""Moments of which no element is negative."""
+"""Moments without negative elements."""
 
 ELEMENTS_PER_SCALE = 256
-"""Elements that share one scale in 8-bit moments."""
+"""Number of elements that share one scale in 8-bit moments."""
 
 FLOAT32, BFLOAT16, INT8, NONE, SPLIT = "float32", "bfloat16", "int8", "none", "split"
 
 MOMENT_DTYPES = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, INT8: torch.uint8}
-"""How the moments of a format are stored."""
+"""Storage dtypes of the moments of a format."""
 
 
 def scale_of(moment: str) -> str:
-    """The kind of data with one entry for each `ELEMENTS_PER_SCALE` elements of an 8-bit moment."""
+    """Return the kind of data with one entry for each `ELEMENTS_PER_SCALE` elements of an 8-bit moment."""
     return moment + _SCALE
 
 
@@ -44,12 +44,12 @@ _SCALE = "_scale"
 
 @dataclass(frozen=True)
 class StateFormat:
-    """In what form states are kept.
+    """Format of an optimizer's states.
 
     Attributes:
         moments: "float32", "bfloat16", or "int8": codes of one byte, and an fp32 scale for each block of elements.
-        master: of 16-bit parameters; others are their own master. "float32"; "none"; or "split": of bf16 parameters the
-            lower bits, unless moments are 8-bit (no kernel does both); else as "float32".
+        master: of 16-bit parameters; other parameters are their own master. "float32"; "none"; or "split": of bf16
+            parameters the lower bits, unless moments are 8-bit (no kernel does both); else as "float32".
         kinds: the moments. Without any, `moments` is "float32".
     """
 
@@ -58,17 +58,19 @@ class StateFormat:
     kinds: tuple[str, ...] = MOMENTS
 
     def dtypes(self, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """The dtype of each kind of state of such a parameter, in the order in which they are printed."""
+        """Return the dtype of each kind of state of such a parameter, in the order in which they are printed."""
         return _dtypes(self, param_dtype)
 
     def seen_by(self, param_dtype: torch.dtype) -> StateFormat:
-        """The same for such parameters, and equal where nothing differs: fp32 parameters know no kinds of masters."""
+        """Return the canonical format for such parameters, equal for formats with equal dtypes: fp32 parameters have no
+        masters to tell apart.
+        """
         default = replace(self, master=SPLIT)
         return default if default.dtypes(param_dtype) == self.dtypes(param_dtype) else self
 
     @property
     def alignment(self) -> int:
-        """Elements that a tensor must begin at a multiple of in its chunk."""
+        """Alignment of a tensor in its chunk, in elements."""
         return ELEMENTS_PER_SCALE if self.moments == INT8 else 1
 
     def __str__(self) -> str:
@@ -89,7 +91,7 @@ def _dtypes(states: StateFormat, param_dtype: torch.dtype) -> dict[str, torch.dt
 
 
 def num_entries(kind: str, num_elements: int) -> int:
-    """How many entries of a kind of data so many elements have."""
+    """Return the number of entries of a kind of data for so many elements."""
     return -(-num_elements // ELEMENTS_PER_SCALE) if is_scale(kind) else num_elements
 
 

@@ -1,4 +1,4 @@
-"""How a tensor's elements lie in memory: next to each other, with gaps, or several at one place."""
+"""Answer questions about a tensor's memory: dense, with gaps, overlapping itself or another tensor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides, in elements, of a dense tensor of that shape; the tensor's own where it is dense.
+    """Return the strides, in elements, of a dense tensor of that shape; the tensor's own if it is dense.
 
-    Dimensions keep their order in memory, as in `torch.empty_like`. So they do in the states of `torch.optim`.
+    Dimensions keep their order in memory, as in `torch.empty_like` and in the states of `torch.optim`.
     """
     if tensor.is_contiguous():
         return tensor.stride()
@@ -27,20 +27,20 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements of the tensor are one place in memory, as in what `expand` returns."""
+    """Whether two elements of the tensor share a place in memory, as in the result of `expand`."""
     if is_dense(tensor):
         return False
     dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1)
     span = 1
     for stride, size in dims:
-        if stride < span:  # unless the dimensions interleave, two elements meet
+        if stride < span:  # unless the dimensions interleave, two elements share a place
             return stride == 0 or _places(tensor).unique().numel() < tensor.numel()
         span += (size - 1) * stride
     return False
 
 
 def span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses `[begin, end)` between which the tensor's elements lie; equal where it has none."""
+    """Return the addresses `[begin, end)` between which the tensor's elements lie; equal if it has none."""
     begin = tensor.data_ptr()
     if tensor.is_contiguous():
         return begin, begin + tensor.nbytes
@@ -48,22 +48,22 @@ def span_of(tensor: torch.Tensor) -> tuple[int, int]:
     return begin, begin + (last + 1) * tensor.itemsize if tensor.numel() else begin
 
 
-def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+def share_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Whether some byte belongs to an element of both tensors."""
-    (begin, end), (other_begin, other_end) = span_of(one), span_of(other)
-    if not (begin < other_end and other_begin < end):
+    (begin, end), (second_begin, second_end) = span_of(first), span_of(second)
+    if not (begin < second_end and second_begin < end):
         return False
-    return np.shares_memory(np.asarray(_Addresses(one)), np.asarray(_Addresses(other)))
+    return np.shares_memory(np.asarray(_Addresses(first)), np.asarray(_Addresses(second)))
 
 
 def _places(tensor: torch.Tensor) -> torch.Tensor:
-    """Each element's place in memory, in elements from the first."""
+    """Return each element's place in memory, in elements from the first."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return torch.arange(last + 1).as_strided(tensor.shape, tensor.stride())
 
 
 class _Addresses:
-    """A tensor's addresses as numpy wants them, of any device and dtype; nothing is read there."""
+    """Array interface of a tensor's addresses for numpy, for any device and dtype; nothing is read there."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.__array_interface__: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Rows: how the elements of a gradient are summed up, so that bits do not depend on where it lies.
+"""Split gradients into rows for summation, so that the bits of a sum do not depend on where the gradient lies.
 
 A row is `ROW` elements of one gradient, in the order of memory, counted from its own beginning; the last one may be
 shorter. Each is summed up by itself, in fp64 and in one order (see `chunkc.kernels.sums_cpu`). So sums have the same
@@ -13,36 +13,36 @@ import numpy as np
 from torch import Tensor
 
 ROW = 1 << 16
-"""Elements of a row."""
+"""Number of elements of a row."""
 
 COLUMNS = 3
-"""Of a table of rows: begin and end in elements from a base, and the sum's place."""
+"""Columns of a table of rows: begin and end in elements from a base, and the sum's place."""
 
 SumSquares = Callable[[Tensor, Tensor, Tensor], None]
-"""`(base, rows, sums)`: sums up the squares of rows of elements.
+"""Function `(base, rows, sums)` that sums up the squares of rows of elements.
 
 No square of a 16-bit or fp32 number overflows in fp64: a sum is finite if and only if each element is.
 
 Args:
-    base: a tensor of the elements' dtype, from whose first element rows count.
+    base: a tensor of the elements' dtype; rows count from its first element.
     rows: int64 `[num_rows, COLUMNS]`, contiguous, on the device that computes.
-    sums: fp64, contiguous; the places that the table names are written.
+    sums: fp64, contiguous; written at the places in the table.
 """
 
 
 def num_rows(numel: int) -> int:
-    """Rows of a gradient of so many elements."""
+    """Return the number of rows of a gradient of so many elements."""
     return -(-numel // ROW)
 
 
-def rows_of(places: Sequence[tuple[int, int]]) -> np.ndarray:
-    """The table for gradients that each begin at an element and have so many; their sums follow each other.
+def rows_of(extents: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Build the table for gradients given as (first element, number of elements); their sums follow each other.
 
     Returns:
         int64 `[num_rows, COLUMNS]`.
     """
     spans = []
-    for begin, numel in places:
+    for begin, numel in extents:
         cuts = np.minimum(np.arange(num_rows(numel) + 1, dtype=np.int64) * ROW, numel) + begin
         spans.append(np.stack([cuts[:-1], cuts[1:]], axis=1))
     table = np.concatenate(spans) if spans else np.empty((0, 2), dtype=np.int64)

@@ -1,17 +1,17 @@
-"""Text for people: safe to show on a terminal, whatever names it is made of."""
+"""Make text safe to show on a terminal, whatever names it contains."""
 
 from __future__ import annotations
 
 import reprlib
 
 _LONGEST = 2000
-"""Characters of a line that stands for itself, such as an error's."""
+"""Most characters of a line shown by itself, such as an error's."""
 
 
 def printable(text: str) -> str:
-    """The text with every character that a terminal may obey as an escape (`\\x1b`), but for ends of lines and tabs.
+    r"""Escape every character that a terminal may obey (`\x1b`), except ends of lines and tabs.
 
-    So are characters that change the direction of writing, and halves of surrogate pairs, which no encoding has.
+    Also escapes characters that change the direction of writing, and halves of surrogate pairs, which no encoding has.
     """
     if text.isascii() and text.isprintable():
         return text
@@ -19,21 +19,21 @@ def printable(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text as one line of `printable` characters, which is cut where it is very long."""
+    """Join the text into one line of `printable` characters, with the middle of a very long line cut out."""
     line = printable(" ".join(text.split("\n"))).replace("\t", " ").strip()
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
 
 
 def short(value: object) -> str:
-    """The value on one short line."""
+    """Return the value on one short line."""
     try:
         return " ".join(reprlib.repr(value).split())
-    except Exception:  # an int of too many digits, or a class whose repr fails
+    except Exception:  # an int of too many digits, or a class with a repr that fails
         return f"a {type(value).__name__} that cannot be shown"
 
 
 def message_of(error: BaseException) -> str:
-    """The first line of what an error says; empty where it says nothing, or fails to."""
+    """Return the first line of an error's message; empty if there is none, or if `str` fails."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:

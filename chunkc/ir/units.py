@@ -1,4 +1,4 @@
-"""Sizes in text, both ways."""
+"""Parse and print sizes."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from fractions import Fraction
 from types import MappingProxyType
 
 BINARY_UNITS = (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024))
-"""What sizes are shown in, the largest first, with bytes."""
+"""Units of printed sizes, the largest first, with bytes."""
 
 _DECIMAL_UNITS = {"b": 1, "kb": 1000, "mb": 1000**2, "gb": 1000**3, "tb": 1000**4}
 
 BYTE_UNITS: Mapping[str, int] = MappingProxyType(_DECIMAL_UNITS | {unit.lower(): n for unit, n in BINARY_UNITS})
-"""Every unit that sizes may be written in, in lower case, with its bytes."""
+"""Units that sizes may be written in, in lower case, with bytes."""
 
 NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,18})?)"
-"""A number as users write it, as a regular expression: one group."""
+"""Regular expression of a number as users write it: one group."""
 
 _SIZE = re.compile(rf"{NUMBER}\s*({'|'.join(BYTE_UNITS)})", re.IGNORECASE)
 
 
 def parse_nbytes(text: str) -> int:
-    """Bytes of a size such as "1.5GiB" (a fraction of a byte is cut off).
+    """Parse a size such as "1.5GiB" into bytes (a fraction of a byte is cut off).
 
     Raises:
         ValueError: it is no number with one of `BYTE_UNITS`.
@@ -34,7 +34,7 @@ def parse_nbytes(text: str) -> int:
 
 
 def format_nbytes(nbytes: int) -> str:
-    """Bytes as a person reads them, with the exact count: `1.50 MiB (1,572,864 bytes)`."""
+    """Print bytes for people, with the exact count: `1.50 MiB (1,572,864 bytes)`."""
     size = float(nbytes)
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if abs(size) < 1024 or unit == "GiB":

@@ -1,4 +1,4 @@
-"""In which stages an optimizer updates a chunk group, which kinds of data each reads and writes, and how many bytes."""
+"""Describe the stages of a chunk group's optimizer update: the kinds of data each reads and writes, and their bytes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class UpdateStage:
 
 @lru_cache
 def update_stages(kinds: tuple[str, ...], num_stages: int) -> tuple[UpdateStage, ...]:
-    """The stages of an update of a group that has these kinds of data.
+    """Return the stages of an update of a group that has these kinds of data.
 
-    One stage: an elementwise rule, such as Adam's. Two: one that scales each tensor's update by its norm, such as
-    LAMB's. The first makes the moments and sums up squares; once all of a tensor had it, the second makes the
+    One stage: an elementwise rule, such as Adam's. Two: a rule that scales each tensor's update by its norm, such as
+    LAMB's. The first computes the moments and sums up squares; once all of a tensor is done, the second computes the
     parameters from the moments, without the gradients.
     """
     if num_stages == 1:
@@ -57,23 +57,24 @@ class UpdateTraffic:
 def update_traffic(
     dtype: torch.dtype, states: StateFormat, num_elements: int, num_stages: int = 1
 ) -> tuple[UpdateTraffic, ...]:
-    """What each stage of an update of so many parameters reads and writes. Gradients have the parameters' dtype.
+    """Return the bytes that each stage of an update of so many parameters reads and writes.
 
-    Of a parameter that has a whole master, the master is read and both are written. Not counted is what stays in
-    caches: scalars, and LAMB's sums of squares, a pair for each 16,384 elements.
+    Gradients have the parameters' dtype. Of a parameter that has a whole master, the master is read and both are
+    written. Not counted are bytes that stay in caches: scalars, and LAMB's sums of squares, a pair for each 16,384
+    elements.
     """
     dtypes = {PARAM: dtype, GRAD: dtype, **states.dtypes(dtype)}
 
     def nbytes(kinds: Sequence[str]) -> int:
         return sum(num_entries(kind, num_elements) * dtypes[kind].itemsize for kind in kinds)
 
-    found = []
+    traffic = []
     for stage in update_stages(tuple(dtypes), num_stages):
         read = [kind for kind in stage.kinds if kind != PARAM or MASTER not in stage.kinds]
-        found.append(UpdateTraffic(nbytes(read), nbytes(stage.writes)))
-    return tuple(found)
+        traffic.append(UpdateTraffic(nbytes(read), nbytes(stage.writes)))
+    return tuple(traffic)
 
 
 def tile_traffic(group: ChunkGroup, tile: Tile) -> UpdateTraffic:
-    """What the update of one tile of a group reads and writes."""
+    """Return the bytes that the update of one tile of a group reads and writes."""
     return update_traffic(group.dtype, group.states, tile.end - tile.begin, tile.num_stages)[tile.stage]

@@ -54,7 +54,7 @@ def at_home(events: Sequence[TimedEvent]) -> list[tuple[str, float, float]]:
 
 
 def test_without_overlap_they_follow_the_backward_and_are_waited_for() -> None:
-    events = simulate(STEP, COSTS, MACHINE, at_home=HostUpdateTimes({0: 3.0, 1: 4.0}))
+    events = simulate(STEP, COSTS, MACHINE, host_updates=HostUpdateTimes({0: 3.0, 1: 4.0}))
     assert at_home(events) == [
         ("param:0", END_OF_BACKWARD, END_OF_BACKWARD + 3),
         ("param:1", END_OF_BACKWARD + 3, END_OF_BACKWARD + 7),
@@ -66,7 +66,7 @@ def test_without_overlap_they_follow_the_backward_and_are_waited_for() -> None:
 
 
 def test_in_the_backward_they_begin_when_a_group_is_settled() -> None:
-    events = simulate(STEP, COSTS, MACHINE, at_home=HostUpdateTimes({0: 3.0, 1: 4.0}, beside_backward=True))
+    events = simulate(STEP, COSTS, MACHINE, host_updates=HostUpdateTimes({0: 3.0, 1: 4.0}, overlaps_backward=True))
     arrived = 6 + 1  # after backward.0, group 1's gradient goes home
     assert at_home(events) == [("param:1", arrived, arrived + 4), ("param:0", 11, 14)]
     assert step_time(events).optimizer == 14 - END_OF_BACKWARD
@@ -75,13 +75,13 @@ def test_in_the_backward_they_begin_when_a_group_is_settled() -> None:
 def test_a_group_that_is_fetched_again_is_not_updated_before() -> None:
     again = phase(BACKWARD, [], written(0), fetched(0), [(WAIT, "grad:0", 0)])
     costs_s = {"backward.0": 2.0, "backward.1": 0.0, "backward.2": 0.0}
-    events = simulate([again], costs_s, MACHINE, at_home=HostUpdateTimes({0: 1.0}, beside_backward=True))
+    events = simulate([again], costs_s, MACHINE, host_updates=HostUpdateTimes({0: 1.0}, overlaps_backward=True))
     (fetch,) = [e for e in events if e.stream == TO_DEVICE]
     assert at_home(events) == [("param:0", fetch.end_s, fetch.end_s + 1)]
 
 
 def test_in_the_next_forward_each_fetch_waits_for_its_group() -> None:
-    events = simulate(STEP, COSTS, MACHINE, at_home=HostUpdateTimes({0: 3.0, 1: 4.0}, beside_forward=True))
+    events = simulate(STEP, COSTS, MACHINE, host_updates=HostUpdateTimes({0: 3.0, 1: 4.0}, overlaps_forward=True))
     fetches = {e.name: e.start_s for e in events if e.stream == TO_DEVICE and e.phase == FORWARD}
     assert fetches == {"param:0": 3, "param:1": 7}
     assert step_time(events).optimizer == 0
@@ -90,16 +90,16 @@ def test_in_the_next_forward_each_fetch_waits_for_its_group() -> None:
 
 def test_the_first_groups_needed_come_first() -> None:
     order = phase(FORWARD, fetched(1), fetched(0), [])
-    for beside_forward in (False, True):
-        updates = HostUpdateTimes({0: 1.0, 1: 1.0}, beside_forward=beside_forward)
-        events = simulate([order, phase(UPDATE, [])], defaultdict[str, float](float), MACHINE, at_home=updates)
+    for overlaps_forward in (False, True):
+        updates = HostUpdateTimes({0: 1.0, 1: 1.0}, overlaps_forward=overlaps_forward)
+        events = simulate([order, phase(UPDATE, [])], defaultdict[str, float](float), MACHINE, host_updates=updates)
         assert [name for name, _, _ in at_home(events)] == ["param:1", "param:0"]
 
 
-@pytest.mark.parametrize("beside_backward", [False, True])
-def test_overlap_never_costs_time(beside_backward: bool) -> None:
+@pytest.mark.parametrize("overlaps_backward", [False, True])
+def test_overlap_never_costs_time(overlaps_backward: bool) -> None:
     seconds = {0: 3.0, 1: 4.0}
-    plain = step_time(simulate(STEP, COSTS, MACHINE, at_home=HostUpdateTimes(seconds)))
-    for beside_forward in (False, True):
-        updates = HostUpdateTimes(seconds, beside_forward=beside_forward, beside_backward=beside_backward)
-        assert step_time(simulate(STEP, COSTS, MACHINE, at_home=updates)).total <= plain.total
+    plain = step_time(simulate(STEP, COSTS, MACHINE, host_updates=HostUpdateTimes(seconds)))
+    for overlaps_forward in (False, True):
+        updates = HostUpdateTimes(seconds, overlaps_forward=overlaps_forward, overlaps_backward=overlaps_backward)
+        assert step_time(simulate(STEP, COSTS, MACHINE, host_updates=updates)).total <= plain.total
