@@ -41,7 +41,7 @@ class Batches:
         self._told: int | None = None  # how many batches were taken when the position was asked for
 
     def __len__(self) -> int:
-        """As the loader's: batches of an epoch."""
+        """The loader's number of batches in an epoch."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
@@ -49,7 +49,7 @@ class Batches:
 
         Raises:
             UnsupportedError: the former epoch was left by `break`, and the position that was saved last is within it:
-                who resumes from there would go on in that epoch.
+                resuming from there would go on in that epoch.
         """
         if self._begun is not None and not self._resumes and self._told == self._taken:
             raise UnsupportedError(

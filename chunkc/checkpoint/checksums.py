@@ -31,7 +31,7 @@ class Piece:
         return self.offset_nbytes + self.nbytes + self.gaps_nbytes
 
     def followed_by(self, other: Piece) -> Piece:
-        """This and one that ends later as one, maybe with a gap between them."""
+        """Join this range with one that ends later, maybe with a gap between them."""
         nbytes = self.nbytes + other.nbytes
         return Piece(self.offset_nbytes, nbytes, _sum(self, other), other.end_nbytes - self.offset_nbytes - nbytes)
 

@@ -1,4 +1,4 @@
-"""The directory of a run's checkpoints: who may write there, what is complete, what goes.
+"""Manage the directory of a run's checkpoints: the lock of the writer, complete checkpoints, old ones to remove.
 
 DIR/step-000000000050/       a complete checkpoint: it got this name when all of it was on the medium
 DIR/step-000000000050.1/     the same step saved once more; the newer one counts
@@ -119,7 +119,7 @@ class Folder:
             self.release = None
 
     def writing(self, step: int) -> Path:
-        """Where a checkpoint is while it is being written."""
+        """The directory of a checkpoint that is being written."""
         return self.path / f"{_WRITING}{step:012d}"
 
     def join(self, step: int) -> None:
@@ -156,7 +156,7 @@ class Folder:
         return path
 
     def commit(self, writing: Path, step: int) -> Complete:
-        """Give a directory, all of whose files are on the medium, the name of a complete checkpoint.
+        """Give a directory with all files on the medium the name of a complete checkpoint.
 
         Raises:
             OSError: the medium failed; what was complete before still is.

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of, with checksums: `manifest.json`, written last, and read before anything else.
+"""List a checkpoint's files with checksums: `manifest.json`, written last, and read before anything else.
 
 There is one way to write a manifest, so that any change of a byte is seen: what is read must be what would be written.
 Checksums are CRC-32, since they find accidents at the speed of memory; they are no protection from a forger, and need

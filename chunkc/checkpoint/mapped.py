@@ -84,7 +84,7 @@ class Overlaid:
         self.entries = {key: file.entries[key] for key, file in self._of.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """As that of a `MappedFile`."""
+        """Read a tensor by name, as a `MappedFile` does."""
         if name not in self._of:
             raise CheckpointError(f"the checkpoint has no {name}")
         return self._of[name].tensor(name)

@@ -1,4 +1,4 @@
-"""Which bytes of which files a rank writes.
+"""Assign bytes of files to the ranks that write them.
 
 A checkpoint of several ranks is one of one process, and a few files more. Parameters and states that are cut over ranks
 have a file together, in which they are whole: rows of a tensor are a range of bytes, parts of rows are several ranges,
@@ -52,7 +52,7 @@ FileTensors = Mapping[tuple[str, str], FileTensor]
 
 
 def of_rank(rank: int, name: str) -> str:
-    """The file of what a rank has for itself, beside the one of rank 0."""
+    """The name of a rank's own file; rank 0's has no prefix."""
     return f"rank-{rank}.{name}" if rank else name
 
 
@@ -89,8 +89,8 @@ def files_of(sources: Sequence[Source]) -> tuple[list[FileToWrite], dict[tuple[s
     return files, tensors
 
 
-def files_beside(rank: int, sources: Sequence[Source], tensors: FileTensors) -> list[FileToWrite]:
-    """The files of another rank's sources: its own ones, and its part of what rank 0 says where it lies.
+def files_of_other_rank(rank: int, sources: Sequence[Source], tensors: FileTensors) -> list[FileToWrite]:
+    """The files of another rank's sources: its own ones, and its shards of tensors that rank 0 has placed.
 
     Raises:
         CheckpointError: this rank has other tensors than rank 0.

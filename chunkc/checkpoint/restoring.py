@@ -87,7 +87,7 @@ def _saved_rank(rank: int, of_a_layer: int, saved_of_a_layer: int) -> int:
 
 
 def prepared(saved: Saved, parts: Parts) -> Callable[[], None]:
-    """What loads everything, once all of it is found to fit; nothing has changed before it is called.
+    """Check that everything fits, and return a function that loads it; nothing changes before that is called.
 
     It may raise HomeError: there is no room at home for an optimizer's states; models are loaded, and that optimizer is
     not.
@@ -208,7 +208,8 @@ def _refuse(what: str, keys: Sequence[str]) -> None:
 def _state_dict(
     name: str, optimizer: Optimizer, document: Json, names: Mapping[int, str], files: Mapping[str, Overlaid]
 ) -> dict[str, Any]:
-    """What an optimizer's `load_state_dict` takes. For one of chunkc, tensors are still in the file: it copies each."""
+    """Build the argument of an optimizer's `load_state_dict`. For one of chunkc, tensors are still in the file: it
+    copies each."""
     file, loose, label = file_of("optimizer", name), _loose(files), f"the optimizer{name and f' {name!r}'}"
     here, there = names_in_groups(optimizer, names), [group["params"] for group in document["groups"]]
     if [sorted(group) for group in here] != [sorted(group) for group in there]:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: tensors by file and name, and all else as JSON. Nothing is copied here.
+"""Collect a checkpoint's contents: tensors by file and name, and all else as JSON. Nothing is copied here.
 
 A model's keys are those of its `state_dict`, without the `_orig_mod.` of compiled modules. A tensor that has several is
 saved under the first. An optimizer's states are saved by the name of their parameter, as `torch.optim` has them.
@@ -36,7 +36,7 @@ _COMPILED = "_orig_mod."
 
 @dataclass(frozen=True)
 class Parts:
-    """What is saved and loaded, each by its user's names; a single object's is "".
+    """The objects that are saved and loaded, by the user's names; a single object's is "".
 
     Attributes:
         others: schedulers, a scaler, a data loader: whatever has a `state_dict`; by kind, and then by name.
@@ -47,7 +47,7 @@ class Parts:
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def parameters(self) -> list[torch.Tensor]:
-        """Those of models and optimizers, each once; of one that is cut over ranks, this rank's part as well."""
+        """The parameters of models and optimizers, each once; of a sharded one also this rank's local shard."""
         of_models = [p for model in self.models.values() for p in model.parameters()]
         of_optimizers = [p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]]
         found = {id(p): p for whole in (*of_models, *of_optimizers) for p in (whole, local_shard_of(whole))}
@@ -163,7 +163,7 @@ def ranks_that_save(parts: Parts) -> Transport | None:
 
 
 def snapshot(parts: Parts) -> tuple[list[Source], Json]:
-    """All tensors, and the JSON of all else.
+    """Collect all tensors, and the JSON of all else.
 
     Raises:
         UnsupportedError: something cannot be saved; the message names it.
@@ -216,7 +216,9 @@ def _optimizer(
         for parameter, title in zip(group["params"], of_group, strict=True)
     }
     if len(set(titles.values())) != len(titles):
-        raise UnsupportedError(f"{label} has a parameter whose name begins with #, which cannot be told from others")
+        raise UnsupportedError(
+            f"{label} has a parameter with a name that begins with #, which cannot be told from others"
+        )
     states: dict[str, Json] = {}
     for parameter, state in list(optimizer.state.items()):
         title = titles.get(id(parameter))

@@ -72,7 +72,7 @@ class Source:
         return self.whole_nbytes if self.block is None else self.block.run_numel * self.dtype.itemsize
 
     def runs(self) -> Iterator[int]:
-        """Where each run of `run_nbytes` begins, in bytes from the beginning of the tensor."""
+        """The offset of each run of `run_nbytes`, in bytes from the beginning of the tensor."""
         return iter((0,)) if self.block is None else (first * self.dtype.itemsize for first in self.block.runs())
 
 
@@ -105,7 +105,7 @@ def _of_rank(part: Source, block: Block) -> Source:
 
 
 def _unchanged(title: str, *tensors: torch.Tensor) -> Callable[[], None]:
-    """Raises CheckpointError, once somebody has written to one of the tensors, or replaced its data."""
+    """A check that raises CheckpointError once one of the tensors was written to, or its data replaced."""
 
     def state_of(tensor: torch.Tensor) -> tuple[int | None, int | None, int]:
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
@@ -126,7 +126,7 @@ def _unchanged(title: str, *tensors: torch.Tensor) -> Callable[[], None]:
 
 
 def master_of(file: str, key: str, parameter: torch.Tensor, lower: torch.Tensor | None) -> Source:
-    """The fp32 master of a bf16 parameter whose master is split (see `kernels.split`); None: it is the parameter.
+    """The fp32 master of a bf16 parameter with a split master (see `kernels.split`); None: it is the parameter.
 
     Args:
         lower: int16 lower bits, dense in the parameter's order; of one that is cut over ranks, those of this rank.

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from chunkc.checkpoint.folder import Complete, Folder
-from chunkc.checkpoint.placement import FileTensors, FileToWrite, files_beside, files_of, of_rank
+from chunkc.checkpoint.placement import FileTensors, FileToWrite, files_of, files_of_other_rank, of_rank
 from chunkc.checkpoint.restoring import Saved, prepared, read
 from chunkc.checkpoint.snapshot import STATE_JSON, Parts, named, ranks_that_save, snapshot
 from chunkc.checkpoint.sources import Source
@@ -88,7 +88,7 @@ class Checkpoint:
 
     @property
     def directory(self) -> Path:
-        """Where the checkpoints are; absolute."""
+        """The directory of the checkpoints; absolute."""
         return self._folder.path
 
     def save(self, step: int) -> None:
@@ -99,7 +99,7 @@ class Checkpoint:
 
         Raises:
             CheckpointError: the one before could not be saved; another process saves to the directory; it cannot be
-                written, or has no room; or it has checkpoints of later steps that nobody has loaded.
+                written, or has no room; or it has checkpoints of later steps that have not been loaded.
             UnsupportedError: something cannot be saved; the message names it.
         """
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
@@ -130,7 +130,7 @@ class Checkpoint:
         def join() -> None:
             if rank != 0:
                 self._folder.join(step)
-                files.extend(files_beside(rank, sources, tensors))
+                files.extend(files_of_other_rank(rank, sources, tensors))
 
         nbytes = together(transport, phase, gather, CheckpointError)
         tensors = together(transport, phase, begin, CheckpointError)[0]
@@ -180,7 +180,7 @@ class Checkpoint:
             saved, problem = self._read(found, transport, phase)
             if saved is None:
                 if found not in together(transport, phase, self._folder.complete, CheckpointError)[0]:
-                    continue  # who saves to the directory has removed it meanwhile
+                    continue  # a process that saves to the directory has removed it meanwhile
                 problems.append(f"{found.name} is damaged and left out: {problem}")
                 self._damaged.add(found)
                 warnings.warn(f"the checkpoint {self.directory / problems[-1]}", stacklevel=2)
@@ -263,7 +263,8 @@ class Checkpoint:
             )
 
     def _complete(self, written: Path, step: int) -> str | None:
-        """On the writing thread of rank 0: everything is on the medium. What failed afterwards, if anything did."""
+        """Commit a checkpoint with all files on the medium, on rank 0's writing thread; return what failed
+        afterwards."""
         done = self._folder.commit(written, step)
         try:
             self._folder.prune(self._keep, self._damaged - {done})

@@ -1,7 +1,8 @@
 """A checkpoint on its way to the medium, on a thread of its own.
 
-First all that anybody may change at any time is written: `save` waits for that. Then what only an optimizer's step
-changes: the next step waits for that. Then both go on, while the medium is waited for and the checkpoint gets its name.
+Data that any code may change at any time is written first: `save` waits for that. Then data that only an optimizer's
+step changes: the next step waits for that. Then both go on, while the medium is waited for and the checkpoint gets its
+name.
 
 Where ranks save together, each has such a thread, and these meet by messages of their own: when all have written, rank
 0 names the checkpoint, and tells the others.
@@ -37,8 +38,8 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Finish = Callable[[Path], str | None]
-"""What is done with a directory whose files are all on the medium: it gets its name. The text is of what failed then,
-though the checkpoint is complete."""
+"""Gives its name to a directory with all files on the medium. Returns what failed then, though the checkpoint is
+complete."""
 
 
 class Writing:
@@ -46,7 +47,8 @@ class Writing:
 
     Args:
         path: an empty directory, which goes again if the checkpoint does not become complete.
-        files: as `checkpoint.placement` orders them. The list is emptied: nobody holds tensors longer than it takes.
+        files: as `checkpoint.placement` orders them. The list is emptied, so that tensors are held no longer than
+            needed.
         finish: called when everything is on the medium, by rank 0.
         transport: by which ranks meet that save together; None: one process saves alone.
     """
@@ -67,7 +69,7 @@ class Writing:
         """Begin, and return when nothing is left to write but what an optimizer's step changes.
 
         Args:
-            parameters: whose steps wait until everything has been read.
+            parameters: optimizer steps of these wait until everything has been read.
 
         Raises:
             CheckpointError: there is no thread to be had; nothing is left of the checkpoint.
@@ -103,7 +105,9 @@ class Writing:
         except BaseException as error:
             self._remove()
             self._problem = error
-            logger.error("%s", _named(error, self._step, self._path))  # whoever waits is told, too; maybe nobody does
+            logger.error(
+                "%s", _named(error, self._step, self._path)
+            )  # a waiting caller gets it, too; there may be none
         finally:
             del self._finish  # which keeps the directory's lock, and may be the last to do so
 
@@ -121,7 +125,8 @@ class Writing:
         return together(self._transport, phase, action, CheckpointError, CHECKPOINTS)
 
     def _write_files(self) -> dict[str, list[Piece]]:
-        """What this rank writes, by file; all of it is on the medium. Whatever happens, nobody waits for it then."""
+        """Write this rank's files, and return their pieces once all are on the medium; always releases waiting
+        threads."""
         try:
             return self._write_each()
         except BaseException as error:
@@ -180,7 +185,7 @@ class Writing:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear what the frames of an error hold: views of parameters, for as long as anybody has the error."""
+    """Clear what the frames of an error hold: views of parameters, for as long as the error is referenced."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

@@ -82,7 +82,7 @@ class _DataTypes(Section):
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What an engine does.
+    """An engine's settings.
 
     Attributes:
         micro_batch_size: samples in a call; None: not said.
@@ -93,7 +93,7 @@ class EngineConfig:
         dtype: of parameters and gradients; None: as the model is built.
         autocast: the dtype that the model runs in under `torch.autocast`; None: it does not.
         casts_inputs: whether floating-point arguments of the model become `dtype`.
-        checks_overflow: whether a step whose gradients are not finite is skipped.
+        checks_overflow: whether a step with gradients that are not finite is skipped.
         scaling: of the loss in fp16; None: none.
         optimizer, scheduler: types and parameters; None: not said.
         update_on: where updates run, unless the optimizer's parameters say it.
@@ -166,8 +166,8 @@ def read_config(config: Config, auto: object = None, world_size: int = 1) -> Eng
         world_size: processes that train the model together.
 
     Raises:
-        OptionsError: a file cannot be read; a key is unknown, missing, `"auto"` with nobody to fill it, or has a value
-            that makes no sense, alone or beside another one.
+        OptionsError: a file cannot be read; a key is unknown, missing, `"auto"` with nothing to fill it, or has a value
+            that makes no sense, alone or with another one.
         UnsupportedError: a key asks for something that chunkc does not do.
     """
     if isinstance(config, str | os.PathLike):
@@ -219,7 +219,7 @@ def read_config(config: Config, auto: object = None, world_size: int = 1) -> Eng
 
 
 def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """With newer names for older ones."""
+    """Replace older names by newer ones."""
     found = dict(config)
     if "bfloat16" in found:
         found.setdefault("bf16", found.pop("bfloat16"))

@@ -1,4 +1,4 @@
-"""Embeddings whose weights stay in the CPU's memory, and which the CPU looks up: PatrickStar's `use_cpu_embedding`.
+"""Look up embeddings on the CPU, with weights that stay in its memory: PatrickStar's `use_cpu_embedding`.
 
 Indices go to the CPU, rows come to the device. Backward, the rows' gradient goes to the CPU, where that of the weight
 is made; so it is the CPU that updates it. A lookup is no part of the graph: Dynamo breaks it there. Both copies are
@@ -99,7 +99,7 @@ def look_up_on_cpu(embeddings: Sequence[nn.Embedding], device: torch.device) -> 
 
 
 def _kept(kind: type[nn.Embedding]) -> type[nn.Embedding]:
-    """A class of embeddings, whose `super().forward` is that of `CpuEmbedding`."""
+    """A class of embeddings with `CpuEmbedding`'s forward as its `super().forward`."""
     if kind is nn.Embedding or issubclass(kind, CpuEmbedding):
         return CpuEmbedding if kind is nn.Embedding else kind
     return type(kind.__name__, (kind, CpuEmbedding), {"__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -41,11 +41,11 @@ class Engine(nn.Module):
         optimizer.zero_grad(); loss = engine(batch); engine.backward(loss); optimizer.step()     # PatrickStar's
         loss = engine(batch); engine.backward(loss); engine.step()                               # DeepSpeed's
 
-    A step whose gradients overflow changes nothing but the loss scale: parameters, states and the schedule stay.
+    A step with gradients that overflow changes nothing but the loss scale: parameters, states and the schedule stay.
 
     Attributes:
         module: the model, compiled in place.
-        optimizer: its steps unscale, clip, skip and advance the schedule, whoever calls them.
+        optimizer: its steps unscale, clip, skip and advance the schedule, whatever code calls them.
         lr_scheduler: advanced by every step that is not skipped; None: there is none.
         loss_scaler: has `state_dict` and `load_state_dict`.
         config: what the engine was made from.
@@ -153,7 +153,7 @@ class Engine(nn.Module):
         """Say so for the calls of `step` that follow; None: count again."""
         self._forced_boundary = is_boundary
 
-    # --- around the optimizer's step, whoever calls it ---
+    # --- around the optimizer's step, whatever code calls it ---
 
     def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Find out whether gradients overflow, and tell the optimizer by what to divide them."""
@@ -174,8 +174,8 @@ class Engine(nn.Module):
                 self._norm = float(optimizer.clip_grad_norm_(limit))
             elif limit > 0:
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                norm_of_all: Any = nn.utils.clip_grad_norm_(parameters, limit)
-                self._norm = float(norm_of_all.full_tensor() if self.config.world_size > 1 else norm_of_all)
+                total_norm: Any = nn.utils.clip_grad_norm_(parameters, limit)
+                self._norm = float(total_norm.full_tensor() if self.config.world_size > 1 else total_norm)
             return
         if not self.config.checks_overflow and limit == 0:
             return
@@ -214,7 +214,8 @@ class Engine(nn.Module):
                 )
 
     def _tell(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """As `torch.amp.GradScaler` does: chunkc's optimizers divide inside their kernels, and skip."""
+        """Hand scale and overflow to the optimizer as `torch.amp.GradScaler` does: chunkc's optimizers divide inside
+        their kernels, and skip."""
         told: Any = self.optimizer
         told.grad_scale, told.found_inf = grad_scale, found_inf
 
@@ -244,7 +245,7 @@ class Engine(nn.Module):
 
     @property
     def cur_scale(self) -> float:
-        """The same, by another of its names."""
+        """The loss scale, by another of its names."""
         return self.loss_scaler.loss_scale
 
     @property
@@ -274,7 +275,7 @@ class Engine(nn.Module):
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the latest step's gradients, before clipping; None: nobody asked for it."""
+        """Return the norm of the latest step's gradients before clipping; None: it was not computed."""
         return self._norm
 
     def was_step_applied(self) -> bool:
@@ -294,7 +295,7 @@ class Engine(nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def module_state_dict(self) -> dict[str, Any]:
-        """The same, as DeepSpeed calls it."""
+        """Return the module's `state_dict`, under DeepSpeed's name."""
         return self.module.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -302,7 +303,7 @@ class Engine(nn.Module):
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the model has and the engine has not."""
+        """Look up attributes of the model that the engine has not."""
         try:
             return super().__getattr__(name)
         except AttributeError:

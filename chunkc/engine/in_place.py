@@ -63,7 +63,7 @@ def distribute_over_all(
 ) -> None:
     """`chunkc.distribute` over all processes, unless the user has done so; all begin with the values of rank 0.
 
-    So do other libraries, whose users build heads at random on every rank.
+    So do other libraries, with heads that are built at random on every rank.
 
     Args:
         device: where this process computes.

@@ -117,7 +117,7 @@ def initialize_engine(
 def _at_home(
     settings: EngineConfig, model_func: Callable[[], nn.Module] | nn.Module, device: torch.device
 ) -> AbstractContextManager[None]:
-    """Where the model is built.
+    """A context in which the model is built at home.
 
     Raises:
         OptionsError: it is to be built at home, and is built already.
@@ -194,7 +194,7 @@ def _check_several(
 
 
 def _found_again(given: list[Any], before: Mapping[int, str], named: Mapping[str, nn.Parameter]) -> list[Any]:
-    """What is to be trained, with the parameters that the model has since it was distributed."""
+    """Replace parameters to be trained by those that the model has since it was distributed."""
 
     def again(parameter: Any) -> Any:
         return named.get(before.get(id(parameter), ""), parameter)

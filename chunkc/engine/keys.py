@@ -1,8 +1,8 @@
-"""Every key of a configuration, and what becomes of it.
+"""List every key of a configuration, and its treatment.
 
 Keys and meanings are those of DeepSpeed's configuration (https://www.deepspeed.ai/docs/config-json/, as in its version
 0.19) and of PatrickStar's guide (version 0.4.6). A dotted name stands for a key inside of sections. A section that is
-named as a whole (`aio`) may hold anything; of one whose keys are named, other keys are unknown.
+named as a whole (`aio`) may hold anything; of one with keys that are named, other keys are unknown.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from chunkc.ir.text import one_line, short
 from chunkc.options import Options
 
 AUTO = "auto"
-"""The value that somebody else is to fill in."""
+"""The value that other code is to fill in."""
 
 PARAMS = ("optimizer.params", "scheduler.params")
-"""Sections whose keys depend on the `type` beside them; checked by those who build optimizers and schedulers."""
+"""Sections with keys that depend on their `type`; checked where optimizers and schedulers are built."""
 
 
 @dataclass(frozen=True)
 class Key:
-    """What becomes of a key.
+    """The treatment of a key.
 
     Attributes:
         name: dotted.
         fate: `"used"`; `"no effect"`: accepted, and reported once; `"refused"`: where it asks for something.
         note: what it does, why it has no effect, or what to do instead.
-        harmless: values of a refused key that ask for nothing, beside null. None given: false, empty ones, and a
+        harmless: values of a refused key that ask for nothing, besides null. None given: false, empty ones, and a
             section with `"enabled": false`.
     """
 
@@ -84,7 +84,7 @@ KEYS: tuple[Key, ...] = (
     _used("fp16.min_loss_scale", "where an overflow is an error"),
     _refused("fp16.fp16_master_weights_and_grads", "fp16 without fp32 masters loses small updates; remove it"),
     _used("bf16.enabled", "parameters and gradients in bf16, fp32 masters"),
-    _used("bf16.check_grad_overflow", "skip a step whose gradients are not finite. Default: true"),
+    _used("bf16.check_grad_overflow", "skip a step with gradients that are not finite. Default: true"),
     _refused("bf16.bf16_master_weights_and_grads", 'use optimizer.params: "stochastic_rounding": true'),
     _refused("bf16.bf16_optimizer_states", 'use optimizer.params: "moments_dtype": "bfloat16"'),
     *_no_effect("gradients are updated when `step()` says so", "bf16.immediate_grad_update"),
@@ -228,7 +228,7 @@ PATRICKSTAR = ("default_chunk_size", "use_cpu_embedding", "release_after_init", 
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Each key with its dotted name and value; sections that `KEYS` names as a whole are one value.
+    """Yield each key with its dotted name and value; sections that `KEYS` names as a whole are one value.
 
     Raises:
         OptionsError: a key is unknown, named with the nearest known one; or what must be a section is none.
@@ -248,7 +248,7 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def unknown_key(name: str, known: Iterable[str]) -> str:
-    """What to say about a dotted name that is not known: it stands elsewhere, or one of its section is spelt alike."""
+    """Explain a dotted name that is not known: it stands elsewhere, or one of its section is spelt alike."""
     section, _, last = name.rpartition(".")
     parts = [(other, *other.rpartition(".")[::2]) for other in known]
     nearest = [other for other, _, part in parts if part == last]
@@ -262,7 +262,7 @@ def unknown_key(name: str, known: Iterable[str]) -> str:
 
 
 def check_refused(name: str, value: object) -> None:
-    """Refuse a key whose fate it is, where it asks for something.
+    """Refuse a key that chunkc does not support, where it asks for something.
 
     Raises:
         UnsupportedError: it does; with what to do instead.

@@ -30,7 +30,7 @@ class LossScaler:
         """A step was taken, or skipped because of an overflow."""
 
     def state_dict(self) -> dict[str, Any]:
-        """All there is to it, as plain numbers."""
+        """Return the state, as plain numbers."""
         return asdict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

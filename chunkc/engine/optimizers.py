@@ -102,10 +102,10 @@ def make_optimizer(
 
     Args:
         kind: `"Adam"`, `"AdamW"`, `"Lamb"`, `"SGD"`, or the name of a class of `torch.optim`.
-        params: of the section; beside DeepSpeed's and PatrickStar's, all arguments of the class in `chunkc.optim`.
+        params: of the section; besides DeepSpeed's and PatrickStar's, all arguments of the class in `chunkc.optim`.
         parameters: of the model, or groups of them.
         update_on: where updates run, if the parameters do not say it.
-        is_patrickstars: whether the configuration was written for PatrickStar, whose Adam decays otherwise.
+        is_patrickstars: whether the configuration was written for PatrickStar; its Adam decays otherwise.
 
     Raises:
         OptionsError: there is no such type, or a parameter is unknown or makes no sense.
@@ -157,7 +157,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _of_torch(kind: str, params: Mapping[str, Any], parameters: Iterable[Any]) -> Optimizer:
-    """As DeepSpeed does with types that it has no code for."""
+    """Take the type from `torch.optim`, as DeepSpeed does with types that it has no code for."""
     chosen: Callable[..., Optimizer] | None = getattr(torch.optim, kind, None)
     if not (inspect.isclass(chosen) and issubclass(chosen, Optimizer)) or chosen is Optimizer:
         raise OptionsError(

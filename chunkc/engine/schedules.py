@@ -26,7 +26,7 @@ SECOND_BETA = 0.99
 
 
 class Schedule(Section):
-    """What is set after a number of steps.
+    """A schedule of hyper-parameters over steps.
 
     Attributes:
         last_batch_iteration: the step that training begins after; -1: at the beginning.
@@ -154,7 +154,7 @@ class OneCycle(Schedule):
         return self.cycle_first_step_size + self.second_step_size
 
     def height(self, at: int) -> float:
-        """Where the cycle is between its bounds, from 0 to 1."""
+        """The position of the cycle between its bounds, from 0 to 1."""
         step, first, second = at + 1, self.cycle_first_step_size, self.second_step_size
         ratio = first / self.num_steps
         x = 1.0 + step / self.num_steps - math.floor(1 + step / self.num_steps)
@@ -169,7 +169,7 @@ class OneCycle(Schedule):
         return math.floor(position) / stairs
 
     def decay(self, at: int, rate: float) -> float:
-        """What has been added to 1 by the decay after the cycle."""
+        """The amount that the decay after the cycle has added to 1."""
         return rate * ((at - self.num_steps + 1) / self.decay_step_size) if self.decay_step_size and rate else 0.0
 
     def lr(self, at: int, group: int, base: float) -> float:

@@ -50,7 +50,7 @@ def checked(kind: type[S], values: Mapping[str, Any], path: str = "") -> S:
 
 
 def left_open(name: str) -> str:
-    """What to say about an `"auto"` that nobody fills."""
+    """Explain an `"auto"` that nothing fills."""
     return (
         f'{name} is "auto", which the Trainer of transformers fills elsewhere: write a value, or pass '
         f"initialize_engine(auto=...) the TrainingArguments or {{{name!r}: ...}}"

@@ -1,8 +1,8 @@
 """Lightning's checkpoints: its own files, written and read without a copy of them in memory.
 
 Where ranks have parts of the tensors, rank 0 writes the file that one process would write. It takes one whole tensor
-after the other from the ranks into a file without a name beside the checkpoint, and saves what is mapped from there.
-Each rank reads its parts from a memory map of the checkpoint.
+after the other from the ranks into a file without a name in the checkpoint's directory, and saves what is mapped from
+there. Each rank reads its parts from a memory map of the checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _PHASE = "saving a checkpoint of Lightning's"
 class MappedCheckpointIO(TorchCheckpointIO):
     """Lightning's own files, written and read without a copy of them in memory: both strategies' default.
 
-    A file on a local disk is written beside and renamed, and read as a memory map. Others go Lightning's way.
+    A file on a local disk is written under a temporary name and renamed, and read as a memory map. Others go
+    Lightning's way.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -44,13 +45,13 @@ class MappedCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        beside = f"{path}.{os.getpid()}.part"
+        temporary = f"{path}.{os.getpid()}.part"
         try:
-            torch.save(checkpoint, beside)
-            os.replace(beside, path)
+            torch.save(checkpoint, temporary)
+            os.replace(temporary, path)
         finally:
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(beside)
+                os.unlink(temporary)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         if map_location is None:
@@ -98,7 +99,7 @@ def save_over_ranks(
 
 
 def _nothing() -> None:
-    """What a rank does that does not write."""
+    """Do nothing: the action of a rank that does not write."""
 
 
 def _written(write: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any], path: Any) -> None:
@@ -136,7 +137,7 @@ def _replaced(value: Any, whole: Iterator[torch.Tensor]) -> Any:
 
 
 def _firsts(tensors: Sequence[DTensor]) -> list[int]:
-    """For each tensor, the index of the first one with the same memory here: a tied weight is saved once."""
+    """Find, per tensor, the index of the first one with the same memory: a tied weight is saved once."""
     known: dict[tuple[Any, ...], int] = {}
     return [known.setdefault((*place_of(tensor), tuple(tensor.shape)), at) for at, tensor in enumerate(tensors)]
 

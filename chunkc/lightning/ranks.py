@@ -29,7 +29,7 @@ from chunkc.session.session import all_entered, sessions_of
 
 
 class OverDevices:
-    """What both strategies share: the backend's options, devices and processes as Lightning chose them, and files.
+    """A mix-in for both strategies: the backend's options, devices and processes as Lightning chose them, and files.
 
     It goes before one of Lightning's strategies for a single device, and is that one where there is one.
 
@@ -67,7 +67,7 @@ class OverDevices:
 
     @property
     def parallel_devices(self) -> list[torch.device]:
-        """Those of this host; Lightning gives them to strategies that have this, and there are none before."""
+        """The devices of this host; empty until Lightning sets them."""
         return self._devices
 
     @parallel_devices.setter
@@ -77,7 +77,7 @@ class OverDevices:
 
     @property
     def num_processes(self) -> int:
-        """On this host."""
+        """The number of processes on this host."""
         return len(self._devices) or 1
 
     @property
@@ -94,7 +94,7 @@ class OverDevices:
         return self.global_rank == 0
 
     def set_world_ranks(self) -> None:
-        """Which of the processes this one is; Lightning calls it before it starts the others, too."""
+        """Set this process's rank; Lightning also calls it before it starts the others."""
         if not self.is_distributed:
             return
         environment = self.cluster_environment
@@ -106,7 +106,7 @@ class OverDevices:
         _rank_zero_only.rank = self.global_rank
 
     def setup_environment(self) -> None:
-        """As Lightning's, once all processes have met."""
+        """Set up as Lightning does, once all processes are connected."""
         super().setup_environment()  # type: ignore[misc]
         if not self.is_distributed:
             return
@@ -153,7 +153,7 @@ class OverDevices:
         return found[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """As Lightning's: in place, and what is no tensor stays as it is."""
+        """Reduce in place, as Lightning does; what is no tensor is returned unchanged."""
         if not self.is_distributed or not dist.is_initialized() or not isinstance(tensor, Tensor):
             return tensor
         op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
@@ -208,7 +208,7 @@ class OverDevices:
 
 _rank_zero_only: Any = rank_zero_only
 _PARALLEL: Any = FabricParallelStrategy
-"""Lightning's own for several processes, whose functions ask a strategy no more than the ones above."""
+"""Lightning's own launcher for several processes; it asks a strategy for no more than the methods above."""
 
 
 def load_weights(module: nn.Module, state_dict: Any, strict: bool) -> None:

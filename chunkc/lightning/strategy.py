@@ -76,7 +76,7 @@ class UnscalingMixedPrecision(ClippingPrecision, MixedPrecision):
 
 
 class FabricUnscalingMixedPrecision(FabricMixedPrecision):
-    """The same for `fabric.clip_gradients`."""
+    """Unscale gradients before `fabric.clip_gradients`, as the class above does for the Trainer."""
 
     def unscale_gradients(self, optimizer: Any) -> None:
         if not isinstance(optimizer, ChunkedOptimizer):
@@ -134,7 +134,7 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
         super().setup_environment()
 
     def setup(self, trainer: lightning.Trainer) -> None:
-        """As Lightning's.
+        """Set up as Lightning does.
 
         Raises:
             UnsupportedError: there are several processes, and the Trainer is to do what needs whole models in each.
@@ -161,7 +161,7 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
             check_parameters(self.optimizers, self.lightning_module)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """As Lightning's, whose closure calls `training_step`."""
+        """Step as Lightning does; the closure calls `training_step`."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if not self._knows_calls:
             self._knows_calls = True
@@ -209,11 +209,12 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
             check_states(optimizer)
             optimizer.load_state_dict(state)
-            if not isinstance(optimizer, ChunkedOptimizer):  # whose states stay at home
+            if not isinstance(optimizer, ChunkedOptimizer):  # chunkc's optimizers keep their states at home
                 _optimizer_to_device(optimizer, self.root_device)
 
     def teardown(self) -> None:
-        """As Lightning's, but parameters and states stay where they are: at home, which is no device's memory."""
+        """Tear down as Lightning does, but parameters and states stay where they are: at home, which is no device's
+        memory."""
         if self.is_distributed:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -233,7 +234,7 @@ _AVERAGING = tuple(
 
 
 class ChunkcFabricStrategy(OverDevices, FabricSingleDeviceStrategy):
-    """The same for `Fabric`: `Fabric(strategy=ChunkcFabricStrategy(memory_budget="6GiB"))`.
+    """A strategy for `Fabric`: `Fabric(strategy=ChunkcFabricStrategy(memory_budget="6GiB"))`.
 
     `fabric.setup(model, optimizer)` compiles the model in place. With several devices, it distributes the model, and
     gives the optimizer its distributed parameters.
@@ -317,7 +318,7 @@ class ChunkcFabricStrategy(OverDevices, FabricSingleDeviceStrategy):
 
 
 def _parameters_in(state: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """Those of the models and the optimizers that Fabric is to save."""
+    """The parameters of the models and optimizers that Fabric is to save."""
     for found in state.values():
         if isinstance(found, nn.Module):
             yield from found.parameters()

@@ -1,4 +1,4 @@
-"""All that chunkc uses of PyTorch's private parts, by subject: `fake` and `sizes` (values without data), `dynamo`,
+"""PyTorch's private parts that chunkc uses, by subject: `fake` and `sizes` (values without data), `dynamo`,
 `aot` (AOTAutograd), `inductor` and `wrappers` (what it generates), `engine` (autograd's engine and other functions of
 torch._C), `cuda_allocator`, `grad_scaler`, and `versions`.
 

@@ -42,7 +42,7 @@ ALIAS_CHECK: type[AbstractContextManager[Any]] | None = getattr(
 
 
 def next_checkpoint_id() -> int:
-    """What tells the nodes of one activation checkpoint (`meta["ac_graph_id"]`) from those of others."""
+    """A new id that tells the nodes of one activation checkpoint (`meta["ac_graph_id"]`) from those of others."""
     return next(checkpoint_ids)
 
 
@@ -64,7 +64,8 @@ def is_custom(node: fx.Node) -> bool:
 
 
 def random_states_as_values() -> AbstractContextManager[Any]:
-    """States of random generators are values inside as on a CPU: on CUDA they would else be inputs that nobody gave."""
+    """States of random generators are values inside as on a CPU: on CUDA they would else be inputs that no caller
+    gives."""
     return config.patch(graphsafe_rng_functionalization=False)
 
 
@@ -101,7 +102,7 @@ def linalg_checks_decomposed() -> Iterator[None]:
 
 
 def in_a_tracing_context() -> AbstractContextManager[Any]:
-    """Where AOTAutograd notes what it knows of a graph: Dynamo's context, and outside of Dynamo one of its own."""
+    """Enter a context in which AOTAutograd keeps its notes of a graph: Dynamo's, or a new one outside of Dynamo."""
     return nullcontext() if TracingContext.try_get() is not None else tracing(TracingContext(None))
 
 

@@ -1,4 +1,4 @@
-"""How `copy.deepcopy` copies objects of a class: by a table of copiers, which it asks before an object's own method.
+"""Set how `copy.deepcopy` copies objects of a class, in its table of copiers, which goes before their own method.
 
 The table is private to `copy`, and the same in all versions of Python since 2.5. An attribute of the object would do,
 too, but it would be pickled with the object.

@@ -1,9 +1,9 @@
 """torch's CUDA allocator: its settings, and the most that it had given out since the last look.
 
-Nobody else's peaks are reset. torch keeps one peak per statistic and device, and a lap has to reset it. So what a lap
-resets is kept, and whoever asks torch (`torch.cuda.max_memory_allocated`, `memory_stats`, `torch.accelerator`) gets the
-largest since his own last reset. All of torch's functions go through four of `torch._C`, which the first lap of a
-process wraps for good.
+Peaks that other code reads are not reset. torch keeps one peak per statistic and device, and a lap has to reset it. So
+what a lap resets is kept, and code that asks torch (`torch.cuda.max_memory_allocated`, `memory_stats`,
+`torch.accelerator`) gets the largest since its own last reset. All of torch's functions go through four of `torch._C`,
+which the first lap of a process wraps for good.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lies inside a `DTensor`: its local tensor."""
+"""Reach inside a `DTensor`: its local tensor."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
 
 
 def rows_inside(mesh: DeviceMesh, placements: Sequence[Placement]) -> Placement:
-    """How rows of each local tensor of a distributed one lie, where these are cut once more."""
+    """The placement of rows of each local tensor of a distributed one that is cut once more."""
     factor = 1
     for dimension, placement in enumerate(placements):
         factor *= mesh.size(dimension) if placement == Shard(0) else 1

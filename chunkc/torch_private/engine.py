@@ -19,7 +19,7 @@ PyTorch 2.12; from 2.13 on it asks autograd for them in a list, which it empties
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """No casts inside, whatever region it is in."""
+    """Disable autocast inside, whatever the region."""
     return torch._C._DisableAutocast()
 
 
@@ -34,7 +34,7 @@ def keeps_graph() -> bool:
 
 
 def current_node() -> Node | None:
-    """The node whose function this thread runs now."""
+    """The autograd node that this thread executes now."""
     return torch._C._current_autograd_node()
 
 
@@ -48,7 +48,7 @@ def will_execute(node: Node) -> bool:
 
 
 def leaf_at(node: Node | None) -> Any:
-    """The leaf to whose `.grad` a node adds; None where it is another kind of node."""
+    """The leaf that a node accumulates into; None for another kind of node."""
     return getattr(node, "variable", None)
 
 
@@ -70,12 +70,12 @@ _HookMixin._register_hook = staticmethod(_note_node_hook)  # type: ignore[method
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many hold a storage: a tensor that was asked for it, and the object that was given, are two."""
+    """Count the references to a storage: a tensor that was asked for it, and the object that was given, are two."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def tensor_use_count(tensor: torch.Tensor) -> int:
-    """How many hold a tensor in C++; Python's object counts as one."""
+    """Count the references to a tensor in C++; Python's object counts as one."""
     return tensor._use_count()  # type: ignore[attr-defined]
 
 

@@ -79,12 +79,13 @@ def patched(options: Mapping[str, Any]) -> AbstractContextManager[Any]:
 
 
 def option(name: str) -> Any:
-    """What one of Inductor's options is now, such as "triton.cudagraphs"."""
+    """The current value of one of Inductor's options, such as "triton.cudagraphs"."""
     return functools.reduce(getattr, name.split("."), config)
 
 
 def prepare_joint_graph(joint: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """What Inductor does to a graph before it is partitioned; without it random numbers cannot be compiled."""
+    """Apply Inductor's joint-graph passes before the graph is partitioned; without it random numbers cannot be
+    compiled."""
     with V.set_fake_mode(detect_fake_mode(example_inputs)):
         joint_graph_passes(joint)
 
@@ -193,7 +194,7 @@ def _surroundings() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class UnfinishedModule:
-    """A module that Inductor generated and loaded, whose C++ kernels may still be compiled."""
+    """A module that Inductor generated and loaded; its C++ kernels may still be compiling."""
 
     _kernels: AsyncCompile
     _scope: dict[str, Any]
@@ -241,7 +242,8 @@ def without_waiting(is_over: threading.Event) -> Iterator[list[UnfinishedModule]
 
 
 def _compile_if_wanted(compile_kernel: Callable[[], None], is_over: threading.Event) -> None:
-    # Who needs the kernel calls this function again, which does nothing where it is there, and hears why it failed.
+    # A caller that needs the kernel calls this again: it does nothing if the kernel is there, else raises why it
+    # failed.
     if not is_over.is_set():
         with suppress(Exception):
             compile_kernel()

@@ -58,6 +58,7 @@ def computes(dtype: torch.dtype) -> bool:
 
 
 def _limit() -> str:
-    """What the environment allows at most, as oneDNN reads it: case does not matter; an unknown name allows all."""
+    """The instruction sets that the environment allows at most, as oneDNN reads it: case does not matter; an unknown
+    name allows all."""
     found = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     return found.lower()

@@ -1,4 +1,4 @@
-"""Groups of processes: communicators of their own, and who ends them."""
+"""Make process groups with communicators of their own, and decide what ends them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_
 
 @contextmanager
 def without_watchdog() -> Iterator[None]:
-    """Inside, a group of NCCL's is made whose watchdog ends no process."""
+    """Make NCCL groups inside with a watchdog that ends no process."""
     before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
     os.environ.update(_WITHOUT_WATCHDOG)
     try:
@@ -68,11 +68,11 @@ def look_after(group: dist.ProcessGroup, noting: Noting) -> None:
 
 
 def looked_after(group_name: Any) -> AbstractContextManager[None]:
-    """What is put around a collective in the group that it names."""
+    """The context that is put around a collective in its group."""
     noting = _looked_after.get(_resolve_process_group(group_name))
     return nullcontext() if noting is None else noting()
 
 
 def rank_in(group_name: Any) -> int:
-    """This process's rank in the group that a functional collective names."""
+    """Return this process's rank in the group that a functional collective names."""
     return dist.get_rank(_resolve_process_group(group_name))

@@ -10,7 +10,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 CHECKED = ("2.11", "2.12", "2.13", "2.14")
-"""Each is tested in an environment of its own by `make test-versions`, whose script reads this line."""
+"""Each is tested in an environment of its own by `make test-versions`; its script reads this line."""
 
 WHOLE = "2.13"
 """The one on which all tests run; `docs/limits.md` says what is known of the others."""
@@ -22,7 +22,7 @@ def is_newer(version: str) -> bool:
 
 
 def newer_than_checked(version: str = torch.__version__) -> str | None:
-    """What to warn of on a PyTorch that nobody has checked yet; None where there is nothing to say."""
+    """The warning for a PyTorch newer than those that are checked; None where there is none."""
     if not is_newer(version):
         return None
     return (
@@ -33,7 +33,7 @@ def newer_than_checked(version: str = torch.__version__) -> str | None:
 
 @functools.cache
 def warn_if_newer() -> None:
-    """One warning in a process, on a PyTorch that nobody has checked yet."""
+    """Warn once in a process on a PyTorch newer than those that are checked."""
     text = newer_than_checked()
     if text is not None:
         logger.warning(text)

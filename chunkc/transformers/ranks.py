@@ -22,17 +22,17 @@ STATES = "chunkc"
 
 
 class TrainerOverRanks:
-    """What to put before `transformers.Trainer`: saves and loads a model that `chunkc.distribute` has cut.
+    """A mix-in to put before `transformers.Trainer`: saves and loads a model that `chunkc.distribute` has cut.
 
     All ranks do so together. Weights are Hugging Face's files, streamed to rank 0, which writes them. States of the
-    optimizer and the schedule are a `chunkc.Checkpoint` beside them, since each rank has parts of its own.
+    optimizer and the schedule are a `chunkc.Checkpoint` in the same directory, since each rank has parts of its own.
     """
 
     model: Any
     args: transformers.TrainingArguments
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's. The model then says as DDP does where more gradients are to come."""
+        """Step as the Trainer does. The model then says as DDP does where more gradients are to come."""
         found = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if is_distributed(self.model) and isinstance(found, ChunkedOptimizer):
             self.model.no_sync = found.accumulating

@@ -44,7 +44,7 @@ OPTIMIZERS = {
     "chunkc_lamb": optim.LAMB,
     "chunkc_sgd": optim.SGD,
 }
-"""Optimizers by the name that `optim` gives, beside those of `transformers`."""
+"""Optimizers by the name that `optim` gives, in addition to those of `transformers`."""
 
 _WITHOUT_BETAS = ("chunkc_sgd",)
 
@@ -121,7 +121,7 @@ def _number(text: str | None) -> int | str | None:
 
 
 class ChunkcTrainer(TrainerOverRanks):
-    """What to put before `transformers.Trainer` or a subclass: `class Mine(ChunkcTrainer, SFTTrainer)`.
+    """A mix-in to put before `transformers.Trainer` or a subclass: `class Mine(ChunkcTrainer, SFTTrainer)`.
 
     The model is compiled in place with the options of its arguments (see `ChunkcArguments`; those of other classes
     mean no options), unless the user has compiled it in place. Logs of training have its peak, `chunkc/peak_bytes`.
@@ -161,7 +161,7 @@ class ChunkcTrainer(TrainerOverRanks):
         return getattr(self.args, "torch_compile_backend", None) in (BACKEND, None)
 
     def _chunkc_options(self) -> dict[str, Any]:
-        """The same dictionary each time: it says which graphs share a budget."""
+        """The options, as one dictionary object: its identity says which graphs share a budget."""
         if self._options is None:
             self._options = self.args.chunkc_options() if isinstance(self.args, ChunkcArguments) else {}
         return self._options
@@ -193,7 +193,8 @@ class ChunkcTrainer(TrainerOverRanks):
         super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """As `transformers`', but chunkc's optimizers multiply in their step: no gradient is read or written for it."""
+        """Clip as `transformers` does, but chunkc's optimizers multiply in their step: no gradient is read or written
+        for it."""
         optimizer = self._clipping_optimizer(model)
         if optimizer is None:
             return super()._clip_grad_norm(model)  # type: ignore[misc]
