@@ -393,6 +393,17 @@ class ChunkLayout:
             return self
         return replace(self, groups=tuple(replace(group, is_replicated=group.index in groups) for group in self.groups))
 
+    @cached_property
+    def _slot_nbytes(self) -> dict[Chunk, int]:
+        """Memo of `slot_sizes`, which a search calls for the same chunks with every plan that it tries."""
+        return {}
+
+    def slot_sizes(self, chunks: Iterable[Chunk]) -> dict[Chunk, int]:
+        """Return the bytes of the slot of each chunk, or part of one, as `chunk_nbytes_of`."""
+        sizes = self._slot_nbytes
+        sizes.update({chunk: self.chunk_nbytes_of(chunk) for chunk in chunks if chunk not in sizes})
+        return {chunk: sizes[chunk] for chunk in chunks}
+
     def chunk_nbytes_of(self, chunk: Chunk) -> int:
         """Return the bytes of the slot of a chunk, or of a part of one, without replicated data."""
         group = self.groups[chunk.group]

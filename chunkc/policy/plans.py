@@ -16,7 +16,7 @@ from chunkc.ir.items import ItemId
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import BACKWARD, FORWARD
-from chunkc.ir.verify.recompute import Dropped, verify_recompute
+from chunkc.ir.verify.recompute import RecomputeSpec, verify_recompute
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import plan_update
@@ -142,7 +142,7 @@ def verify(
         VerificationError: a bug in the planner; nothing has run.
     """
     present: frozenset[ItemId] = frozenset()
-    dropped = Dropped(captured.forward.remade, captured.extra, captured.forward.copied.keys())
+    dropped = RecomputeSpec(captured.forward.remade, captured.extra, captured.forward.copied.keys())
     if violations := verify_recompute(graphs, source.programs, source.modules, dropped):
         raise VerificationError(violations)
     for phase in plan.phases:
@@ -161,7 +161,7 @@ def verify(
             present=present,
             kept=kept,
             gradients={name for call in program.calls for _, name in call.gradients},
-            at_home=program.copied.keys(),
+            offloaded=program.copied.keys(),
             updates=phase.updated,
             undoable=undoable,
         )

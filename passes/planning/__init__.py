@@ -1,1 +1,1 @@
-"""Plan a step: residents, eviction, offload, recompute, updates, and when copies begin."""
+"""Plan a step: residents, eviction, offload, recompute, updates, and the times of copies."""

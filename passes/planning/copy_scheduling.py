@@ -1,14 +1,14 @@
-"""When copies begin and slots are given back, on the clock that the plan itself will run by.
+"""Schedule when copies begin and slots are given back, on the clock that the plan itself will run by.
 
 The calls are gone through in order, with the time at which each begins, each link's queue, and the computation's waits,
-as the simulator has them. At each stop
+as in the simulator. At each stop
 
-- a write-back that is done by then gives its slot back. One that is not keeps it, and is waited for only where the next
+- a write-back that is done by then gives its slot back. Another one keeps its slot, and is waited for only if the next
   call lacks the room otherwise;
-- what is needed next is loaded, in the order of need, as far as there is room beside what is still on its way home.
-  A load that is not due yet, since it would be hidden if it began later, waits.
+- items that are needed next are loaded, in the order of need, as far as there is room next to the write-backs under
+  way. A load that is not due yet, since it would be hidden if it began later, waits.
 
-So where a link is the bottleneck, both ways are busy, and computation does not wait for what leaves.
+So if a link is the bottleneck, both directions are busy, and computation does not wait for write-backs.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from chunkc.ir.layout import GRAD, Chunk
 from chunkc.ir.plan import Position
 
 Way = tuple[str, float]
-"""A link, and the seconds of one copy over it while all else rests."""
+"""A link, and the seconds of one copy over it while the other links rest."""
 
 
 class TooSlow(Exception):
-    """Calls take longer than was asked for: a search gives such a plan up."""
+    """Abort of a plan with calls that take longer than the limit: a search gives such a plan up."""
 
 
 @dataclass(eq=False, slots=True)
@@ -38,7 +38,7 @@ class Interval:
     """An item in a slot: its slot is held during calls `start` to `end - 1`, its data used from `first` to `last`.
 
     `floor` and `ceiling` bound how far `start` and `end` may move, `before` is the item's interval before; at `begin_s`
-    the load should begin, on a clock without waits. Without `loads` the item was made where it is. Of a saved storage,
+    the load should begin, on a clock without waits. Without `loads` the item was computed in place. Of a saved storage,
     the room is counted with the calls that hold it, and here only before and after them.
 
     `way_back` and `way_home` are links, and seconds of a copy over them; a load that moves no byte only takes its room.
@@ -78,7 +78,7 @@ def schedule_copies(
         intervals: in order of their first uses and, of these, of names; each as short as its uses allow.
 
     Returns:
-        With all calls behind it.
+        The scheduler after all calls.
 
     Raises:
         TooSlow: they take more than `most_s`.
@@ -100,8 +100,8 @@ class _Queue:
 
 
 @dataclass(eq=False)
-class _Leaving:
-    """Write-backs under way, as they began, with the time at which each is done.
+class _WriteBacks:
+    """Write-backs under way, in the order they began, with the time at which each is done.
 
     Attributes:
         nbytes: of all of them.
@@ -115,41 +115,44 @@ class _Leaving:
     next_ceiling: int = sys.maxsize
     _in_order: tuple[list[float], list[int]] | None = None
 
-    def add(self, one: Interval, done_s: float) -> None:
-        self.done_s[one] = done_s
-        self.nbytes += one.nbytes
-        self.next_s, self.next_ceiling = min(self.next_s, done_s), min(self.next_ceiling, one.ceiling)
+    def add(self, interval: Interval, done_s: float) -> None:
+        self.done_s[interval] = done_s
+        self.nbytes += interval.nbytes
+        self.next_s, self.next_ceiling = min(self.next_s, done_s), min(self.next_ceiling, interval.ceiling)
         self._in_order = None
 
     def give_back(self, index: int, now: float, over_nbytes: float) -> float:
-        """Let go at a stop of those that are done, that may go on no longer, or whose room the call needs, which lacks
-        so much with all of them. When computation goes on."""
+        """Free, at a stop, the slots of write-backs that are done, may go on no longer, or hold room that the call
+        needs.
+
+        `over_nbytes`: room that the call lacks with all of them. Returns the time at which computation goes on.
+        """
         if now < self.next_s and index < self.next_ceiling and over_nbytes <= 0:
             return now
-        for one, done_s in list(self.done_s.items()):
-            if done_s <= now or index >= one.ceiling or over_nbytes > 0:
+        for interval, done_s in list(self.done_s.items()):
+            if done_s <= now or index >= interval.ceiling or over_nbytes > 0:
                 now = max(now, done_s)
-                one.end = index
-                over_nbytes -= one.nbytes
-                self.nbytes -= one.nbytes
-                del self.done_s[one]
+                interval.end = index
+                over_nbytes -= interval.nbytes
+                self.nbytes -= interval.nbytes
+                del self.done_s[interval]
         self.next_s = min(self.done_s.values(), default=math.inf)
-        self.next_ceiling = min((one.ceiling for one in self.done_s), default=sys.maxsize)
+        self.next_ceiling = min((interval.ceiling for interval in self.done_s), default=sys.maxsize)
         self._in_order = None
         return now
 
     def nbytes_at(self, time_s: float) -> int:
-        """Bytes of those that are not done by then."""
+        """Return the bytes of write-backs that are not done by then."""
         if self._in_order is None:
-            in_order = sorted([(done_s, one.nbytes) for one, done_s in self.done_s.items()])
-            gone = [0, *accumulate(nbytes for _, nbytes in in_order)]
-            self._in_order = [done_s for done_s, _ in in_order], gone
-        times_s, gone = self._in_order
-        return self.nbytes - gone[bisect_right(times_s, time_s)]
+            in_order = sorted([(done_s, interval.nbytes) for interval, done_s in self.done_s.items()])
+            done_nbytes = [0, *accumulate(nbytes for _, nbytes in in_order)]
+            self._in_order = [done_s for done_s, _ in in_order], done_nbytes
+        times_s, done_nbytes = self._in_order
+        return self.nbytes - done_nbytes[bisect_right(times_s, time_s)]
 
 
 class CopyScheduler:
-    """As far as the calls have been gone through.
+    """State of the schedule after a number of calls.
 
     Attributes:
         occupancy: slot bytes during each call, as far as they are decided.
@@ -170,36 +173,36 @@ class CopyScheduler:
         self.occupancy, self._times = _occupied(intervals, len(positions)), _clock(positions)
         self.now = 0.0
         self._free: dict[str, float] = {}  # link -> when its queue is empty
-        self._leaving = _Leaving()
+        self._write_backs = _WriteBacks()
         self._arriving: dict[Interval, float] = {}  # loads that have begun -> when they are done
         self._ahead_nbytes = 0  # of those of them that a later call is the first to need
-        self._needed_nbytes = [0] * len(positions)  # of those, by that call
-        self._written: set[int] = set()  # groups whose gradients are at home
+        self._needed_nbytes = [0] * len(positions)  # the same, by that call
+        self._written: set[int] = set()  # groups with gradients at home
         self._to_copy: dict[str, float] = {}  # link -> seconds of copies to come, gradients' loads left out
         _bound(intervals, barriers, len(positions))
         _set_ways(intervals, items, hardware)
         self._starting: dict[int, list[Interval]] = {}
         self._ending: dict[int, list[Interval]] = {}
-        for one in intervals:
-            if one.loads:
-                self._starting.setdefault(one.first, []).append(one)
-            if one.dirty:
-                self._ending.setdefault(one.last + 1, []).append(one)
-                self._will_copy(one.way_home)
+        for interval in intervals:
+            if interval.loads:
+                self._starting.setdefault(interval.first, []).append(interval)
+            if interval.dirty:
+                self._ending.setdefault(interval.last + 1, []).append(interval)
+                self._will_copy(interval.way_home)
         self._queues = self._queued(intervals)
 
     def _queued(self, intervals: Iterable[Interval]) -> Sequence[_Queue]:
-        """Each link's loads, with the time at which each should begin."""
+        """Queue each link's loads, with the time at which each should begin."""
         queues: dict[str, _Queue] = {}
-        for one in intervals:
-            if one.loads:
-                queues.setdefault(one.way_back[0], _Queue()).loads.append(one)
+        for interval in intervals:
+            if interval.loads:
+                queues.setdefault(interval.way_back[0], _Queue()).loads.append(interval)
         for queue in queues.values():
             due_s = math.inf
-            for one in reversed(queue.loads):
-                one.begin_s = due_s = min(self._times[one.first], due_s) - one.way_back[1]
-                if one.gradient_of is None:
-                    self._will_copy(one.way_back)
+            for load in reversed(queue.loads):
+                load.begin_s = due_s = min(self._times[load.first], due_s) - load.way_back[1]
+                if load.gradient_of is None:
+                    self._will_copy(load.way_back)
         return tuple(queues.values())
 
     def _will_copy(self, way: Way) -> None:
@@ -207,133 +210,140 @@ class CopyScheduler:
         self._to_copy[link] = self._to_copy.get(link, 0.0) + copy_s
 
     def stop(self, index: int) -> None:
-        """What happens before a call, and the call itself."""
-        leaving = self._leaving
-        for one in self._ending.get(index, ()):
-            if one.gradient_of is not None:
-                self._written.add(one.gradient_of)
-            leaving.add(one, self._copied(one.way_home))
+        """Schedule the copies before a call, and the call itself."""
+        write_backs = self._write_backs
+        for interval in self._ending.get(index, ()):
+            if interval.gradient_of is not None:
+                self._written.add(interval.gradient_of)
+            write_backs.add(interval, self._copied(interval.way_home))
         if index == len(self._positions):
-            self.now = leaving.give_back(index, self.now, -math.inf)
+            self.now = write_backs.give_back(index, self.now, -math.inf)
             return
         self._ahead_nbytes -= self._needed_nbytes[index]
         self.occupancy[index] += self._ahead_nbytes
-        over_nbytes = self.occupancy[index] + leaving.nbytes - self._capacity[index]
-        self.now = leaving.give_back(index, self.now, over_nbytes)
-        self.occupancy[index] += leaving.nbytes
+        over_nbytes = self.occupancy[index] + write_backs.nbytes - self._capacity[index]
+        self.now = write_backs.give_back(index, self.now, over_nbytes)
+        self.occupancy[index] += write_backs.nbytes
         needed = self._starting.get(index, ())
-        for one in needed:
-            if one not in self._arriving:
-                self._load(one, index)
+        for load in needed:
+            if load not in self._arriving:
+                self._load(load, index)
         self._load_ahead(index)
-        for one in needed:
-            self.now = max(self.now, self._arriving.pop(one))
+        for load in needed:
+            self.now = max(self.now, self._arriving.pop(load))
         self.now += self._positions[index].cost_s
 
     def least_s(self, index: int) -> float:
-        """What all calls take at least: what is behind this stop, and the arithmetic of those to come or, of a link,
-        the copies."""
+        """Return the least seconds of all calls: those behind this stop, and the arithmetic of those to come or, of a
+        link, the copies.
+        """
         copies_s = [self._free.get(link, 0.0) + more_s for link, more_s in self._to_copy.items()]
         return max(self.now + self._times[-1] - self._times[index], *copies_s, 0.0)
 
     def _copied(self, way: Way) -> float:
-        """When a copy that queues now is done."""
+        """Queue a copy now and return when it is done."""
         link, copy_s = way
         self._free[link] = done_s = max(self.now, self._free.get(link, 0.0)) + copy_s
         self._to_copy[link] -= copy_s
         return done_s
 
-    def _load(self, one: Interval, index: int) -> None:
-        one.start = index
-        if one.gradient_of is not None:
-            if one.gradient_of not in self._written:  # it begins empty
-                self._arriving[one] = self.now
+    def _load(self, load: Interval, index: int) -> None:
+        load.start = index
+        if load.gradient_of is not None:
+            if load.gradient_of not in self._written:  # it begins empty
+                self._arriving[load] = self.now
                 return
-            self._will_copy(one.way_back)
-        self._arriving[one] = self._copied(one.way_back)
+            self._will_copy(load.way_back)
+        self._arriving[load] = self._copied(load.way_back)
 
     def _load_ahead(self, index: int) -> None:
-        """Begin loads that later calls need, in the order of need, as long as there is room up to them beside what
-        will still be on its way home. What is so far, nothing is given back until the next stop."""
-        begins_s, at = self.now - self._times[index], index  # as far as room is known
+        """Begin loads that later calls need, in the order of need, as long as there is room up to them.
+
+        The room counts the write-backs that will still be under way. Nothing that is present is given back until the
+        next stop.
+        """
+        late_s, at = self.now - self._times[index], index  # waits so far; the call up to which room is known
         room_nbytes, ahead_nbytes = self._capacity[index] - self.occupancy[index], self._ahead_nbytes
-        while (one := self._next(index)) is not None and one.nbytes <= room_nbytes:
-            while at + 1 < one.first and one.nbytes <= room_nbytes:
+        while (load := self._next(index)) is not None and load.nbytes <= room_nbytes:
+            while at + 1 < load.first and load.nbytes <= room_nbytes:
                 at += 1
                 ahead_nbytes -= self._needed_nbytes[at]
-                in_use_nbytes = self.occupancy[at] + ahead_nbytes + self._leaving.nbytes_at(begins_s + self._times[at])
+                leaving_nbytes = self._write_backs.nbytes_at(late_s + self._times[at])
+                in_use_nbytes = self.occupancy[at] + ahead_nbytes + leaving_nbytes
                 room_nbytes = min(room_nbytes, self._capacity[at] - in_use_nbytes)
-            if one.nbytes > room_nbytes:
+            if load.nbytes > room_nbytes:
                 break
-            self._load(one, index)
-            room_nbytes -= one.nbytes
-            ahead_nbytes += one.nbytes
-            self.occupancy[index] += one.nbytes
-            self._ahead_nbytes += one.nbytes
-            self._needed_nbytes[one.first] += one.nbytes
+            self._load(load, index)
+            room_nbytes -= load.nbytes
+            ahead_nbytes += load.nbytes
+            self.occupancy[index] += load.nbytes
+            self._ahead_nbytes += load.nbytes
+            self._needed_nbytes[load.first] += load.nbytes
 
     def _next(self, index: int) -> Interval | None:
-        """The load that is needed first of those that are due and may begin."""
-        heads = [one for queue in self._queues if (one := self._due(queue, index)) is not None]
-        return min(heads, key=lambda one: (one.first, one.item)) if len(heads) > 1 else heads[0] if heads else None
+        """Return the load that is needed first of those that are due and may begin."""
+        heads = [load for queue in self._queues if (load := self._due(queue, index)) is not None]
+        return min(heads, key=lambda load: (load.first, load.item)) if len(heads) > 1 else heads[0] if heads else None
 
     def _due(self, queue: _Queue, index: int) -> Interval | None:
-        """A link's first load that may begin at this stop and is due: it is not hidden if it begins at the next."""
-        loads, arriving, leaving = queue.loads, self._arriving, self._leaving.done_s
-        while queue.at < len(loads) and ((one := loads[queue.at]).first <= index or one in arriving):
+        """Return a link's first load that may begin and is due at this stop: begun at the next one, it would not be
+        hidden.
+        """
+        loads, arriving, leaving = queue.loads, self._arriving, self._write_backs.done_s
+        while queue.at < len(loads) and ((load := loads[queue.at]).first <= index or load in arriving):
             queue.at += 1
         for at in range(queue.at, len(loads)):
-            one = loads[at]
-            if one.floor > index or self._times[index + 1] <= one.begin_s:
+            load = loads[at]
+            if load.floor > index or self._times[index + 1] <= load.begin_s:
                 return None
-            before = one.before
-            if one not in arriving and (before is None or (before.last < index and before not in leaving)):
-                if not one.moves:
+            before = load.before
+            if load not in arriving and (before is None or (before.last < index and before not in leaving)):
+                if not load.moves:
                     continue  # it only takes its room: that can wait
-                return one
+                return load
         return None
 
 
 def _set_ways(intervals: Iterable[Interval], items: Mapping[MovedId, Item], hardware: Hardware) -> None:
-    """Say of each interval how its item moves: alike for all that one `Item` describes."""
-    known: dict[tuple[int, int], tuple[Way, Way, bool]] = {}
-    for one in intervals:
-        item = items[one.item]
-        key = id(item), one.nbytes
-        if key not in known:
-            back = item.way_back.link, item.way_back.seconds(one.nbytes, hardware)
-            home = item.way_home.link, item.way_home.seconds(one.nbytes, hardware)
-            known[key] = back, home, item.way_back.moved_nbytes(one.nbytes) > 0
-        one.way_back, one.way_home, one.moves = known[key]
-        if isinstance(one.item, Chunk) and one.item.kind == GRAD:
-            one.gradient_of = one.item.group
+    """Set each interval's links and copy times: equal for all intervals of one `Item`."""
+    ways: dict[tuple[int, int], tuple[Way, Way, bool]] = {}
+    for interval in intervals:
+        item, nbytes = items[interval.item], interval.nbytes
+        key = id(item), nbytes
+        if key not in ways:
+            back = item.way_back.link, item.way_back.seconds(nbytes, hardware)
+            home = item.way_home.link, item.way_home.seconds(nbytes, hardware)
+            ways[key] = back, home, item.way_back.moved_nbytes(nbytes) > 0
+        interval.way_back, interval.way_home, interval.moves = ways[key]
+        if isinstance(interval.item, Chunk) and interval.item.kind == GRAD:
+            interval.gradient_of = interval.item.group
 
 
 def _occupied(intervals: Iterable[Interval], num_positions: int) -> list[int]:
-    """Bytes in slots during each call."""
+    """Return the bytes in slots during each call."""
     changes = [0] * (num_positions + 1)
-    for one in intervals:
-        changes[one.start] += one.nbytes
-        changes[one.end] -= one.nbytes
+    for interval in intervals:
+        changes[interval.start] += interval.nbytes
+        changes[interval.end] -= interval.nbytes
     return list(accumulate(changes[:-1]))
 
 
 def _bound(intervals: Iterable[Interval], barriers: Sequence[int], end: int) -> None:
-    """How far each interval may move: not past a barrier, nor into the item's next one."""
+    """Bound how far each interval may move: not past a barrier, nor into the item's next one."""
     previous: dict[MovedId, Interval] = {}
-    for one in intervals:
-        behind = bisect_right(barriers, one.first)
-        one.floor = barriers[behind - 1] if behind else 0
-        behind = bisect_right(barriers, one.last)
-        one.ceiling = barriers[behind] if behind < len(barriers) else end
-        one.before = previous.get(one.item)
-        if one.before is not None:
-            one.before.ceiling = min(one.before.ceiling, one.first)
-        previous[one.item] = one
+    for interval in intervals:
+        passed = bisect_right(barriers, interval.first)
+        interval.floor = barriers[passed - 1] if passed else 0
+        passed = bisect_right(barriers, interval.last)
+        interval.ceiling = barriers[passed] if passed < len(barriers) else end
+        interval.before = previous.get(interval.item)
+        if interval.before is not None:
+            interval.before.ceiling = min(interval.before.ceiling, interval.first)
+        previous[interval.item] = interval
 
 
 def _clock(positions: Sequence[Position]) -> list[float]:
-    """When each call starts where nothing is waited for; one more entry for the end."""
+    """Return when each call starts if nothing is waited for, with one more entry for the end."""
     times = [0.0]
     for position in positions:
         times.append(times[-1] + position.cost_s)

@@ -1,15 +1,15 @@
-"""When items move: who leaves, and which events that makes.
+"""Choose which items to evict and when, and emit the plan's events.
 
-The future is known. Where room is short, that item leaves which costs the fewest seconds to bring back for each byte
-and each call that it is away: least seconds / (bytes x calls to its next use). Of items that cost alike per byte (one
-link, no latency) this is the one whose next use is furthest away, which is optimal for items of one size (Belady 1966;
-PatrickStar, arXiv:2108.05818). With sizes that differ, no such rule is: items that left first stay after all where
-those that left later have made room enough. On random small instances with two rates, latencies and sizes from 1 to 9
-this took 0.4 % more seconds than the best schedule, and furthest next use alone 1.3 %.
+The future is known. If room is short, the item is evicted that costs the fewest seconds to bring back for each byte and
+each call that it is away: least seconds / (bytes x calls to its next use). Of items that cost alike per byte (one link,
+no latency) this is the one with the furthest next use, which is optimal for items of one size (Belady 1966;
+PatrickStar, arXiv:2108.05818). With different sizes no such rule is: items evicted first stay after all if those
+evicted later have made room enough. On random small instances with two rates, latencies and sizes from 1 to 9 this took
+0.4 % more seconds than the best schedule, and furthest next use alone 1.3 %.
 
-Capacity changes from call to call: it is what the budget leaves beside residents and non-model data. First the
-residency intervals are found; then copies are placed against the clock (`passes.pacing`). Every link has its own queue.
-Saved storages that go home between the phases (`passes.activations`) queue there with the chunks.
+Capacity changes from call to call: it is the budget minus residents and non-model data. First the residency intervals
+are chosen; then copies are placed against the clock (`planning.copy_scheduling`). Every link has its own queue.
+Offloaded storages (`planning.offload`) queue there with the chunks.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from chunkc.ir.plan import (
 from chunkc.passes.planning.copy_scheduling import Interval, schedule_copies
 
 NEVER = sys.maxsize
-"""The next use of an item that is not used again."""
+"""Next use of an item that is not used again."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When every item is in a slot.
+    """Slot residency of every item.
 
     Attributes:
         occupancy: slot bytes during each call.
-        seconds: that the calls take, with what they wait for.
+        seconds: of the calls, with their waits.
     """
 
     intervals: Sequence[Interval]
@@ -56,7 +56,7 @@ class Schedule:
     seconds: float
 
     def stops(self) -> tuple[tuple[Event, ...], ...]:
-        """Events before each call, one entry more than calls."""
+        """Return the events before each call, with one more entry than calls."""
         return _emit(self.intervals, len(self.occupancy), self.items)
 
 
@@ -70,7 +70,7 @@ def schedule(
     consumed: Collection[ItemId] = (),
     most_s: float = math.inf,
 ) -> Schedule:
-    """When every item is in a slot.
+    """Schedule the slots of all items.
 
     Args:
         positions: the calls, in order, with the items each needs.
@@ -78,25 +78,28 @@ def schedule(
         capacity: bytes for slots at each call; at least what the call itself needs.
         barriers: indices of calls before which no copy for a later call may start (a new phase begins there).
         saved: intervals of saved storages around their copies.
-        consumed: items that nobody needs after their last use, so that they are not written back then.
+        consumed: items without a reader after their last use, so that they are not written back then.
 
     Raises:
         TooSlow: the calls take more than `most_s`.
     """
     intervals = residency(positions, items, capacity, hardware)
-    for interval in {interval.item: interval for interval in intervals if interval.item in consumed}.values():
-        interval.dirty = False  # the last one of its item
+    last = {interval.item: interval for interval in intervals if interval.item in consumed}
+    for interval in last.values():
+        interval.dirty = False
     if saved:
         intervals = sorted([*intervals, *saved], key=lambda interval: (interval.first, str(interval.item)))
-    paced = schedule_copies(intervals, positions, items, capacity, hardware, barriers, most_s)
-    return Schedule(intervals, items, tuple(paced.occupancy), paced.now)
+    scheduler = schedule_copies(intervals, positions, items, capacity, hardware, barriers, most_s)
+    return Schedule(intervals, items, tuple(scheduler.occupancy), scheduler.now)
 
 
 def residency(
     positions: Sequence[Position], items: Mapping[MovedId, Item], capacity: Sequence[int], hardware: Hardware
 ) -> list[Interval]:
-    """Residency intervals, each from the first to the last use that it serves, in order of first uses and names; see
-    the module for who leaves. Items are numbers here, in order of their names."""
+    """Choose residency intervals, each from the first to the last use that it serves, ordered by first use and name.
+
+    See the module for the eviction rule. Items are numbers here, in order of their names.
+    """
     names = sorted({name for position in positions for name in position.items}, key=str)
     number = {name: at for at, name in enumerate(names)}
     nbytes = [items[name].nbytes for name in names]
@@ -108,9 +111,9 @@ def residency(
     for indices in uses:
         indices.append(NEVER)
         indices.reverse()  # the next use is the last entry
-    kinds = {id(item): item for item in items.values()}  # few: those that are alike share one
-    price_s = {kind: _price_s(item, hardware) for kind, item in kinds.items()}
-    waiting = _Leaving([price_s[id(items[name])] for name in names], uses)
+    distinct = {id(item): item for item in items.values()}  # few: equal items are one object
+    price_s = {key: _price_s(item, hardware) for key, item in distinct.items()}
+    evictable = _EvictionQueue([price_s[id(items[name])] for name in names], uses)
     present: dict[int, Interval] = {}
     closed: list[tuple[int, int, Interval]] = []
     occupied = 0
@@ -119,15 +122,15 @@ def residency(
             uses[item].pop()
             if item not in present:
                 occupied += nbytes[item]
-        leaving: list[int] = []
-        while occupied > capacity[index] and (first := waiting.next(index, present)) is not None:
-            leaving.append(first)
+        evicted: list[int] = []
+        while occupied > capacity[index] and (first := evictable.next(index, present)) is not None:
+            evicted.append(first)
             occupied -= nbytes[first]
         assert occupied <= capacity[index], f"{position.name} needs {occupied} bytes of {capacity[index]}"
-        for item in reversed(leaving):
-            if occupied + nbytes[item] <= capacity[index]:  # those that left after it have made the room
+        for item in reversed(evicted):
+            if occupied + nbytes[item] <= capacity[index]:  # later evictions have made the room
                 occupied += nbytes[item]
-                waiting.add(item)
+                evictable.add(item)
             else:
                 interval = present.pop(item)
                 closed.append((interval.first, item, interval))
@@ -138,13 +141,13 @@ def residency(
             interval = present[item]
             interval.last, interval.end = index, index + 1
             interval.dirty |= name in position.writes
-            waiting.add(item)
+            evictable.add(item)
     closed += [(interval.first, item, interval) for item, interval in present.items()]
     return [interval for *_, interval in sorted(closed, key=itemgetter(0, 1))]
 
 
-class _Leaving:
-    """Items in the order in which they leave, at whatever call it is asked for.
+class _EvictionQueue:
+    """Present items in the order of their eviction, at any call.
 
     Among items of one price per byte this is the order of next uses, at every call alike: a heap for each price.
 
@@ -155,26 +158,26 @@ class _Leaving:
 
     def __init__(self, prices: Sequence[float], uses: Sequence[Sequence[int]]) -> None:
         self._uses, self._prices = uses, prices
-        # Of (-next use, -item); an entry of a former use is stale.
+        # Entries are (-next use, -item); an entry of a former use is stale.
         self._heaps: dict[float, list[tuple[int, int]]] = {price: [] for price in prices}
 
     def add(self, item: int) -> None:
-        """The item may leave until its next use."""
+        """Make the item evictable until its next use."""
         heapq.heappush(self._heaps[self._prices[item]], (-self._uses[item][-1], -item))
 
     def next(self, index: int, present: Container[int]) -> int | None:
-        """Take out the item that leaves first at a call, of those that are present and not needed by it; None: none."""
-        found: tuple[float, int, float] | None = None
+        """Take out the first item to evict at a call, of those that are present and not needed by it; None: none."""
+        first: tuple[float, int, float] | None = None
         for price, heap in self._heaps.items():
             while heap and not (-heap[0][1] in present and self._uses[-heap[0][1]][-1] == -heap[0][0]):
                 heapq.heappop(heap)
             if heap:
-                found = min(found or (math.inf, 0, price), (price / (-heap[0][0] - index), heap[0][1], price))
-        return None if found is None else -heapq.heappop(self._heaps[found[2]])[1]
+                first = min(first or (math.inf, 0, price), (price / (-heap[0][0] - index), heap[0][1], price))
+        return None if first is None else -heapq.heappop(self._heaps[first[2]])[1]
 
 
 def _price_s(item: Item, hardware: Hardware) -> float:
-    """Seconds that it takes to bring a byte of the item back, to as many digits as rates of one link agree to."""
+    """Return the seconds that bring a byte of the item back, to as many digits as rates of one link agree to."""
     seconds = item.way_back.seconds(item.nbytes, hardware) / item.nbytes if item.nbytes else 0.0
     return float(f"{seconds:.9g}")
 
@@ -182,7 +185,7 @@ def _price_s(item: Item, hardware: Hardware) -> float:
 def _emit(
     intervals: Sequence[Interval], num_positions: int, items: Mapping[MovedId, Item]
 ) -> tuple[tuple[Event, ...], ...]:
-    """Intervals as events: at each stop write-backs first, then slots given back, then taken, then waited for."""
+    """Turn intervals into events: at each stop write-backs first, then evictions, then prefetches, then waits."""
     write_backs: list[list[Event]] = [[] for _ in range(num_positions + 1)]
     evictions: list[list[Event]] = [[] for _ in range(num_positions + 1)]
     prefetches: list[list[Event]] = [[] for _ in range(num_positions + 1)]

@@ -1,8 +1,8 @@
-"""Parameters into fixed-size chunks, in order of use (PatrickStar's chunk mapping, made block by block).
+"""Lay parameters out in fixed-size chunks, in order of use (PatrickStar's chunk mapping, made block by block).
 
-A chunk boundary inside a repeated block would fall at a different place in every block, and with it the cuts
-between segments: then no two blocks would compile to the same code. So a block (`h.3`, `encoder.layer.11`) that
-fits a chunk is never torn, and one that does not is torn at the same places everywhere.
+A chunk boundary inside a repeated block would fall at a different place in every block, and with it the cuts between
+segments: then no two blocks would compile to the same code. So a block (`h.3`, `encoder.layer.11`) that fits a chunk is
+never torn, and a larger one is torn at the same places everywhere.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from chunkc.ir.errors import OptionsError
 from chunkc.ir.layout import ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.ir.states import StateFormat
 
-SMALL_SHARE = 64
-"""A parameter below this share of a chunk (norms, biases) stays on the compute tier."""
+SMALL_FRACTION = 64
+"""Divisor of a chunk's size below which a parameter (norms, biases) is small: always on the compute tier."""
 
 
 EMPTY_LAYOUT = ChunkLayout(0, (), ())
 
 
 def block_of(name: str) -> tuple[str, bool]:
-    """The repeated block a parameter belongs to, and whether it is one: up to the first numeric component."""
+    """Return the repeated block of a parameter, and whether it is one: the name up to the first numeric component."""
     parts = name.split(".")
     for position, part in enumerate(parts):
         if part.isdigit():
@@ -40,18 +40,19 @@ def blocks_in_order(specs: Iterable[ParamSpec]) -> list[list[ParamSpec]]:
 
 
 NEVER_TORN_NBYTES = 1 << 20
-"""A block that takes no more is one chunk: to copy less at once saves nothing."""
+"""Largest block that is always one chunk: to copy less at once saves nothing."""
 
 
 WIDELY = 2
-"""Blocks differ widely where the largest is more than so many times the middle one by size."""
+"""Blocks differ widely if the largest has more than this multiple of the median size."""
 
 
 def auto_chunk_nbytes(specs: Sequence[ParamSpec]) -> int:
-    """One repeated block per chunk; without repetition, a sixteenth of the model but no less than a tensor.
+    """Choose the chunk size: one repeated block per chunk; without repetition, a sixteenth of the model but no less
+    than a tensor.
 
-    Where blocks differ, half of them are no larger than that, and the others are torn, if they are large: each of a few
-    huge chunks would have to stay as a whole, or to move as a whole through what little room is left. Where they differ
+    If blocks differ, half of them are no larger than that, and the rest are torn, if they are large: each of a few huge
+    chunks would have to be resident as a whole, or to move as a whole through what little room is left. If they differ
     widely, as those of a U-Net do, no two are planned alike anyway, and chunks are a quarter of that.
     """
     total = sum(spec.whole_nbytes for spec in specs)
@@ -70,19 +71,19 @@ def auto_chunk_nbytes(specs: Sequence[ParamSpec]) -> int:
 def lay_out(
     specs: Sequence[ParamSpec], chunk_nbytes: int | None = None, *, extending: ChunkLayout | None = None
 ) -> ChunkLayout:
-    """Lay parameters, given in order of use, into chunks of `chunk_nbytes` (None: chosen from the model alone).
+    """Lay parameters, given in order of use, out in chunks of `chunk_nbytes` (None: chosen from the model alone).
 
     A tensor larger than a chunk gets a chunk of its own size. Frozen and trainable parameters, dtypes, and formats of
-    states never share a chunk. What is cut over ranks goes by its whole size, and is never small. With `extending`, its
-    groups stay as they are and the new ones come after them.
+    states never share a chunk. A sharded parameter counts with its whole size, and is never small. With `extending`,
+    its groups are kept as they are and the new ones come after them.
     """
     if chunk_nbytes is None:
         chunk_nbytes = extending.chunk_nbytes if extending else auto_chunk_nbytes(specs)
-    is_small = [spec.shards is None and spec.home_nbytes * SMALL_SHARE <= chunk_nbytes for spec in specs]
-    small = [spec for spec, stays in zip(specs, is_small) if stays]
-    large = [spec for spec, stays in zip(specs, is_small) if not stays]
+    is_small = [spec.shards is None and spec.home_nbytes * SMALL_FRACTION <= chunk_nbytes for spec in specs]
+    small = [spec for spec, is_fixed in zip(specs, is_small) if is_fixed]
+    large = [spec for spec, is_fixed in zip(specs, is_small) if not is_fixed]
     bins: list[list[ParamSpec]] = []
-    open_bin: dict[tuple, int] = {}  # (dtype, trainable, states, not cut) -> index of the bin that may still take more
+    open_bin: dict[tuple, int] = {}  # (dtype, trainable, states, not sharded) -> index of a bin with room
     for block in blocks_in_order(large):
         by_class: dict[tuple, list[ParamSpec]] = {}
         for spec in block:
@@ -104,28 +105,28 @@ def lay_out(
                 del open_bin[key]
     first = extending.groups if extending else ()
     groups = [_group(len(first) + index, members) for index, members in enumerate(bins)]
-    known = extending.small if extending else ()
-    return ChunkLayout(chunk_nbytes, (*first, *groups), (*known, *small))
+    first_small = extending.small if extending else ()
+    return ChunkLayout(chunk_nbytes, (*first, *groups), (*first_small, *small))
 
 
 def extended(
     layout: ChunkLayout, specs: Iterable[ParamSpec], fixed: Iterable[ParamSpec], chunk_nbytes: int | None
 ) -> ChunkLayout:
-    """The layout with room for parameters that it does not know yet, given in order of use.
+    """Extend the layout by its missing parameters, given in order of use.
 
     `fixed` cannot live in chunks; they count among the small ones. `chunk_nbytes` is for the first layout.
     """
-    known = set(layout.group_of()) | {spec.name for spec in layout.small}
-    new = [spec for spec in specs if spec.name not in known]
+    laid_out = set(layout.group_of()) | {spec.name for spec in layout.small}
+    new = [spec for spec in specs if spec.name not in laid_out]
     wider = lay_out(new, chunk_nbytes, extending=layout if layout.chunk_nbytes else None) if new else layout
-    staying = tuple(spec for spec in fixed if spec.name not in known)
-    version = layout.version + 1 if new or staying else layout.version
+    new_small = tuple(spec for spec in fixed if spec.name not in laid_out)
+    version = layout.version + 1 if new or new_small else layout.version
     kept = {"overhead_nbytes": layout.overhead_nbytes, "disk_holds": layout.disk_holds, "version": version}
-    return replace(wider, small=(*wider.small, *staying), **kept)  # type: ignore[arg-type]
+    return replace(wider, small=(*wider.small, *new_small), **kept)  # type: ignore[arg-type]
 
 
 def restated(layout: ChunkLayout, states: Mapping[str, StateFormat]) -> ChunkLayout:
-    """The same layout with other formats of states, by parameter; a parameter not named goes with its chunk.
+    """Return the layout with other formats of states, by parameter; a parameter without one takes its chunk's.
 
     Raises:
         OptionsError: parameters of one chunk have different formats, or lie where their format allows no state.
@@ -136,13 +137,13 @@ def restated(layout: ChunkLayout, states: Mapping[str, StateFormat]) -> ChunkLay
 
     groups = []
     for group in layout.groups:
-        found = named(s.spec for s in group.slices)
-        formats = set(found.values())
+        given = named(s.spec for s in group.slices)
+        formats = set(given.values())
         if len(formats) > 1:
-            first, second = next((a, b) for a, b in pairwise(found) if found[a] != found[b])
+            first, second = next((a, b) for a, b in pairwise(given) if given[a] != given[b])
             raise OptionsError(
                 f"{first} and {second} share a chunk, but their optimizers keep states in different formats "
-                f"({found[first]}; {found[second]}): {_EARLIER}"
+                f"({given[first]}; {given[second]}): {_ADVICE}"
             )
         wanted = next(iter(formats), group.states)
         if group.states == wanted:
@@ -152,7 +153,7 @@ def restated(layout: ChunkLayout, states: Mapping[str, StateFormat]) -> ChunkLay
             if s.offset % wanted.alignment:
                 raise OptionsError(
                     f"{s.spec.name} begins at element {s.offset} of its chunk, and {wanted} need a multiple of "
-                    f"{wanted.alignment}: {_EARLIER}"
+                    f"{wanted.alignment}: {_ADVICE}"
                 )
         slices = tuple(replace(s, spec=replace(s.spec, states=wanted)) for s in group.slices)
         groups.append(replace(group, slices=slices, states=wanted))
@@ -161,7 +162,7 @@ def restated(layout: ChunkLayout, states: Mapping[str, StateFormat]) -> ChunkLay
 
 
 def unfrozen(layout: ChunkLayout, names: Collection[str]) -> ChunkLayout:
-    """The same layout where these parameters are trained, which may have been frozen when it was made.
+    """Return the layout with these parameters trained, which may have been frozen when it was made.
 
     A chunk group with one of them has gradients and states, also for those of its parameters that stay frozen.
     """
@@ -178,12 +179,12 @@ def unfrozen(layout: ChunkLayout, names: Collection[str]) -> ChunkLayout:
 
 
 def _changed(layout: ChunkLayout, groups: Sequence[ChunkGroup], small: tuple[ParamSpec, ...]) -> ChunkLayout:
-    """The layout with these groups and small parameters: as it was, or its next version."""
-    found = replace(layout, groups=tuple(groups), small=small)
-    return layout if found == layout else replace(found, version=layout.version + 1)
+    """Return the layout with these groups and small parameters: unchanged, or its next version."""
+    changed = replace(layout, groups=tuple(groups), small=small)
+    return layout if changed == layout else replace(changed, version=layout.version + 1)
 
 
-_EARLIER = (
+_ADVICE = (
     "make the optimizers before chunkc.place and before the model is first called, and chunks are laid out for them"
 )
 

@@ -1,17 +1,17 @@
-"""Saved storages that go home between forward and backward: which may, which do, and when their copies may run.
+"""Choose which saved storages to offload between forward and backward, and bound when their copies may run.
 
 A storage is copied home after the forward's last call that holds it, and back before the backward's first call that
-reads it. Storages and not values: a view may be its storage's last keeper. Those of the user's outputs and inputs stay,
-since others hold them, and so do small ones.
+reads it. Storages and not values: a view may be the last value in its storage. Storages of the user's outputs and
+inputs stay on the compute tier, since the caller holds them, and so do small ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from chunkc.ir.items import SavedStorage
 from chunkc.ir.plan import Position
@@ -19,7 +19,7 @@ from chunkc.ir.program import FORWARD, PhaseProgram
 from chunkc.passes.planning.copy_scheduling import Interval
 
 SMALL_NBYTES = 4096
-"""Saved storages of fewer bytes stay: a copy's latency costs more than their room is worth."""
+"""Smallest saved storage to offload: of a smaller one, the latency of a copy costs more than its room is worth."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +38,23 @@ class Saved:
 
 
 def candidates(forward: PhaseProgram, backward: PhaseProgram | None) -> tuple[Saved, ...]:
-    """Every storage that may be at home between the phases, in order of its last use."""
+    """List every storage that may be at home between the phases, in order of its last use."""
     if backward is None:
         return ()
     storage_of = forward.value_storages()
     saved = [value for value in forward.outputs[forward.num_user_outputs :] if value is not None]
     odd = {storage_of[value] for value in saved if value not in forward.plain}
     own = {storage_of[value] for value in forward.outputs[: forward.num_user_outputs] if value is not None}
-    found = {storage_of[value] for value in saved} - own - odd - forward.held - backward.held
-    found = {storage for storage in found if forward.storages[storage] >= SMALL_NBYTES}
+    storages = {storage_of[value] for value in saved} - own - odd - forward.held - backward.held
+    storages = {storage for storage in storages if forward.storages[storage] >= SMALL_NBYTES}
     last = {s: at for at, call in enumerate(forward.calls) for s in _held_by(call.inputs + call.outputs, storage_of)}
-    of_backward = backward.value_storages()
+    in_backward = backward.value_storages()
     first: dict[str, int] = {}
     for at, call in enumerate(backward.calls):
-        for storage in _held_by(call.inputs, of_backward):
+        for storage in _held_by(call.inputs, in_backward):
             first.setdefault(storage, at)
-    known = [Saved(s, forward.storages[s], last[s], first[s]) for s in found if s in last and s in first]
-    return tuple(sorted(known, key=lambda one: (one.last, one.storage)))
+    uses = [Saved(s, forward.storages[s], last[s], first[s]) for s in storages if s in last and s in first]
+    return tuple(sorted(uses, key=lambda saved: (saved.last, saved.storage)))
 
 
 def _held_by(values: Sequence[str], storage_of: Mapping[str, str]) -> set[str]:
@@ -62,7 +62,7 @@ def _held_by(values: Sequence[str], storage_of: Mapping[str, str]) -> set[str]:
 
 
 def with_offloaded(program: PhaseProgram, storages: Collection[str]) -> PhaseProgram:
-    """A forward, or its backward, where these storages are at home in between."""
+    """Return the forward, or its backward, with these storages at home in between."""
     if not storages:
         return program
     copied: dict[str, list[str]] = {}
@@ -78,52 +78,52 @@ def with_offloaded(program: PhaseProgram, storages: Collection[str]) -> PhasePro
             stand_ins[position] = storage_of[value], len(values)
             values.append(value)
             outputs[position] = None
-    assert copied.keys() == set(storages), "only candidates leave"
+    assert copied.keys() == set(storages), "only candidates are offloaded"
     kept = {storage: tuple(values) for storage, values in copied.items()}
     return replace(program, outputs=tuple(outputs), copied=kept, stand_ins=stand_ins)
 
 
 def copies(saved: Sequence[Saved], forward: Sequence[int] | None, backward: Sequence[int]) -> list[Interval]:
-    """The copies of storages that are at home between the phases, as intervals that may become longer.
+    """Return the copies of offloaded storages, as intervals that may become longer.
 
     Args:
-        forward, backward: where in the line the calls of the phases are; None: the forward has run.
+        forward, backward: places of the phases' calls in the line; None: the forward has run.
     """
-    found = []
-    for one in saved:
-        item = SavedStorage(one.storage)
+    intervals = []
+    for storage in saved:
+        item = SavedStorage(storage.storage)
         if forward is not None:
-            at = forward[one.last]
-            found.append(Interval(item, one.nbytes, at, at, True, at + 1, at + 1, loads=False))
-        at = backward[one.first]
-        found.append(Interval(item, one.nbytes, at, at, False, at, at))
-    return found
+            at = forward[storage.last]
+            intervals.append(Interval(item, storage.nbytes, at, at, True, at + 1, at + 1, loads=False))
+        at = backward[storage.first]
+        intervals.append(Interval(item, storage.nbytes, at, at, False, at, at))
+    return intervals
 
 
 def choose(
     saved: Sequence[Saved], forward: Sequence[Position], backward: Sequence[Position], room_nbytes: Sequence[int]
 ) -> frozenset[str]:
-    """The storages that leave so that all calls have room: those that are away for longest come first.
+    """Choose storages to offload so that all calls have room: the longest away first.
 
     Args:
-        forward, backward: the calls, where every storage is kept.
-        room_nbytes: of each of these calls, bytes for values beside all else that it cannot do without.
+        forward, backward: the calls, with every storage kept.
+        room_nbytes: of each of these calls, bytes for values on top of all that it cannot do without.
 
     Returns:
-        No more than needed; where all that may leave does not make the room, all of it.
+        No more than needed; all candidates if even they do not make the room.
     """
     needed = [at.non_model_nbytes for at in (*forward, *backward)]
     missing = np.array(needed, dtype=np.int64) - np.array(room_nbytes, dtype=np.int64)
-    chosen: dict[Saved, Any] = {}  # with what is missing while it is away
-    for one in sorted(saved, key=lambda one: (one.last - one.first, -one.nbytes, one.storage)):
-        away = missing[one.last + 1 : len(forward) + one.first]
+    chosen: dict[Saved, NDArray[np.int64]] = {}  # -> a view of `missing`: the calls during which it is away
+    for storage in sorted(saved, key=lambda saved: (saved.last - saved.first, -saved.nbytes, saved.storage)):
+        away = missing[storage.last + 1 : len(forward) + storage.first]
         if away.size and away.max() > 0:
-            chosen[one] = away
-            away -= one.nbytes
+            chosen[storage] = away
+            away -= storage.nbytes
     if missing.size and missing.max() <= 0:
-        for one in sorted(chosen, key=lambda one: (one.first - one.last, one.storage)):
-            away = chosen[one]
-            if away.max() + one.nbytes <= 0:
-                del chosen[one]
-                away += one.nbytes
-    return frozenset(one.storage for one in chosen)
+        for storage in sorted(chosen, key=lambda saved: (saved.first - saved.last, saved.storage)):
+            away = chosen[storage]
+            if away.max() + storage.nbytes <= 0:
+                del chosen[storage]
+                away += storage.nbytes
+    return frozenset(saved.storage for saved in chosen)

@@ -1,4 +1,4 @@
-"""What stays resident, what goes home for others, and what the minimum is; `phases` plans what moves."""
+"""Choose the resident groups, the offloaded storages and the minimum budget; `timeline` plans the data that moves."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from chunkc.ir.plan import Position
 from chunkc.passes.planning.offload import Saved, choose
 
 SLACK_CHUNKS = 2
-"""Room for copies on the way that a resident group may not take: one chunk arriving, one leaving."""
+"""Chunks of room for copies under way that residents may not take: one arriving, one leaving."""
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """What a graph needs, before any budget is known.
+    """Needs of a graph's step, before any budget is known.
 
     Attributes:
         forward, backward: positions of the phases (backward empty in inference).
@@ -41,40 +41,39 @@ class StepProfile:
         return self.passes + self.update
 
     def with_offloaded(self, saved: Sequence[Saved]) -> StepProfile:
-        """The same step, where these are at home between the phases: what `profile` makes of it, without asking again
-        what is alive at each call."""
+        """Offload saved storages between the phases: equal to a new `profile`, without another liveness analysis."""
         away, left = [0] * (len(self.forward) + 1), [0] * (len(self.forward) + 1)
         back = [0] * (len(self.backward) + 1)
-        for one in saved:
-            left[one.last] += one.nbytes
-            away[one.last + 1] += one.nbytes
-            back[one.first] += one.nbytes
+        for storage in saved:
+            left[storage.last] += storage.nbytes
+            away[storage.last + 1] += storage.nbytes
+            back[storage.first] += storage.nbytes
         forward = zip(self.forward, accumulate(away), accumulate(left))
-        gone = list(accumulate(reversed(back)))[::-1]  # of each call, what comes back at it or later
+        gone = list(accumulate(reversed(back)))[::-1]  # of each call, the bytes that come back at it or later
         return StepProfile(
-            tuple(one.with_less(nbytes, left_nbytes) for one, nbytes, left_nbytes in forward),
-            tuple(one.with_less(nbytes, nbytes) for one, nbytes in zip(self.backward, gone[1:])),
+            tuple(call.with_less(nbytes, left_nbytes) for call, nbytes, left_nbytes in forward),
+            tuple(call.with_less(nbytes, nbytes) for call, nbytes in zip(self.backward, gone[1:])),
             self.update,
-            self.boundary_nbytes - sum(one.nbytes for one in saved),
+            self.boundary_nbytes - sum(storage.nbytes for storage in saved),
         )
 
 
 def chunk_items(layout: ChunkLayout, positions: Sequence[Position], resident: frozenset[int]) -> dict[MovedId, Item]:
-    """Every chunk, or part of one, that the positions need."""
-    alike: dict[tuple[str, int, int], Item] = {}
-    found: dict[MovedId, Item] = {}
+    """Describe every chunk, or part of one, that the positions need."""
+    shared: dict[tuple[str, int, int], Item] = {}  # equal items are one object
+    items: dict[MovedId, Item] = {}
     for chunk in dict.fromkeys(chunk for position in positions for chunk in position.items):
         key = chunk.kind, chunk.group, -1 if chunk.part is None else chunk.part[1] - chunk.part[0]
-        if key not in alike:
-            alike[key] = _chunk_item(layout, chunk, resident)
-        found[chunk] = alike[key]
-    return found
+        if key not in shared:
+            shared[key] = _chunk_item(layout, chunk, resident)
+        items[chunk] = shared[key]
+    return items
 
 
 def _chunk_item(layout: ChunkLayout, chunk: Chunk, resident: frozenset[int]) -> Item:
     nbytes, (back, home) = layout.chunk_nbytes_of(chunk), layout.links_of_chunk(chunk)
     group = layout.groups[chunk.group]
-    if group.is_gathered(chunk):  # a gradient's slot begins empty: each rank's part stays at home, and is added to
+    if group.is_gathered(chunk):  # a gradient's slot begins empty: each rank's shard is at home, and is added to
         whole_nbytes = group.gathered_numel * group.dtype.itemsize
         gathered_nbytes = 0 if chunk.kind == GRAD else whole_nbytes
         return Item(nbytes, Copy(back, gathered_nbytes), Copy(home, whole_nbytes))
@@ -84,58 +83,54 @@ def _chunk_item(layout: ChunkLayout, chunk: Chunk, resident: frozenset[int]) -> 
 
 
 def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[ItemId, int]:
-    """Bytes of every chunk, or part of one, that the positions need."""
-    known: dict[ItemId, int] = layout.__dict__.setdefault("_chunk_sizes", {})  # asked for way by way
-    chunks = dict.fromkeys(chunk for position in positions for chunk in position.items)
-    known.update({chunk: layout.chunk_nbytes_of(chunk) for chunk in chunks if chunk not in known})
-    return {chunk: known[chunk] for chunk in chunks}
+    """Return the bytes of every chunk, or part of one, that the positions need."""
+    return layout.slot_sizes(dict.fromkeys(chunk for position in positions for chunk in position.items))
 
 
 def _tightest(positions: Sequence[Position]) -> list[Position]:
-    """Of positions that need the same chunks the one with the most bytes beside them: where it fits, all of them do."""
-    found: dict[tuple[frozenset[ItemId], tuple[tuple[int, int], ...]], Position] = {}
+    """Keep, of positions that need the same chunks, the one with the most other bytes: if it fits, all of them do."""
+    tightest: dict[tuple[frozenset[ItemId], tuple[tuple[int, int], ...]], Position] = {}
     for position in positions:
         key = position.items, position.waiting
-        known = found.setdefault(key, position)
-        if position.non_model_nbytes > known.non_model_nbytes:
-            found[key] = position
-    return list(found.values())
+        if position.non_model_nbytes > tightest.setdefault(key, position).non_model_nbytes:
+            tightest[key] = position
+    return list(tightest.values())
 
 
 def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
-    """What is on the compute tier for good, once every gradient and state exists: model data and overhead."""
+    """Return the permanent bytes on the compute tier, once every gradient and state exists: model data and overhead."""
     residents = (group_nbytes(layout, index) for index in resident)
     return layout.overhead_nbytes + layout.small_nbytes + replicated_nbytes(layout) + sum(residents)
 
 
 def group_nbytes(layout: ChunkLayout, index: int) -> int:
-    """What a group takes on the compute tier for good where it stays there."""
+    """Return the permanent bytes of a resident group."""
     group = layout.groups[index]
     transient_nbytes = sum(s.spec.gradient_nbytes for s in group.slices) if index in layout.transient else 0
     return group.resident_nbytes - transient_nbytes
 
 
 def replicated_nbytes(layout: ChunkLayout) -> int:
-    """What every rank has whole, of groups that are cut over ranks."""
+    """Return the bytes of replicated data of sharded groups."""
     return sum(group.replicated_nbytes for group in layout.groups)
 
 
 def everything(layout: ChunkLayout) -> frozenset[int]:
-    """Every group."""
+    """Return every group."""
     return frozenset(group.index for group in layout.groups)
 
 
 def needed_nbytes(positions: Sequence[Position], layout: ChunkLayout, resident: frozenset[int] = frozenset()) -> int:
-    """What the positions need beside what is on the compute tier for good, where all chunks but residents' move."""
+    """Return the bytes that the positions need on top of permanent ones, if all chunks but residents' move."""
     sizes = chunk_sizes(layout, positions)
-    return max(one.non_model_nbytes + moving_nbytes(one, sizes, resident) for one in _tightest(positions))
+    return max(call.non_model_nbytes + moving_nbytes(call, sizes, resident) for call in _tightest(positions))
 
 
 @dataclass(frozen=True)
 class ResidentData:
-    """Model data that never leaves the compute tier, by what it is; gradients by parameter.
+    """Resident model data by kind; gradients by parameter.
 
-    What every rank has whole counts with the parameters.
+    Replicated data counts with the parameters.
     """
 
     parameter_nbytes: int
@@ -144,17 +139,17 @@ class ResidentData:
 
     @staticmethod
     def of(layout: ChunkLayout, resident: frozenset[int]) -> ResidentData:
-        staying = [*layout.small, *(s.spec for index in sorted(resident) for s in layout.groups[index].slices)]
+        specs = [*layout.small, *(s.spec for index in sorted(resident) for s in layout.groups[index].slices)]
         counters = layout.small_nbytes - sum(spec.nbytes + spec.training_nbytes for spec in layout.small)
         return ResidentData(
-            sum(spec.nbytes for spec in staying) + replicated_nbytes(layout),
-            sum(spec.optimizer_nbytes for spec in staying) + counters,
-            {spec.name: spec.gradient_nbytes for spec in staying if spec.trainable},
+            sum(spec.nbytes for spec in specs) + replicated_nbytes(layout),
+            sum(spec.optimizer_nbytes for spec in specs) + counters,
+            {spec.name: spec.gradient_nbytes for spec in specs if spec.trainable},
         )
 
 
 def moving_only(position: Position, resident: frozenset[int]) -> Position:
-    """The position without the chunks that stay with resident groups."""
+    """Return the position without the chunks of resident groups."""
     if all(chunk.has_own_slot(resident) for chunk in position.items):
         return position
 
@@ -165,7 +160,7 @@ def moving_only(position: Position, resident: frozenset[int]) -> Position:
 
 
 def moving_nbytes(position: Position, sizes: Mapping[ItemId, int], resident: frozenset[int]) -> int:
-    """Slots that the position cannot do without beside these residents, and gradients of those that wait."""
+    """Return the slot bytes that the position cannot do without, given these residents, and waiting gradients."""
     slots = sum([sizes[chunk] for chunk in position.items if chunk.has_own_slot(resident)])
     return slots + position.waiting_nbytes(resident)
 
@@ -177,8 +172,7 @@ def choose_resident(
     allowed: frozenset[int],
     external_nbytes: int = 0,
 ) -> frozenset[int]:
-    """The groups that stay on the compute tier: all if they fit, else as many that leave room to move, in the order of
-    `evenly_spread`."""
+    """Choose the resident groups: all if they fit, else as many as leave room to move, in `evenly_spread` order."""
     sizes = chunk_sizes(layout, positions)
     needs = _tightest(positions)
 
@@ -201,10 +195,10 @@ def choose_resident(
 
 
 def evenly_spread(groups: Iterable[int]) -> list[int]:
-    """Groups in an order of which each beginning is spread over all of them, the first used one first.
+    """Order groups so that every prefix is spread over all of them, the first used group first.
 
-    What moves is then spread over the step as well: a link that has nothing to do while residents are used does not
-    make up for it later. Van der Corput's sequence: by the binary digits of their places, backwards.
+    Moving groups are then spread over the step as well: a link that is idle while residents are used cannot make up for
+    it later. Van der Corput's sequence: by the binary digits of their places, backwards.
     """
     placed = sorted(groups)
     width = len(placed).bit_length()
@@ -219,10 +213,10 @@ def choose_replicated(
     allowed: frozenset[int],
     external_nbytes: int = 0,
 ) -> ChunkLayout:
-    """Of groups that are cut over ranks, whose parameters stand whole on every rank: all if they fit, else as many
-    that leave room to move, as in `choose_resident`. Whatever the layout says of that does not count.
+    """Choose the sharded groups to replicate: all if they fit, else as many as leave room to move, as
+    `choose_resident`.
 
-    All that it goes by is the same on all ranks, so they choose alike.
+    The layout's own choice is ignored. All inputs are equal on all ranks, so all ranks choose alike.
     """
     none, every = layout.with_replicated(()), layout.with_replicated(allowed)
     needs, fixed = _tightest(positions), fixed_nbytes(none, frozenset()) + external_nbytes
@@ -231,10 +225,10 @@ def choose_replicated(
     def fits(whole: frozenset[int], fixed_nbytes: int) -> bool:
         return all(
             fixed_nbytes
-            + one.non_model_nbytes
-            + sum((replicated if chunk.group in whole else moving)[chunk] for chunk in one.items)
+            + position.non_model_nbytes
+            + sum((replicated if chunk.group in whole else moving)[chunk] for chunk in position.items)
             <= budget_nbytes
-            for one in needs
+            for position in needs
         )
 
     if fits(allowed, fixed + replicated_nbytes(every) - replicated_nbytes(none)):
@@ -250,8 +244,7 @@ def choose_replicated(
 def remaining_replicated(
     positions: Sequence[Position], layout: ChunkLayout, budget_nbytes: int, external_nbytes: int
 ) -> ChunkLayout:
-    """The layout where those groups are whole on every rank that may stay so where more room is needed than was known
-    of: all of them if they leave the room, else as many as do."""
+    """Keep as many replicated groups as fit with these external bytes: all of them if there is room."""
     if not layout.replicated_by_choice:
         return layout
     try:
@@ -269,12 +262,12 @@ def choose_offloaded(
     budget_nbytes: int,
     resident: frozenset[int],
 ) -> frozenset[str]:
-    """Saved storages that go home so that every call has room beside these residents, and copies too if possible.
+    """Choose saved storages to offload so that every call has room with these residents, and copies too if possible.
 
     Args:
-        saved: those that may leave.
-        kept: the step where none leaves.
-        least_nbytes: what it needs for values and chunks beside these residents, where all leave.
+        saved: the candidates.
+        kept: the step without offloading.
+        least_nbytes: its bytes for values and chunks with these residents, if all candidates are offloaded.
     """
     sizes = chunk_sizes(layout, kept.passes)
     free_nbytes = budget_nbytes - fixed_nbytes(layout, resident)
@@ -291,23 +284,23 @@ def remaining_residents(
     external_nbytes: int,
     resident: frozenset[int],
 ) -> tuple[frozenset[int], int]:
-    """Those residents that may stay where more room is needed than was known of, and the smallest budget for that.
+    """Keep as many residents as fit with these external bytes, and return them with the smallest budget for that.
 
-    All of them if they leave the room, else as many as do, as in `choose_resident`.
+    All of them if there is room, else as many as fit, as `choose_resident`.
 
     Raises:
-        BudgetError: there is no room even where none stays.
+        BudgetError: there is no room even without residents.
     """
     try:
         return resident, check_minimum(positions, layout, budget_nbytes, external_nbytes, resident)
     except BudgetError as error:
-        beside_all = error
+        with_residents = error
     try:
         minimum = check_minimum(positions, layout, budget_nbytes, external_nbytes)
     except BudgetError as error:
-        raise min(error, beside_all, key=lambda one: one.minimum_nbytes) from None
+        raise min(error, with_residents, key=lambda error: error.minimum_nbytes) from None
     finally:
-        del beside_all  # an error keeps this frame, and would keep itself
+        del with_residents  # the error refers to this frame, which would refer to the error
     return choose_resident(positions, layout, budget_nbytes, resident, external_nbytes), minimum
 
 
@@ -320,7 +313,8 @@ def check_minimum(
     *,
     all_may_be_resident: bool = False,
 ) -> int:
-    """The smallest budget that works with these residents; with `all_may_be_resident`, or with everything resident.
+    """Return the smallest budget that works with these residents; with `all_may_be_resident`, or with all groups
+    resident.
 
     Raises:
         BudgetError: `budget_nbytes` is below it.
@@ -335,7 +329,7 @@ def check_minimum(
 
     worst = max(_tightest(positions), key=total)
     minimum = total(worst)
-    if all_may_be_resident:  # without the gaps that chunks have, and optimizer tiles, a very small model may need less
+    if all_may_be_resident:  # without the gaps between chunks, and optimizer tiles, a very small model may need less
         whole = everything(layout)
         minimum = min(minimum, fixed_nbytes(layout, whole) + external_nbytes + needed_nbytes(positions, layout, whole))
     if minimum > budget_nbytes:

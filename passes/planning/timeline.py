@@ -1,4 +1,4 @@
-"""Phases that follow each other as a `Plan`: one line of positions, scheduled as a whole."""
+"""Plan consecutive phases as one line of positions, scheduled as a whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BETWEEN = "between"
 
 @dataclass(frozen=True)
 class _Line:
-    """Phases that follow each other as one line of positions, scheduled; `spans`: phase, begin, end."""
+    """Consecutive phases as one scheduled line of positions; `spans`: phase, begin, end."""
 
     positions: list[Position]
     spans: list[tuple[str, int, int]]
@@ -39,7 +39,7 @@ class _Line:
         saved: Sequence[Saved],
         most_s: float = math.inf,
     ) -> _Line:
-        """See `plan_phases`, and for `most_s` `schedule`."""
+        """Lay out and schedule the phases; see `plan_phases`, and for `most_s` `schedule`."""
         fixed = fixed_nbytes(layout, resident)
         line: list[Position] = []
         spans, barriers = [], []
@@ -55,14 +55,14 @@ class _Line:
         consumed = {Chunk(GRAD, position.tile.group) for position in updates if position.tile is not None}
         minimum = check_minimum(calls, layout, budget_nbytes, external_nbytes, resident)
         room_nbytes = budget_nbytes - fixed - external_nbytes
-        capacity = [max(0, room_nbytes - one.non_model_nbytes - one.waiting_nbytes(resident)) for one in line]
+        capacity = [max(0, room_nbytes - call.non_model_nbytes - call.waiting_nbytes(resident)) for call in line]
         items = chunk_items(layout, line, resident)
         ways = [Copy(link) for link in layout.links_of(PARAM)]
-        items |= {SavedStorage(one.storage): Item(one.nbytes, *ways) for one in saved}
+        items |= {SavedStorage(storage.storage): Item(storage.nbytes, *ways) for storage in saved}
         calls_of = {name: [at for at in range(begin, end) if line[at].tile is None] for name, begin, end in spans}
-        around = copies(saved, calls_of.get(FORWARD), calls_of[BACKWARD]) if saved else []
-        found = schedule(line, items, capacity, hardware, barriers, around, consumed, most_s)
-        return _Line(line, spans, minimum, found)
+        offloads = copies(saved, calls_of.get(FORWARD), calls_of[BACKWARD]) if saved else []
+        scheduled = schedule(line, items, capacity, hardware, barriers, offloads, consumed, most_s)
+        return _Line(line, spans, minimum, scheduled)
 
 
 def passes_s(
@@ -76,14 +76,14 @@ def passes_s(
     saved: Sequence[Saved] = (),
     most_s: float = math.inf,
 ) -> float:
-    """Seconds that phases take by the plan that `plan_phases` makes of them.
+    """Return the seconds of the phases under the plan of `plan_phases`.
 
     Raises:
-        BudgetError: there is none.
+        BudgetError: there is no plan.
         TooSlow: they take more than `most_s`.
     """
-    found = _Line.of(phases, layout, budget_nbytes, resident, hardware, 0, boundary_nbytes, saved, most_s)
-    return found.schedule.seconds
+    line = _Line.of(phases, layout, budget_nbytes, resident, hardware, 0, boundary_nbytes, saved, most_s)
+    return line.schedule.seconds
 
 
 def plan_phases(
@@ -97,25 +97,27 @@ def plan_phases(
     boundary_nbytes: int = 0,
     saved: Sequence[Saved] = (),
 ) -> Plan:
-    """Plan phases that follow each other; chunks may stay in their slots from one to the next.
+    """Plan consecutive phases; chunks may stay in their slots from one to the next.
 
     Args:
-        external_nbytes: bytes on the compute tier that belong to others: values of earlier calls still in flight.
+        external_nbytes: bytes on the compute tier outside this plan: values of earlier calls still in flight.
         boundary_nbytes: non-model bytes while user code runs between the phases.
         saved: storages that are at home between the forward and the backward.
 
     Raises:
         BudgetError: no plan fits; its `minimum_nbytes` holds for this `resident`.
     """
-    found = _Line.of(phases, layout, budget_nbytes, resident, hardware, external_nbytes, boundary_nbytes, saved)
-    line, spans, stops, occupancy = found.positions, found.spans, found.schedule.stops(), found.schedule.occupancy
-    staying = ResidentData.of(layout, resident)
-    made, group_of = {name for position in line for name, _ in position.sunk}, layout.group_of()
-    present = {
-        n: nbytes for n, nbytes in staying.gradients.items() if n in made or group_of.get(n) not in layout.transient
+    planned = _Line.of(phases, layout, budget_nbytes, resident, hardware, external_nbytes, boundary_nbytes, saved)
+    line, spans, stops = planned.positions, planned.spans, planned.schedule.stops()
+    resident_data = ResidentData.of(layout, resident)
+    sunk, group_of = {name for position in line for name, _ in position.sunk}, layout.group_of()
+    resident_gradients = {
+        name: nbytes
+        for name, nbytes in resident_data.gradients.items()
+        if name in sunk or group_of.get(name) not in layout.transient
     }
-    gradients = gradients_at(line, present)
-    planned, kept = [], frozenset[ItemId]()
+    gradients = gradients_at(line, resident_gradients)
+    phase_plans, kept = [], frozenset[ItemId]()
     for index, (name, begin, end) in enumerate(spans):
         moments = tuple(
             Moment(
@@ -123,12 +125,12 @@ def plan_phases(
                 phase=name,
                 op=line[at].op,
                 module=line[at].module,
-                parameter_nbytes=staying.parameter_nbytes,
+                parameter_nbytes=resident_data.parameter_nbytes,
                 gradient_nbytes=gradients[at],
-                state_nbytes=staying.state_nbytes,
+                state_nbytes=resident_data.state_nbytes,
                 other_nbytes=external_nbytes + layout.overhead_nbytes,
                 non_model_nbytes=line[at].non_model_nbytes,
-                slot_nbytes=occupancy[at],
+                slot_nbytes=planned.schedule.occupancy[at],
                 sunk=line[at].sunk,
                 consumed=line[at].consumed,
             )
@@ -137,18 +139,19 @@ def plan_phases(
         # The stop before "between", and the one after it, both belong to the end of the earlier phase.
         tail = stops[end]
         tiles = {at: tile for at, position in enumerate(line[begin:end]) if (tile := position.tile) is not None}
-        planned.append(PhasePlan(name, (*stops[begin:end], tail), moments, tiles))
+        phase_plans.append(PhasePlan(name, (*stops[begin:end], tail), moments, tiles))
         if index + 1 < len(spans):
             kept = _present_after([*stops[: end + 1]])
-    return Plan(budget_nbytes, found.minimum_nbytes, resident, tuple(planned), kept, present)
+    return Plan(budget_nbytes, planned.minimum_nbytes, resident, tuple(phase_plans), kept, resident_gradients)
 
 
 def _between(non_model_nbytes: int) -> Position:
-    """User code between phases, as a call that needs no chunk: what it leaves may stay in slots."""
+    """Represent user code between phases as a call that needs no chunk: the room it leaves is for slots."""
     return Position(BETWEEN, BETWEEN, non_model_nbytes, "user code", "", frozenset(), frozenset(), 0.0)
 
 
 def _present_after(stops: Sequence[tuple[Event, ...]]) -> frozenset[ItemId]:
+    """Return the chunks with a slot after these stops."""
     present: set[ItemId] = set()
     for stop in stops:
         for event in stop:

@@ -1,4 +1,4 @@
-"""The optimizer's step as tiles of chunk groups: cut, given room, planned."""
+"""Plan the optimizer's step: cut chunk groups into tiles, give them room, schedule their copies."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
 """Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
 
 MAX_GROUP_TILES, MAX_STEP_TILES = 32, 1536
-"""Tiles of a group, and of a step, where there is room for larger ones: the time that planning takes does not grow with
-the model."""
+"""Most tiles of a group, and of a step, if larger tiles have room: planning time does not grow with the model."""
 
 TILES_AT_ONCE = 3
-"""One tile arriving, one being updated, one leaving."""
+"""Tiles with slots: one arriving, one being updated, one leaving."""
 
 
 def update_tiles(
     layout: ChunkLayout, groups: Sequence[int], capacity_nbytes: int, num_stages: int = 1
 ) -> tuple[Tile, ...]:
-    """The groups cut into tiles, such that one can be fetched and one written back beside the one updated.
+    """Cut the groups into tiles, such that one can be fetched and one written back while one is updated.
 
     An update is elementwise, and sums are cut where all tiles may end, so tiles may depend on the budget; results do
-    not. Of two stages the second goes backwards: it begins with what the first has left in slots.
+    not. Of two stages the second goes backwards: it begins with the data that the first has left in slots.
     """
     tiles = []
     for index in groups:
@@ -43,8 +42,9 @@ def update_tiles(
 
 
 def tile_numel(layout: ChunkLayout, group: ChunkGroup, capacity_nbytes: int, most_numel: int = MAX_TILE_NUMEL) -> int:
-    """Elements of a tile, such that `TILES_AT_ONCE` fit where that is possible; more than `most_numel` only where there
-    would be too many tiles."""
+    """Return the elements of a tile, such that `TILES_AT_ONCE` fit if possible; more than `most_numel` only if there
+    would be too many tiles.
+    """
     fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
     num_tiles = min(MAX_GROUP_TILES, max(1, MAX_STEP_TILES // len(layout.groups)))
     largest = max(most_numel, -(-group.numel // num_tiles))
@@ -52,9 +52,9 @@ def tile_numel(layout: ChunkLayout, group: ChunkGroup, capacity_nbytes: int, mos
 
 
 def smallest_tiles(layout: ChunkLayout, groups: Sequence[int], num_stages: int = 1) -> tuple[Tile, ...]:
-    """One tile of each group, of the smallest size: what the group's update needs room for at the least.
+    """Return one tile of each group, of the smallest size: the least room that the group's update needs.
 
-    Of a group that is cut over ranks that of the largest parts: all ranks choose alike.
+    Of a sharded group, a tile of the largest shards: all ranks choose alike.
     """
     return tuple(
         Tile(index, 0, min(MIN_TILE_NUMEL, layout.groups[index].largest_numel), stage, num_stages)
@@ -66,11 +66,11 @@ def smallest_tiles(layout: ChunkLayout, groups: Sequence[int], num_stages: int =
 def update_positions(
     layout: ChunkLayout, tiles: Sequence[Tile], external_nbytes: int, hardware: Hardware | None = None
 ) -> tuple[Position, ...]:
-    """The optimizer's step as positions: each tile needs all at once that its stage reads and writes.
+    """Return the optimizer's step as positions: each tile needs all chunks of its stage at the same time.
 
-    `hardware` says how soon the next one may follow; without it, where only room is asked for, at once.
+    With `hardware` positions take the time until the next one may follow; without it, if only room is computed, none.
     """
-    found = []
+    positions = []
     for tile in tiles:
         group = layout.groups[tile.group]
         stage = update_stages(group.update_kinds, tile.num_stages)[tile.stage]
@@ -78,7 +78,7 @@ def update_positions(
             frozenset(Chunk(kind, tile.group, (tile.begin, tile.end)) for kind in kinds)
             for kinds in (stage.reads, stage.writes)
         )
-        found.append(
+        positions.append(
             Position(
                 name=f"{UPDATE}.{tile}",
                 phase=UPDATE,
@@ -90,14 +90,14 @@ def update_positions(
                 cost_s=0.0 if hardware is None else _pace_s(layout, tile, hardware),
             )
         )
-    return tuple(found)
+    return tuple(positions)
 
 
 def _pace_s(layout: ChunkLayout, tile: Tile, hardware: Hardware) -> float:
-    """Seconds from one tile to the next: the memory reads and writes it, links bring one and take one away.
+    """Return the seconds from one tile to the next: the memory reads and writes it, links bring one and take one away.
 
     By its memory's time alone, tiles behind a slow link would be fetched all at once: they would fill the budget, and
-    none would come sooner. Of two stages each has half of the link's time: the second may find in slots what it needs.
+    none would come sooner. Of two stages each has half of the link's time: the second may find its chunks in slots.
     """
     group, part = layout.groups[tile.group], (tile.begin, tile.end)
     copied: Counter[str] = Counter()
@@ -117,7 +117,7 @@ def check_update(
     resident: frozenset[int],
     num_stages: int = 1,
 ) -> None:
-    """Whether groups can be updated in slots: larger tiles are cut only where they fit too.
+    """Check that groups can be updated in slots: larger tiles are cut only if they fit too.
 
     Raises:
         BudgetError: they cannot.
@@ -135,10 +135,11 @@ def remaining_residents_in_update(
     resident: frozenset[int],
     num_stages: int = 1,
 ) -> frozenset[int]:
-    """Those residents that may stay where groups are to be updated in slots, and trained ones that leave with them.
+    """Keep the residents that fit while groups are updated in slots, together with trained residents that are evicted
+    for it.
 
     Raises:
-        BudgetError: there is no room even where none stays.
+        BudgetError: there is no room even without residents.
     """
     due = sorted({*groups, *(resident & trained)})
     positions = update_positions(layout, smallest_tiles(layout, due, num_stages), external_nbytes)
@@ -148,7 +149,7 @@ def remaining_residents_in_update(
 def remaining_replicated_in_update(
     layout: ChunkLayout, groups: Sequence[int], budget_nbytes: int, external_nbytes: int, num_stages: int
 ) -> ChunkLayout:
-    """The layout where those groups stand whole on every rank beside which there is room for the update of some."""
+    """Keep the replicated groups that leave room for the update of these groups."""
     positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), external_nbytes)
     return remaining_replicated(positions, layout, budget_nbytes, 0)
 
@@ -163,10 +164,10 @@ def plan_update(
     external_nbytes: int,
     num_stages: int,
 ) -> tuple[Plan, tuple[Tile, ...]]:
-    """The plan of an optimizer's step that updates some groups in slots, with a moment for each of its tiles.
+    """Plan an optimizer's step that updates some groups in slots, with a moment for each of its tiles.
 
     Raises:
-        BudgetError: there is none within the budget.
+        BudgetError: there is no plan within the budget.
     """
     capacity_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - external_nbytes
     tiles = update_tiles(layout, groups, capacity_nbytes, num_stages)

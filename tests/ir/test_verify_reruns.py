@@ -14,7 +14,7 @@ from verify_cases import HARDWARE, HUGE, LAYOUT, MEMORIES, backward_program, for
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.program import PhaseProgram
-from chunkc.ir.verify.recompute import Dropped, verify_recompute
+from chunkc.ir.verify.recompute import RecomputeSpec, verify_recompute
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.memory.profile import positions
 from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, with_offloaded
@@ -68,7 +68,7 @@ class Step:
 
     graphs: dict[str, fx.GraphModule]
     programs: dict[str, PhaseProgram]
-    dropped: Dropped
+    dropped: RecomputeSpec
     budget_nbytes: int
     plan: Any
 
@@ -117,7 +117,7 @@ def step(gone: Collection[str] = GONE, home: frozenset[str] = frozenset()) -> St
     }
     forward = pair[0]
     extra = tuple(v for v in forward.outputs[len(forward.outputs) - forward.num_extra :] if v is not None)
-    return Step(graphs, source, Dropped(forward.remade, extra, home), budget, plan)
+    return Step(graphs, source, RecomputeSpec(forward.remade, extra, home), budget, plan)
 
 
 def test_a_plan_is_accepted_and_its_peak_is_the_walks() -> None:
@@ -180,7 +180,7 @@ def a_buffer_that_has_changed_is_read_again(s: Step) -> None:
     s.programs["forward"] = replace(s.programs["forward"], changing=frozenset({"x0"}))
 
 
-@sabotage("only stands for")
+@sabotage("only the placeholder of")
 def a_repeated_call_reads_what_is_not_there(s: Step) -> None:
     s.change(s.call("backward", "rerun.1"), 0, s.placeholder("backward", "x1"))
 
@@ -195,7 +195,7 @@ def a_repeated_call_reads_another_parameter(s: Step) -> None:
     s.change(s.call("backward", "rerun.1"), 1, s.call("backward", "rerun.0").args[1])
 
 
-@sabotage("only stands for")
+@sabotage("only the placeholder of")
 def what_was_dropped_is_read_without_a_rerun(s: Step) -> None:
     s.change(s.call("backward", "backward.0"), 1, s.placeholder("backward", "x3"))
 
@@ -206,23 +206,23 @@ def a_call_reads_what_another_one_needs(s: Step) -> None:
     s.change(one, 1, other.args[1])
 
 
-@sabotage("is taken for a value")
+@sabotage("is passed in as a value")
 def what_was_dropped_is_taken_for_a_value(s: Step) -> None:
     s.placeholder("backward", "x2").meta["storage"] = ("forward.1:0", SIZE, False)
 
 
-@sabotage("was not made again in")
+@sabotage("was not recomputed in")
 def what_was_there_before_is_taken_for_what_was_made_again(s: Step) -> None:
     s.change(s.node("backward", chunk_ops.again), 1, s.placeholder("backward", "x0"))
 
 
-@sabotage("was not made again in")
+@sabotage("was not recomputed in")
 def another_storage_is_taken_for_it(s: Step) -> None:
     one, other = s.node("backward", chunk_ops.again), s.node("backward", chunk_ops.again, 1)
     s.change(other, 1, one.args[1])
 
 
-@sabotage("not all that is there again")
+@sabotage("not all placeholders are of values")
 def what_stands_for_another_value_is_taken_for_it(s: Step) -> None:
     s.change(s.node("backward", chunk_ops.again), 2, s.placeholder("backward", "x2"))
 
@@ -237,18 +237,18 @@ def the_forward_repeats_a_call(s: Step) -> None:
     s.call("forward", "forward.1").meta["call"] = "rerun.1"
 
 
-@sabotage("computes something else, and forward.0 calls layer")
+@sabotage("computes other values than layer, which forward.0 calls")
 def another_segment_is_called(s: Step) -> None:
     s.call("backward", "rerun.0").target = "layer_backward"
 
 
-@sabotage("part computes something else, and forward.0 calls layer")
+@sabotage("part computes other values than layer, which forward.0 calls")
 def a_part_with_another_operation_is_called(s: Step) -> None:
     s.graphs["backward"].add_submodule("part", layer(aten.mm.default, aten.sigmoid.default))
     s.call("backward", "rerun.0").target = "part"
 
 
-@sabotage("part computes something else, and forward.0 calls layer")
+@sabotage("part computes other values than layer, which forward.0 calls")
 def a_part_of_other_values_is_called(s: Step) -> None:
     s.graphs["backward"].add_submodule("part", layer(aten.mm.default, aten.relu.default))
     call = s.call("backward", "rerun.0")
@@ -288,7 +288,7 @@ def what_repeated_calls_read_is_not_handed_over(s: Step) -> None:
     saved = {name: value for name, value in backward.saved_as.items() if name != "x0"}
     inputs = {name: storage for name, storage in backward.inputs.items() if name != "x0"} | {"x0": "in:x0"}
     s.programs["backward"] = replace(backward, inputs=inputs, saved_as=saved)
-    s.dropped = Dropped(s.dropped.remade, ("x4",))
+    s.dropped = RecomputeSpec(s.dropped.remade, ("x4",))
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
@@ -313,7 +313,7 @@ def test_what_a_repeated_call_reads_may_be_at_home() -> None:
     present, options = frozenset(), {"resident": frozenset(), "external_nbytes": 0, "layout": LAYOUT, "memories": LARGE}
     for phase in s.plan.phases:
         kept = s.plan.kept if phase.phase == "forward" else frozenset()
-        told = options | {"present": present, "kept": kept, "at_home": s.dropped.home}
+        told = options | {"present": present, "kept": kept, "offloaded": s.dropped.offloaded}
         nbytes = max(moment.nbytes for moment in phase.moments)
         graph = s.graphs[phase.phase].graph
         assert verify_phase(graph, budget_nbytes=nbytes, **told) == []
@@ -328,7 +328,7 @@ def _given(s: Step, value: str) -> fx.Node:
 def test_a_repeated_call_that_reads_what_is_not_back_yet_is_reported() -> None:
     s = step(**MIXED)
     s.change(s.call("backward", "rerun.1"), 0, _given(s, "x1"))
-    assert any(v.startswith("rerun at ") and "only stands for" in v for v in s.violations()), s.violations()
+    assert any(v.startswith("rerun at ") and "only the placeholder of" in v for v in s.violations()), s.violations()
 
 
 def test_what_is_back_for_a_repeated_call_must_be_what_it_has_read() -> None:

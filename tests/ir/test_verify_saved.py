@@ -43,7 +43,12 @@ def step_case(phase: str, spare: int = 0) -> Case:
     graph = insert_events(
         programs[index], plan.phases[index], MODULES, group_of=LAYOUT.group_of(), resident=frozenset()
     )
-    options: dict[str, Any] = {"resident": frozenset(), "external_nbytes": 0, "budget_nbytes": budget, "at_home": AWAY}
+    options: dict[str, Any] = {
+        "resident": frozenset(),
+        "external_nbytes": 0,
+        "budget_nbytes": budget,
+        "offloaded": AWAY,
+    }
     options |= {"kept": plan.kept} if phase == "forward" else {"present": plan.kept}
     return Case(plan, graph.graph, options)
 
@@ -151,12 +156,12 @@ def nothing_stands_for_it(c: Case) -> None:
 
 @sabotage("saved", "forward")
 def one_that_stays_leaves(c: Case) -> None:
-    c.options["at_home"] = frozenset({FIRST})
+    c.options["offloaded"] = frozenset({FIRST})
 
 
 @sabotage("saved", "forward")
 def one_that_leaves_stays(c: Case) -> None:
-    c.options["at_home"] = AWAY | {"forward.2:0"}
+    c.options["offloaded"] = AWAY | {"forward.2:0"}
 
 
 @sabotage("link", "forward")

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkc.ir.layout import ALIGNMENT_NBYTES, ChunkLayout, ParamSpec
-from chunkc.passes.planning.layout import SMALL_SHARE, auto_chunk_nbytes, block_of, lay_out, unfrozen
+from chunkc.passes.planning.layout import SMALL_FRACTION, auto_chunk_nbytes, block_of, lay_out, unfrozen
 
 
 def spec(name: str, numel: int, dtype: torch.dtype = torch.float32, trainable: bool = True) -> ParamSpec:
@@ -36,7 +36,7 @@ def check_invariants(layout: ChunkLayout, specs: list[ParamSpec]) -> None:
             assert tensor.offset * group.dtype.itemsize % ALIGNMENT_NBYTES == 0
         assert group.slices[-1].end <= group.numel
         assert group.nbytes("param") <= layout.chunk_nbytes or len(group.slices) == 1
-    assert all(s.nbytes * SMALL_SHARE <= layout.chunk_nbytes for s in layout.small)
+    assert all(s.nbytes * SMALL_FRACTION <= layout.chunk_nbytes for s in layout.small)
     assert layout.group_of().keys() == {s.name for s in specs} - {s.name for s in layout.small}
 
 
@@ -104,7 +104,7 @@ def test_frozen_parameters_and_dtypes_never_share_a_chunk() -> None:
 
 
 def test_parameters_below_a_share_of_a_chunk_stay() -> None:
-    chunk_nbytes = 4096 * SMALL_SHARE
+    chunk_nbytes = 4096 * SMALL_FRACTION
     layout = lay_out([spec("a.bias", 1024), spec("a.weight", 1025)], chunk_nbytes)
     assert [s.name for s in layout.small] == ["a.bias"]
     assert names(layout) == [["a.weight"]]
@@ -188,7 +188,7 @@ def test_repeated_blocks_larger_than_half_a_chunk_are_laid_out_alike(
     numels: list[int], chunk_nbytes: int, num_blocks: int
 ) -> None:
     specs = [spec(f"h.{i}.p{k}", numel) for i in range(num_blocks) for k, numel in enumerate(numels)]
-    room = sum(-(-n // 64) * 256 for n in numels if n * 4 * SMALL_SHARE > chunk_nbytes)
+    room = sum(-(-n // 64) * 256 for n in numels if n * 4 * SMALL_FRACTION > chunk_nbytes)
     layout = lay_out(specs, chunk_nbytes)
     check_invariants(layout, specs)
     shapes = [[(s.spec.numel, s.offset) for s in g.slices] for g in layout.groups]

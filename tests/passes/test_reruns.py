@@ -238,7 +238,7 @@ def test_stretches_keep_what_crosses_their_ends(seed: int) -> None:
         found = known.without(gone)
         for at in found.calls:
             begin = max(end for end in ends if end <= at)
-            sources = [known.source(v, found.absent) for v in forward.calls[at].inputs]
+            sources = [known.source(v, found.dropped) for v in forward.calls[at].inputs]
             assert all(source is None or source >= begin for source in sources)
     best = leanest(known, lambda gone: -len(gone))
     assert best is None or not best.kept

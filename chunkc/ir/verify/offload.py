@@ -1,8 +1,8 @@
-"""The verifier's rule for storages that a forward saves and that are at home until the backward reads them.
+"""Verify storages that a forward saves and that are offloaded until the backward reads them.
 
-saved     such a storage is copied home, as a whole, after the last call that reads it; it is given up after that
-          copy, by all who hold it, and all that are to leave do; what stands for a value is read by no call, before
-          its storage is back, all of it, once
+saved     such a storage is copied home, as a whole, after the last call that reads it; after that copy no value holds
+it any more; every offloaded storage is copied; no call reads a placeholder before its storage is back; it comes back
+once, as a whole
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import fx
 
 
 class Walk(Protocol):
-    """What the walk over the graph knows of values, and counts of their bytes."""
+    """Interface of the walk over the graph: its values, and counts of their bytes."""
 
     storage_of: dict[fx.Node, str]
     storage_nbytes: dict[str, int]
@@ -31,77 +31,79 @@ class Walk(Protocol):
 
 
 class SavedStorages:
-    """Where each of them is.
+    """State of each saved storage during the walk.
 
     Args:
-        at_home: the storages that are to be at home between the phases.
+        offloaded: the storages that are to be at home between the phases.
         links: the link of a copy `in`, and of one `out`.
     """
 
-    def __init__(self, walk: Walk, at_home: Collection[str], links: Mapping[str, str]) -> None:
-        self._walk, self._at_home, self._links = walk, frozenset(at_home), links
-        self._stand_ins: dict[fx.Node, str] = {}
+    def __init__(self, walk: Walk, offloaded: Collection[str], links: Mapping[str, str]) -> None:
+        self._walk, self._offloaded, self._links = walk, frozenset(offloaded), links
+        self._placeholders: dict[fx.Node, str] = {}  # -> the storage
         self._nbytes: dict[str, int] = {}
         self._leaving: dict[str, str] = {}  # storage -> the link of its copy under way
-        self._copied: dict[str, str] = {}  # storage -> what the walk calls it
-        self._coming: dict[str, str] = {}
+        self._copied: dict[str, str] = {}  # storage -> its name in the walk
+        self._coming: dict[str, str] = {}  # storage -> the link of its copy back
         self._left: set[str] = set()
         self._back: set[str] = set()
 
     def placeholder(self, node: fx.Node, storage: str, nbytes: int) -> bool:
-        """Whether what is passed in stands for a value at home; it has no bytes then."""
-        if storage not in self._at_home:
+        """Whether a graph input is the placeholder of an offloaded value; it has no bytes then."""
+        if storage not in self._offloaded:
             return False
-        self._stand_ins[node], self._nbytes[storage] = storage, nbytes
+        self._placeholders[node], self._nbytes[storage] = storage, nbytes
         self._walk.bind(node, f"home:{node.name}", 0)
         return True
 
     def call(self, node: fx.Node) -> None:
+        """Check that a call reads neither placeholders nor storages under a copy."""
         for value in node.all_input_nodes:
-            if value in self._stand_ins:
-                self._walk.fail("saved", node, f"{value} is read, and its storage {self._stand_ins[value]} is at home")
+            if value in self._placeholders:
+                storage = self._placeholders[value]
+                self._walk.fail("saved", node, f"{value} is read, but its storage {storage} is at home")
             elif self._walk.storage_of.get(value) in self._copied.values():
                 self._walk.fail("saved", node, f"{value} is read after the copy of its storage began")
 
     def on_offload(self, node: fx.Node, storage: str, link: str, nbytes: int, *values: fx.Node) -> None:
         walk = self._walk
-        if storage not in self._at_home or storage in self._leaving or storage in self._left:
-            walk.fail("saved", node, f"{storage} is not to leave, or has left already")
+        if storage not in self._offloaded or storage in self._leaving or storage in self._left:
+            walk.fail("saved", node, f"{storage} is not to be offloaded, or is offloaded already")
         if link != self._links["out"]:
             walk.fail("link", node, f"a copy of {storage} home does not go by {link!r}")
-        lies_in = {walk.storage_of[value] for value in values}
+        storages = {walk.storage_of[value] for value in values}
         for value in values:
             walk.read_once(value)
-        if len(lies_in) != 1:
-            return walk.fail("saved", node, f"the values of {storage} lie in {sorted(lies_in)}")
-        self._copied[storage] = lies_in.pop()
-        if (external_nbytes := walk.storage_nbytes[self._copied[storage]]) != nbytes:
-            walk.fail("saved", node, f"{storage} has {external_nbytes} bytes, and {nbytes} are copied")
+        if len(storages) != 1:
+            return walk.fail("saved", node, f"the values of {storage} lie in {sorted(storages)}")
+        self._copied[storage] = storages.pop()
+        if (storage_nbytes := walk.storage_nbytes[self._copied[storage]]) != nbytes:
+            walk.fail("saved", node, f"{storage} has {storage_nbytes} bytes, but {nbytes} are copied")
         self._leaving[storage] = link
 
     def on_leave(self, node: fx.Node, storage: str, link: str, *values: fx.Node) -> None:
         if self._leaving.pop(storage, None) != link:
-            self._walk.fail("saved", node, f"{storage} is given up, and no copy of it was under way on {link!r}")
+            self._walk.fail("saved", node, f"{storage} is released, but no copy of it was under way on {link!r}")
         for value in values:
             self._walk.read_once(value)
         if self._walk.holders[self._copied.get(storage, "")]:
-            self._walk.fail("saved", node, f"{storage} is given up, and others hold it still")
+            self._walk.fail("saved", node, f"{storage} is released, but other values still hold it")
         self._left.add(storage)
         for output in node.users:
-            self._stand_ins[output] = storage
+            self._placeholders[output] = storage
 
-    def on_reload(self, node: fx.Node, storage: str, link: str, nbytes: int, *stand_ins: fx.Node) -> None:
+    def on_reload(self, node: fx.Node, storage: str, link: str, nbytes: int, *placeholders: fx.Node) -> None:
         walk = self._walk
         if storage in self._coming or storage in self._back:
             walk.fail("saved", node, f"{storage} is back already")
         if link != self._links["in"]:
             walk.fail("link", node, f"a copy of {storage} from home does not go by {link!r}")
-        for value in stand_ins:
-            if self._stand_ins.get(value) != storage:
-                walk.fail("saved", node, f"{value} does not stand for a value in {storage}")
+        for value in placeholders:
+            if self._placeholders.get(value) != storage:
+                walk.fail("saved", node, f"{value} is not the placeholder of a value in {storage}")
             walk.read_once(value)
         if self._nbytes.get(storage) != nbytes:
-            walk.fail("saved", node, f"{storage} has {self._nbytes.get(storage)} bytes at home, and {nbytes} of room")
+            walk.fail("saved", node, f"{storage} has {self._nbytes.get(storage)} bytes at home, but {nbytes} of room")
         walk.storage_nbytes[storage] = nbytes
         walk.hold(storage, 1)
         self._coming[storage] = link
@@ -109,7 +111,7 @@ class SavedStorages:
     def on_arrive(self, node: fx.Node, storage: str, link: str, reloaded: fx.Node) -> None:
         walk = self._walk
         if self._coming.pop(storage, None) != link or reloaded.args[0] != storage:
-            walk.fail("saved", node, f"{storage} arrives, and no copy of it was under way on {link!r}")
+            walk.fail("saved", node, f"{storage} arrives, but no copy of it was under way on {link!r}")
         self._back.add(storage)
         for output in node.users:
             walk.bind(output, storage, self._nbytes.get(storage, 0))
@@ -121,21 +123,21 @@ class SavedStorages:
         for output in node.users:
             self._walk.bind(output, f"dropped:{output.name}", 0)
 
-    def on_again(self, node: fx.Node, storage: str, made: fx.Node, *stand_ins: fx.Node) -> None:
+    def on_again(self, node: fx.Node, storage: str, computed: fx.Node, *placeholders: fx.Node) -> None:
         walk = self._walk
         for output in node.users:
-            walk.bind(output, walk.storage_of[made], walk.storage_nbytes[walk.storage_of[made]])
-        for value in (made, *stand_ins):
+            walk.bind(output, walk.storage_of[computed], walk.storage_nbytes[walk.storage_of[computed]])
+        for value in (computed, *placeholders):
             walk.read_once(value)
 
     def end(self, returned: Iterator[fx.Node]) -> None:
-        """After the last node; `returned`: what the phase returns."""
+        """Check the state after the last node; `returned`: the values that the phase returns."""
         for storage in sorted({**self._leaving, **self._coming}):
             self._walk.fail("end", None, f"{storage} is left under a copy")
         passed_in = set(self._nbytes)
-        for storage in sorted(self._at_home - passed_in):
+        for storage in sorted(self._offloaded - passed_in):
             if storage not in self._left:
-                self._walk.fail("saved", None, f"{storage} is to leave, and does not")
-        stood_for = {self._stand_ins[node] for node in returned if node in self._stand_ins}
-        for storage in sorted(self._left - stood_for):
-            self._walk.fail("saved", None, f"{storage} has left, and nothing that is returned stands for it")
+                self._walk.fail("saved", None, f"{storage} is to be offloaded, but is not")
+        represented = {self._placeholders[node] for node in returned if node in self._placeholders}
+        for storage in sorted(self._left - represented):
+            self._walk.fail("saved", None, f"{storage} is offloaded, but no placeholder of it is returned")

@@ -1,12 +1,12 @@
-"""The verifier's rule for storages that a forward drops and its backward makes again, by calls of the forward repeated.
+"""Verify storages that a forward drops and its backward recomputes, by repeating calls of the forward.
 
-rerun     every call gets the values that the captured program gives it, and none that is absent: what is repeated is
-          a call of the forward, of the same segment, or of one that computes some of its results by the same
-          operations, with the same values, none of which has changed since; no segment that draws random numbers, or
-          has another effect, is called twice; what is dropped is made again before it is read; all that repeated
-          calls read of the forward is handed to the backward, and what of it went home is back before they read it
+rerun     every call gets the values that the captured program gives it, and no placeholder: a repeated call is a call
+of the forward, of the same segment, or of one that computes some of its results by the same operations, with the same
+values, none of which has changed since; no segment that draws random numbers, or has another effect, is called twice; a
+dropped storage is recomputed before it is read; all that repeated calls read of the forward is handed to the backward,
+and offloaded storages among it are back before they read them
 
-Of both graphs every value is traced to what it is in the captured programs, of which nothing is absent.
+In both graphs every value is traced to a value of the captured programs, in which nothing is dropped or offloaded.
 """
 
 from __future__ import annotations
@@ -22,67 +22,69 @@ from torch import fx
 from chunkc.ir import chunk_ops
 from chunkc.ir.program import FORWARD, PhaseProgram, SegmentCall
 
-What = tuple[str, str]
-"""What a value is: (phase, its name there), or ("parameter", its name)."""
+ValueId = tuple[str, str]
+"""Identity of a value: (phase, its name there), or ("parameter", its name)."""
 
 
 @dataclass(frozen=True)
-class Dropped:
-    """What a plan says of a step.
+class RecomputeSpec:
+    """Saved storages of a step as its plan treats them.
 
     Attributes:
-        remade: storage -> the forward's saved values in it, for those dropped and made again.
-        extra: values of the forward that it returns beside its own outputs, and that the backward takes.
-        home: storages that are copied home.
+        remade: storage -> the forward's saved values in it, for recomputed storages.
+        extra: values of the forward that it returns after its own outputs, and that the backward takes.
+        offloaded: storages that are copied home.
     """
 
     remade: Mapping[str, Sequence[str]]
     extra: Sequence[str]
-    home: Collection[str] = frozenset()
+    offloaded: Collection[str] = frozenset()
 
 
 def verify_recompute(
     graphs: Mapping[str, fx.GraphModule],
     programs: Mapping[str, PhaseProgram],
     modules: Mapping[str, torch.nn.Module],
-    dropped: Dropped,
+    spec: RecomputeSpec,
 ) -> list[str]:
-    """Check a step's rewritten graphs against the captured programs and their segments; the violations found."""
-    found: list[str] = []
+    """Check a step's rewritten graphs against the captured programs and their segments; return the violations."""
+    violations: list[str] = []
     for phase, graph in graphs.items():
-        found += _Tracer(graph, programs, phase, modules, dropped).violations()
-    return found
+        violations += _Tracer(graph, programs, phase, modules, spec).violations()
+    return violations
 
 
 class _Tracer:
+    """Walk over one rewritten graph that traces each node to a value of the captured programs."""
+
     def __init__(
         self,
         graph: fx.GraphModule,
         programs: Mapping[str, PhaseProgram],
         phase: str,
         modules: Mapping[str, torch.nn.Module],
-        dropped: Dropped,
+        spec: RecomputeSpec,
     ) -> None:
-        self._graph, self._programs, self._phase, self._dropped = graph, programs, phase, dropped
+        self._graph, self._programs, self._phase, self._spec = graph, programs, phase, spec
         self._modules = modules
         self._forward = programs[FORWARD]
         self._calls = {call.name: call for program in programs.values() for call in program.calls}
         self._storage_of = self._forward.value_storages()
-        self._is: dict[fx.Node, What] = {}
-        self._absent: dict[fx.Node, What] = {}  # what stands for a value -> that value
-        self._repeated: set[fx.Node] = set()  # values that repeated calls have made
-        self._found: list[str] = []
+        self._values: dict[fx.Node, ValueId] = {}
+        self._placeholders: dict[fx.Node, ValueId] = {}  # -> the value that is offloaded or dropped
+        self._repeated: set[fx.Node] = set()  # results of repeated calls
+        self._violations: list[str] = []
 
     def violations(self) -> list[str]:
-        given = 0
+        num_inputs = 0
         for node in self._graph.graph.nodes:
             if node.op == "placeholder":
-                self._placeholder(node, given)
-                given += 1
+                self._placeholder(node, num_inputs)
+                num_inputs += 1
             elif node.op == "call_module":
                 self._call(node)
             elif node.target is chunk_ops.parameter:
-                self._is[node] = ("parameter", str(node.args[1]))
+                self._values[node] = ("parameter", str(node.args[1]))
             elif node.target is chunk_ops.forget:
                 self._forget(node)
             elif node.target is chunk_ops.again:
@@ -91,12 +93,12 @@ class _Tracer:
                 self._copied(node)
             elif node.op == "output" and self._phase == FORWARD:
                 self._returned(node)
-        return self._found
+        return self._violations
 
     def _fail(self, node: fx.Node, text: str) -> None:
-        self._found.append(f"rerun at {node.name}: {text}")
+        self._violations.append(f"rerun at {node.name}: {text}")
 
-    def _value(self, phase: str, name: str) -> What:
+    def _value(self, phase: str, name: str) -> ValueId:
         parameter = self._programs[phase].parameters.get(name)
         return (phase, name) if parameter is None else ("parameter", parameter)
 
@@ -104,18 +106,18 @@ class _Tracer:
         program = self._programs[self._phase]
         names = list(program.inputs)
         if place >= len(names):
-            extra = self._dropped.extra
+            extra = self._spec.extra
             if place - len(names) < len(extra):
-                self._is[node] = self._value(FORWARD, extra[place - len(names)])
+                self._values[node] = self._value(FORWARD, extra[place - len(names)])
             return
         name = names[place]
         saved = program.saved_as.get(name)
-        what = self._value(self._phase, name) if saved is None else self._value(FORWARD, saved)
-        is_there = node.meta["storage"][0] == program.inputs[name]
-        if is_there and saved is not None and self._storage_of[saved] in self._dropped.remade:
-            self._fail(node, f"{saved} was dropped, and is taken for a value")
-        is_home = saved is not None and self._storage_of[saved] in self._dropped.home
-        (self._is if is_there and not is_home else self._absent)[node] = what
+        value = self._value(self._phase, name) if saved is None else self._value(FORWARD, saved)
+        is_present = node.meta["storage"][0] == program.inputs[name]
+        if is_present and saved is not None and self._storage_of[saved] in self._spec.remade:
+            self._fail(node, f"{saved} was dropped, but is passed in as a value")
+        is_offloaded = saved is not None and self._storage_of[saved] in self._spec.offloaded
+        (self._values if is_present and not is_offloaded else self._placeholders)[node] = value
 
     def _call(self, node: fx.Node) -> None:
         name = str(node.meta["call"])
@@ -131,98 +133,99 @@ class _Tracer:
         if is_repeated and str(node.target) != call.segment:
             outputs = self._results(node, call)
         elif str(node.target) != call.segment or len(node.args) != len(call.inputs):
-            self._fail(node, f"{name} calls {node.target}, and {source} calls {call.segment}")
+            self._fail(node, f"{name} calls {node.target}, but {source} calls {call.segment}")
         else:
             for value, expected in zip(node.args, call.inputs):
                 self._read(node, value, self._expected(phase, expected))
         for output in node.users:
-            made = outputs[output.args[1]]  # type: ignore[index]
-            self._is[output] = ("", "") if made is None else (phase, made)
+            result = outputs[output.args[1]]  # type: ignore[index]
+            self._values[output] = ("", "") if result is None else (phase, result)
             if is_repeated:
                 self._repeated.add(output)
 
     def _results(self, node: fx.Node, call: SegmentCall) -> list[str | None]:
-        """What a repeated call of another segment makes: of each of its results, which of the call's it is."""
+        """Return the names of a repeated call's results in the original call, for a call of another segment."""
         for value in node.args:
-            if value in self._absent:
-                self._fail(node, f"{value} is read, which only stands for {self._absent[value][1]}")  # type: ignore[index]
+            if value in self._placeholders:
+                name = self._placeholders[value][1]  # type: ignore[index]
+                self._fail(node, f"{value} is read, but is only the placeholder of {name}")
         numbers: dict[Any, int] = {}
-        given = [self._is.get(value) for value in node.args]  # type: ignore[arg-type]
-        made = _computed(self._graph.get_submodule(str(node.target)), given, numbers)
+        inputs = [self._values.get(value) for value in node.args]  # type: ignore[arg-type]
+        repeated = _computed(self._graph.get_submodule(str(node.target)), inputs, numbers)
         expected = [self._expected(FORWARD, name) for name in call.inputs]
-        whole = _computed(self._modules[call.segment], expected, numbers)
-        names = dict(zip(whole, call.outputs))
-        if not made or not names.keys() >= set(made):
-            self._fail(node, f"{node.target} computes something else, and {call.name} calls {call.segment}")
+        original = _computed(self._modules[call.segment], expected, numbers)
+        names = dict(zip(original, call.outputs))
+        if not repeated or not names.keys() >= set(repeated):
+            self._fail(node, f"{node.target} computes other values than {call.segment}, which {call.name} calls")
             return [None] * len(node.users)
-        return [names[number] for number in made]
+        return [names[number] for number in repeated]
 
-    def _expected(self, phase: str, name: str) -> What:
+    def _expected(self, phase: str, name: str) -> ValueId:
         saved = self._programs[phase].saved_as.get(name)
         return self._value(phase, name) if saved is None else self._value(FORWARD, saved)
 
-    def _read(self, node: fx.Node, value: Any, expected: What) -> None:
-        if value in self._absent:
-            self._fail(node, f"{value} is read, which only stands for {self._absent[value][1]}")
-        elif self._is.get(value) != expected:
-            self._fail(node, f"{value} is {self._is.get(value)}, and {expected} should be read")
+    def _read(self, node: fx.Node, value: Any, expected: ValueId) -> None:
+        if value in self._placeholders:
+            self._fail(node, f"{value} is read, but is only the placeholder of {self._placeholders[value][1]}")
+        elif self._values.get(value) != expected:
+            self._fail(node, f"{value} is {self._values.get(value)}, but {expected} should be read")
 
     def _repeat(self, node: fx.Node, call: SegmentCall) -> None:
         segment = self._graph.get_submodule(str(node.target))
         if not isinstance(segment, fx.GraphModule) or any(map(_has_effect, segment.graph.nodes)):
-            self._fail(node, f"{call.segment} draws random numbers, or has an effect, and is called again")
+            self._fail(node, f"{call.segment} draws random numbers, or has an effect, but is called again")
         for value in self._forward.changing.intersection(call.inputs):
             self._fail(node, f"{value}, which {call.name} has read, has changed since")
 
     def _forget(self, node: fx.Node) -> None:
         storage, *values = node.args
-        expected = self._dropped.remade.get(str(storage), ())
-        if [self._is.get(value) for value in values] != [(FORWARD, name) for name in expected]:  # type: ignore[arg-type]
+        expected = self._spec.remade.get(str(storage), ())
+        if [self._values.get(value) for value in values] != [(FORWARD, name) for name in expected]:  # type: ignore[arg-type]
             self._fail(node, f"{storage} is dropped with other values than {list(expected)}")
         for output in node.users:
-            self._absent[output] = (FORWARD, expected[output.args[1]])  # type: ignore[index]
+            self._placeholders[output] = (FORWARD, expected[output.args[1]])  # type: ignore[index]
 
     def _again(self, node: fx.Node) -> None:
-        storage, made, *stand_ins = node.args
-        what = self._is.get(made)  # type: ignore[arg-type]
-        if made not in self._repeated or what is None or self._storage_of.get(what[1]) != storage:
-            self._fail(node, f"{made} was not made again in {storage}")
-        expected = [(FORWARD, name) for name in self._dropped.remade.get(str(storage), ())]
-        if [self._absent.get(one) for one in stand_ins] != expected:  # type: ignore[arg-type]
-            self._fail(node, f"not all that is there again stands for values in {storage}")
+        storage, computed, *placeholders = node.args
+        value = self._values.get(computed)  # type: ignore[arg-type]
+        if computed not in self._repeated or value is None or self._storage_of.get(value[1]) != storage:
+            self._fail(node, f"{computed} was not recomputed in {storage}")
+        expected = [(FORWARD, name) for name in self._spec.remade.get(str(storage), ())]
+        if [self._placeholders.get(node) for node in placeholders] != expected:  # type: ignore[arg-type]
+            self._fail(node, f"not all placeholders are of values in {storage}")
         for output in node.users:
-            self._is[output] = self._absent.get(stand_ins[output.args[1]], ("", ""))  # type: ignore[index, arg-type]
+            self._values[output] = self._placeholders.get(placeholders[output.args[1]], ("", ""))  # type: ignore[index, arg-type]
 
-    def _what(self, value: fx.Node) -> What:
-        return self._is.get(value, self._absent.get(value, ("", "")))
+    def _identity(self, node: fx.Node) -> ValueId:
+        return self._values.get(node, self._placeholders.get(node, ("", "")))
 
     def _copied(self, node: Any) -> None:
-        """What left for home, or came back: `verify_saved` knows when; here it is what it was."""
+        """Carry an offloaded or reloaded value's identity through its copy; `SavedStorages` checks when it moves."""
         copy, index = node.args[0], node.args[1]
         if copy.target is chunk_ops.leave:
-            self._absent[node] = self._what(copy.args[2 + index])
+            self._placeholders[node] = self._identity(copy.args[2 + index])
         else:
-            self._is[node] = self._what(copy.args[2].args[3 + index])
+            self._values[node] = self._identity(copy.args[2].args[3 + index])
 
     def _returned(self, node: fx.Node) -> None:
         (values,) = node.args
         assert isinstance(values, tuple)
-        expected = [*self._forward.outputs, *self._dropped.extra]
+        expected = [*self._forward.outputs, *self._spec.extra]
         if len(values) != len(expected):
-            return self._fail(node, f"{len(values)} values are returned, and {len(expected)} should be")
+            return self._fail(node, f"{len(values)} values are returned, but {len(expected)} should be")
         for place, (value, name) in enumerate(zip(values, expected)):
-            what = self._what(value)
-            may_be_absent = self._forward.num_user_outputs <= place < len(self._forward.outputs)
+            identity = self._identity(value)
+            may_be_placeholder = self._forward.num_user_outputs <= place < len(self._forward.outputs)
             if name is not None and (
-                what != self._value(FORWARD, name) or (value in self._absent and not may_be_absent)
+                identity != self._value(FORWARD, name) or (value in self._placeholders and not may_be_placeholder)
             ):
                 self._fail(node, f"{value} is returned as {name}")
 
 
-def _computed(segment: torch.nn.Module, given: Sequence[What | None], numbers: dict[Any, int]) -> list[int]:
-    """Of each result of a segment a number: equal for what the same operations make of the same values."""
+def _computed(segment: torch.nn.Module, inputs: Sequence[ValueId | None], numbers: dict[Any, int]) -> list[int]:
+    """Number each result of a segment: equal numbers for the same operations on the same values."""
     number: dict[fx.Node, int] = {}
-    inputs = iter(given)
+    remaining = iter(inputs)
     if not isinstance(segment, fx.GraphModule):
         return []
     for node in segment.graph.nodes:
@@ -230,7 +233,7 @@ def _computed(segment: torch.nn.Module, given: Sequence[What | None], numbers: d
             return [number[value] for value in node.args[0] if value is not None]
         key: Any
         if node.op == "placeholder":
-            key = next(inputs, None)
+            key = next(remaining, None)
         elif node.op == "get_attr":
             key = id(operator.attrgetter(str(node.target))(segment))
         else:
@@ -241,18 +244,18 @@ def _computed(segment: torch.nn.Module, given: Sequence[What | None], numbers: d
 
 
 def _has_effect(node: fx.Node) -> bool:
-    """Whether an operation is not the same each time it runs, or changes what it is given."""
+    """Whether an operation may differ between two runs, or changes its arguments."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return getattr(target, "__module__", "") not in ("_operator", "math")
-    if target.namespace in ("_c10d_functional", "_dtensor"):  # ranks meet in it
+    if target.namespace in ("_c10d_functional", "_dtensor"):  # a rendezvous of ranks
         return True
     arguments = {argument.name: place for place, argument in enumerate(target._schema.arguments)}
-    if "dropout_p" in arguments:  # of attention, which draws for nothing else
+    if "dropout_p" in arguments:  # of attention, which draws only for dropout
         place = arguments["dropout_p"]
-        given = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
-        return bool(given != 0.0)
+        dropout_p = node.args[place] if place < len(node.args) else node.kwargs.get("dropout_p", 0.0)
+        return bool(dropout_p != 0.0)
     tags = {torch.Tag.nondeterministic_seeded, torch.Tag.nondeterministic_bitwise}
     return bool(tags.intersection(target.tags)) or target._schema.is_mutable

@@ -1,6 +1,6 @@
-"""What never leaves the compute tier, added up from the layout for the verifier: it takes no sum of the planner's.
+"""Add up resident bytes from the layout for the verifier, without any of the planner's sums.
 
-And what waits there: gradients of groups that stay and are updated by the backward that makes them.
+Also counts gradients of resident transient groups while they wait for the update in the backward that computes them.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from chunkc.ir.states import num_entries
 
 
 def resident_data_nbytes(layout: ChunkLayout, resident: Collection[int]) -> int:
-    """The overhead, all step counters, small parameters and residents, and what every rank has whole, each tensor as
-    the allocator gives it."""
+    """Sum up the overhead, all step counters, small parameters, residents and replicated data, each tensor rounded as
+    the allocator does.
+    """
     total_nbytes, transient = layout.overhead_nbytes, _transient(layout)
-    for spec, stays in _specs(layout, resident):
+    for spec, is_resident in _specs(layout, resident):
         total_nbytes += STEP_NBYTES if spec.trainable else 0
-        if stays:
+        if is_resident:
             dtypes = spec.states.dtypes(spec.dtype) if spec.trainable else {}
             keeps_gradient = spec.trainable and spec.name not in transient
             sizes = [spec.numel * spec.dtype.itemsize] * (2 if keeps_gradient else 1)
@@ -27,11 +28,11 @@ def resident_data_nbytes(layout: ChunkLayout, resident: Collection[int]) -> int:
 
 
 class ResidentGradients:
-    """Gradients of residents that are spent: each is there from the call that makes it to its group's update.
+    """Gradients of resident transient groups: each exists from the call that computes it to its group's update.
 
     Attributes:
-        nbytes: of those that are there.
-        left: the parameters that they are of.
+        nbytes: of those that exist.
+        left: the parameters of these.
     """
 
     def __init__(self, layout: ChunkLayout, resident: Collection[int]) -> None:
@@ -41,7 +42,7 @@ class ResidentGradients:
         self.left: set[str] = set()
 
     def made(self, name: str) -> bool:
-        """A call has yielded a parameter's gradient; whether it is one of these."""
+        """Record that a call has yielded a parameter's gradient; return whether it is of a transient group."""
         if name not in self._specs:
             return False
         self._count(name, 1)
@@ -49,7 +50,7 @@ class ResidentGradients:
         return True
 
     def consumed(self, group: int) -> bool:
-        """A group is updated; whether it is one of these."""
+        """Record that a group is updated; return whether it is transient."""
         if group not in self._groups:
             return False
         for where in self._groups[group].slices:
@@ -69,10 +70,11 @@ def _transient(layout: ChunkLayout) -> frozenset[str]:
 
 
 def _whole_nbytes(group: ChunkGroup) -> int:
-    """Of a group in stage 2 of ZeRO, or that was chosen for it, all ranks' parameters stay, with the room where
-    messages are put together; in stage 1 the gradients of trained ones too."""
-    of_all = {s.spec.shards.zero_stage for s in group.slices if s.spec.shards is not None}
-    stage = next(iter(of_all)) if of_all else 3
+    """Return a group's replicated bytes: in ZeRO stage 2, forced or chosen, the parameters of all ranks, with the room
+    where messages are packed; in stage 1 the gradients of trained ones too.
+    """
+    stages = {s.spec.shards.zero_stage for s in group.slices if s.spec.shards is not None}
+    stage = next(iter(stages)) if stages else 3
     if stage is None:
         stage = 2 if group.is_replicated else 3
     parameters, gradients = group.gathered_numel + group.packing_numel, group.gathered_numel
@@ -82,7 +84,7 @@ def _whole_nbytes(group: ChunkGroup) -> int:
 
 
 def _specs(layout: ChunkLayout, resident: Collection[int]) -> Iterator[tuple[ParamSpec, bool]]:
-    """Every parameter, and whether it stays on the compute tier."""
+    """Yield every parameter, and whether it is resident."""
     yield from ((spec, True) for spec in layout.small)
     for group in layout.groups:
         yield from ((s.spec, group.index in resident) for s in group.slices)

@@ -1,4 +1,4 @@
-"""Which elements of which groups have been updated, for the verifier."""
+"""Record the updated elements of each group for the verifier."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from chunkc.ir.updates import update_stages
 
 
 class UpdatedGroups:
-    """The tiles of each group's update so far, by stage.
+    """Tiles of each group's update so far, by stage.
 
     Attributes:
-        undoable: groups whose updates use up no gradients.
+        undoable: groups with updates that consume no gradients.
     """
 
     def __init__(self, layout: ChunkLayout) -> None:
@@ -25,13 +25,13 @@ class UpdatedGroups:
         return group in self._tiles
 
     def add(self, group: int, part: tuple[int, int], stage: int, num_stages: int) -> bool:
-        """A tile is updated; whether the stages before its own are done."""
+        """Record an updated tile; return whether the stages before its own are done."""
         done = self._tiles.setdefault(group, [[] for _ in range(num_stages)])
         done[stage].append(part)
         return all(self._is_whole(group, tiles) for tiles in done[:stage])
 
     def has_consumed_gradients(self, group: int) -> bool:
-        """Whether the update has read all of the group's gradients, and nobody else will."""
+        """Whether the group's update has fully consumed its gradients."""
         if group in self.undoable:
             return False
         done = self._tiles.get(group, [[]])
@@ -43,7 +43,7 @@ class UpdatedGroups:
         )
 
     def wrong(self, wanted: Collection[int]) -> Iterator[str]:
-        """What is to be said of groups that are not updated as these should be: every element once in each stage."""
+        """Yield a violation for each group that differs from the `wanted` updates: every element once in each stage."""
         for group in sorted({*self._tiles, *wanted}):
             for tiles in map(sorted, self._tiles.get(group, [[]])):
                 ends = [0, *(end for _, end in tiles)]

@@ -1,24 +1,24 @@
-"""The verifier: from a rewritten graph alone, is every read safe, every write kept and every byte within budget?
+"""Verify a rewritten graph by itself: every read is safe, every write is kept, every byte is within budget.
 
-It shares no code with the planner. It adds up itself what stays on the compute tier, walks the graph in order and
-keeps, per chunk, what a device would: the slot (each time a chunk gets one, a new generation), whether the data in it
-is ready, which copy is under way on which link, whether it is newer than home. Copies on one link come in order, but
-nobody knows when: only a wait makes data ready. Bytes are counted by reference counts over storages, not by lifetimes.
+The verifier shares no code with the planner. It adds up resident bytes itself, walks the graph in order and keeps, per
+chunk, the state that a device would have: the slot (each time a chunk gets one, a new generation), whether its data is
+ready, which copy is under way on which link, whether it is newer than home. Copies on one link complete in order, but
+at an unknown time: only a wait makes data ready. Bytes are counted by reference counts over storages, not by lifetimes.
 
 Rules, by the words their violations begin with:
     read      a parameter is read from the chunk it lies in, or its cast, while that is in the same slot, ready
     write     gradients and updates go into their own chunk's slot, ready and under no copy; all that are due, once
     slot      a slot is given back only when no copy to or from it is under way
     dirty     a slot with data newer than home is not given back before it was written back
-    state     no event makes sense twice: no prefetch of a present chunk, no wait or evict of an absent one
+    state     no event is repeated: no prefetch of a chunk with a slot, no wait or evict of a chunk without one
     overlap   no element of a chunk has two slots at once, as part of the whole or of two parts
     link      a copy goes by a link of its chunk's home; a wait names the link of a copy that is under way
     update    in a backward a group is updated after its last gradient; no gradient, or fetch or read of it, comes later
-    home      of a settled group all gradients are at home or on their way, and no copy starts either way
+    home      of a group after `settle` all gradients are at home or on their way, and no copy starts either way
     budget    bytes never exceed the budget
     end       the phase ends with exactly the chunks it should, clean and quiet
 
-One more rule, `saved`, is in `verify_saved`.
+The rule `saved` is in `verify.offload`, and `rerun` in `verify.recompute`.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ class _Slot:
 
 
 class _Checker:
+    """Walk over one rewritten graph, with the state of every chunk, value and storage at the current node."""
+
     def __init__(
         self,
         graph: fx.Graph,
@@ -58,7 +60,7 @@ class _Checker:
         all_resident_nbytes: int,
         budget_nbytes: int,
         present: Collection[Chunk],
-        at_home: Collection[str],
+        offloaded: Collection[str],
         resident: Collection[int],
     ) -> None:
         self.graph, self.layout, self.memories = graph, layout, memories
@@ -66,7 +68,7 @@ class _Checker:
         self.violations: list[str] = []
         self.generations = self.value_nbytes = self.peak_nbytes = 0
         self.slots: dict[Chunk, _Slot] = {}
-        self.of_kind: defaultdict[tuple[str, int], set[Chunk]] = defaultdict(set)  # (kind, group) -> those in slots
+        self.of_kind: defaultdict[tuple[str, int], set[Chunk]] = defaultdict(set)  # (kind, group) -> chunks in slots
         for chunk in present:
             self.take_slot(chunk).ready = True
         self.slot_nbytes = sum(map(layout.chunk_nbytes_of, self.slots))
@@ -74,16 +76,16 @@ class _Checker:
         self.storage_of: dict[fx.Node, str] = {}
         self.storage_nbytes: dict[str, int] = {}
         self.readers: dict[fx.Node, int] = {}  # value -> reads still to come
-        self.reads_of = cache(lambda user: Counter(_reads(user)))  # the output reads many, and is asked for each
+        self.reads_of = cache(lambda user: Counter(_reads(user)))  # once per user: an output reads many values
         self.holders: Counter[str] = Counter()  # storage -> values alive in it
         self.held: set[str] = set()
         self.group_of = layout.group_of()
         self.sunk: Counter[str] = Counter()
         self.updated = UpdatedGroups(layout)
-        self.settled: set[int] = set()
+        self.complete: set[int] = set()  # groups after their `settle`
         self.waiting = ResidentGradients(layout, resident)
         medium = "disk" if layout.is_on_disk(PARAM) else "RAM"
-        self.saved = SavedStorages(self, at_home, {way: _LINKS[medium, way] for way in ("in", "out")})
+        self.saved = SavedStorages(self, offloaded, {way: _LINKS[medium, way] for way in ("in", "out")})
         self.is_backward = any(node.target is chunk_ops.sink for node in graph.nodes)
 
     def take_slot(self, chunk: Chunk) -> _Slot:
@@ -99,7 +101,7 @@ class _Checker:
     # --- bytes ---
 
     def hold(self, storage: str, values: int) -> None:
-        """Count values that come to a storage, or leave it; its bytes with the first and the last."""
+        """Count values added to a storage, or removed; its bytes count from the first value to the last."""
         before = self.holders[storage]
         self.holders[storage] += values
         if before == 0 and values > 0:
@@ -152,28 +154,28 @@ class _Checker:
     def call(self, node: fx.Node) -> None:
         self.saved.call(node)
         memory = self.memories[str(node.target)]
-        given: dict[str, int] = {}  # storage whose last holders are this call's arguments -> first step without it
-        leaving = Counter(n for n in node.args if isinstance(n, fx.Node) and n not in self.view_of)
-        last = {n for n, times in leaving.items() if self.readers[n] == times}
+        released: dict[str, int] = {}  # storage held only by this call's arguments -> first step without it
+        arguments = Counter(n for n in node.args if isinstance(n, fx.Node) and n not in self.view_of)
+        last = {n for n, times in arguments.items() if self.readers[n] == times}
         per_storage = Counter(self.storage_of[n] for n in last)
         for position, arg in enumerate(node.args):
             if arg in self.view_of:
                 chunk, generation = self.view_of[arg]  # type: ignore[index]
                 if chunk.group in self.updated:
-                    self.fail("update", node, f"{arg} is read, and the update of group {chunk.group} has begun")
+                    self.fail("update", node, f"{arg} is read, but the update of group {chunk.group} has begun")
                 slot = self.slots.get(chunk)
                 if slot is None or slot.generation != generation or not slot.ready:
                     self.fail("read", node, f"{arg} is a view of {chunk}, which is not in that slot any more")
             elif isinstance(arg, fx.Node) and self.group_of.get(str(arg.meta.get("parameter"))) in self.updated:
-                self.fail("update", node, f"{arg} is read, and the update of its group has begun")
+                self.fail("update", node, f"{arg} is read, but the update of its group has begun")
             elif arg in last:
                 storage = self.storage_of[arg]  # type: ignore[index]
                 if storage not in self.held and per_storage[storage] == self.holders[storage]:
-                    given[storage] = max(given.get(storage, 0), memory.input_released[position])
-        around = self.value_nbytes - sum(self.storage_nbytes[s] for s in given)
+                    released[storage] = max(released.get(storage, 0), memory.input_released[position])
+        outside = self.value_nbytes - sum(self.storage_nbytes[s] for s in released)
         for index, step in enumerate(memory.steps):
-            inside = step.nbytes + sum(self.storage_nbytes[s] for s, until in given.items() if index < until)
-            self.check_budget(node, around + inside - self.value_nbytes)
+            inside = step.nbytes + sum(self.storage_nbytes[s] for s, until in released.items() if index < until)
+            self.check_budget(node, outside + inside - self.value_nbytes)
         outputs = sorted((n for n in node.users), key=lambda n: n.args[1])  # type: ignore[arg-type, return-value]
         for output in outputs:
             number = memory.outputs[output.args[1]]  # type: ignore[index]
@@ -191,21 +193,21 @@ class _Checker:
             self.read_once(arg)  # type: ignore[arg-type]
 
     def on_settle(self, node: fx.Node, group: int) -> None:
-        self.settled.add(group)
+        self.complete.add(group)
         slot = self.slots.get(Chunk(GRAD, group))
         if slot is not None and (slot.dirty or slot.copying == "in"):
-            self.fail("home", node, f"group {group} is settled before its gradients are on their way home")
+            self.fail("home", node, f"group {group} is declared complete before its gradients are on their way home")
         for tensor_slice in self.layout.groups[group].slices:
-            if not self.sunk[tensor_slice.spec.name]:
-                self.fail("home", node, f"group {group} is settled without a gradient of {tensor_slice.spec.name}")
+            if not self.sunk[name := tensor_slice.spec.name]:
+                self.fail("home", node, f"group {group} is declared complete without a gradient of {name}")
 
     def _copies(self, node: fx.Node, chunk: Chunk, way: str, link: str) -> None:
-        """A copy of the chunk starts, `in` or `out`."""
+        """Check that a copy of the chunk may start, `in` or `out`."""
         kind, group = chunk.kind, chunk.group
-        if group in self.settled:
-            self.fail("home", node, f"{chunk} is copied after its group was settled")
+        if group in self.complete:
+            self.fail("home", node, f"{chunk} is copied after its group was declared complete")
         medium = "disk" if self.layout.is_on_disk(kind) else "RAM"
-        if chunk.part is None and kind in (PARAM, GRAD):  # as computation needs it: all ranks' parts
+        if chunk.part is None and kind in (PARAM, GRAD):  # gathered: the shards of all ranks
             is_cut = any(s.spec.shards is not None for s in self.layout.groups[group].slices)
             medium = "the RAM of all ranks" if is_cut else medium
         if link != _LINKS[medium, way]:
@@ -214,20 +216,20 @@ class _Checker:
     def on_prefetch(self, node: fx.Node, chunk: Chunk, link: str = "") -> None:
         self._copies(node, chunk, "in", link)
         if chunk.kind == GRAD and self.is_backward and chunk.group in self.updated:
-            self.fail("update", node, f"{chunk} is fetched, and the update of its group has begun")
+            self.fail("update", node, f"{chunk} is fetched, but the update of its group has begun")
         if chunk in self.slots:
             return self.fail("state", node, f"{chunk} has a slot already")
         for other in sorted(self.of_kind[chunk.kind, chunk.group]):
             if self._overlap(chunk, other):
-                self.fail("overlap", node, f"{chunk} gets a slot, and {other} has one")
+                self.fail("overlap", node, f"{chunk} gets a slot, but {other} has one")
         slot = self.take_slot(chunk)
         self.slot_nbytes += self.layout.chunk_nbytes_of(chunk)
         slot.copying, slot.link = "in", link
 
-    def _overlap(self, one: Chunk, other: Chunk) -> bool:
-        """Whether some elements belong to both, of one kind and group."""
-        whole = (0, self.layout.groups[one.group].numel)
-        (begin, end), (other_begin, other_end) = one.part or whole, other.part or whole
+    def _overlap(self, chunk: Chunk, other: Chunk) -> bool:
+        """Whether some elements belong to both chunks, of one kind and group."""
+        whole = (0, self.layout.groups[chunk.group].numel)
+        (begin, end), (other_begin, other_end) = chunk.part or whole, other.part or whole
         return begin < other_end and other_begin < end
 
     def on_wait(self, node: fx.Node, chunk: Chunk, link: str = "") -> None:
@@ -252,7 +254,7 @@ class _Checker:
             self.fail("dirty", node, f"{chunk} is newer than its home and was not written back")
 
     def _is_consumed(self, chunk: Chunk) -> bool:
-        """Whether a gradient is nobody's any more: the group's update, in this backward, has used all of it up."""
+        """Whether the group's update, in this backward, has fully consumed the gradient."""
         return chunk.kind == GRAD and self.is_backward and self.updated.has_consumed_gradients(chunk.group)
 
     def on_write_back(self, node: fx.Node, chunk: Chunk, link: str = "") -> None:
@@ -283,7 +285,7 @@ class _Checker:
                 self.fail("write", node, f"the gradient of {name} does not lie in {chunk}")
             self._write(node, chunk, f"the gradient of {name}")
         elif self.waiting.made(name) and not owned:
-            self.check_budget(node)  # beside the value that it is a copy of
+            self.check_budget(node)  # with the value that it is a copy of
         self.read_once(gradient)
 
     def on_update(self, node: fx.Node, group: int, begin: int, end: int, stage: int = 0, num_stages: int = 1) -> None:
@@ -296,18 +298,20 @@ class _Checker:
             self.fail("write", node, f"stage {stage} of group {group} begins before the stages that it needs are done")
         if self.waiting.consumed(group):
             return
-        of_stage = update_stages(self.layout.groups[group].update_kinds, num_stages)[stage]
-        for kind in of_stage.reads:
+        kinds = update_stages(self.layout.groups[group].update_kinds, num_stages)[stage]
+        for kind in kinds.reads:
             chunk = self._holding(kind, group, (begin, end))
             slot = self.slots.get(chunk)
             if slot is None or not slot.ready:
                 self.fail("read", node, f"the update reads {chunk}, which is not there and ready")
-        for kind in of_stage.writes:
+        for kind in kinds.writes:
             self._write(node, self._holding(kind, group, (begin, end)), "the update")
         self.check_budget(node, self.layout.groups[group].update_workspace_nbytes(end - begin))
 
     def _holding(self, kind: str, group: int, part: tuple[int, int]) -> Chunk:
-        """The chunk in which an update finds a part of a group: in a backward, parameters and gradients are whole."""
+        """Return the chunk in which an update finds a part of a group: in a backward, parameters and gradients are
+        whole.
+        """
         return Chunk(kind, group, None if self.is_backward and kind in (PARAM, GRAD) else part)
 
     def _write(self, node: fx.Node, chunk: Chunk, what: str) -> None:
@@ -346,9 +350,9 @@ _HANDLERS: Mapping[object, Callable[..., None]] = {
 
 
 def _reads(user: fx.Node) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg((user.args, user.kwargs), found.append)
-    return found
+    reads: list[fx.Node] = []
+    fx.map_arg((user.args, user.kwargs), reads.append)
+    return reads
 
 
 def verify_phase(
@@ -364,27 +368,27 @@ def verify_phase(
     gradients: Collection[str] | None = None,
     updates: Collection[int] | None = None,
     undoable: Collection[int] = (),
-    at_home: Collection[str] = (),
+    offloaded: Collection[str] = (),
 ) -> list[str]:
-    """Check one rewritten phase; the violations found, none when it is safe.
+    """Check one rewritten phase; return the violations, none if it is safe.
 
     Args:
-        memories: what each segment allocates, by the name it is called by.
-        resident: groups that stay on the compute tier, with their states, and gradients that are not spent.
+        memories: allocations of each segment, by the name it is called by.
+        resident: groups that are resident, with their states, and gradients unless the group is transient.
         external_nbytes: bytes there that the phase does not touch: other graphs' values.
         present: chunks that have a ready, clean slot when the phase begins.
         kept: chunks that must have one, and no others, when it ends.
-        gradients: parameters whose gradients must be sunk, once each, and no others'; None: whichever are.
-        updates: groups that must be updated, every element once in each stage, and no others; None: whichever are.
-        undoable: those of them whose gradients are not used up, and have to get home.
-        at_home: saved storages that are at home between the forward and the backward.
+        gradients: parameters with gradients that must be sunk, once each, and no others'; None: any.
+        updates: groups that must be updated, every element once in each stage, and no others; None: any.
+        undoable: those of them that keep their gradients, which have to get home.
+        offloaded: saved storages that are at home between the forward and the backward.
     """
     all_resident_nbytes = resident_data_nbytes(layout, resident) + external_nbytes
-    checker = _Checker(graph, layout, memories, all_resident_nbytes, budget_nbytes, present, at_home, resident)
+    checker = _Checker(graph, layout, memories, all_resident_nbytes, budget_nbytes, present, offloaded, resident)
     checker.updated.undoable = undoable
     checker.walk()
     for name in sorted(checker.waiting.left):
-        checker.fail("update", None, f"the gradient of {name} is left, and nothing counts it")
+        checker.fail("update", None, f"the gradient of {name} is never consumed")
     checker.saved.end(iter(_reads(next(iter(reversed(graph.nodes))))))
     for chunk in sorted(set(checker.slots) ^ set(kept)):
         checker.fail("end", None, f"{chunk} {'is still' if chunk in checker.slots else 'is not'} in a slot")
