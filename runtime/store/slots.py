@@ -1,7 +1,7 @@
-"""Slots: chunks' room on the compute tier, what is happening to it, and what has been copied in all.
+"""Manage slots: chunks' buffers on the compute tier, their states, and the copies from and to home.
 
-The host keeps the books here; the order of the bytes is the tier's (see `runtime.tier`): copies start after `mark()`,
-a wait is `hold_for`, and all that computes is enqueued.
+The host keeps the books here; the order of the bytes is the tier's (see `runtime.device.tier`): copies start after
+`mark()`, a wait is `hold_for`, and all computation is enqueued.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ from chunkc.runtime.store.shadow_copies import ShadowCopies
 
 @dataclass
 class Slot:
-    """A chunk's room on the compute tier and what is happening to it.
+    """Buffer of a chunk on the compute tier, and its state.
 
-    `adds`: of gradients that all ranks have computed, those that are in the slot, and whether home has one to add to.
-    `exchange`: room for what ranks send to each other, where it is not received in its place.
+    Attributes:
+        copy: the copy under way, in or out.
+        dirty: home lacks what was written to the buffer.
+        adds: gradients of a sharded chunk that are in the slot, each with whether home has one to add to.
+        exchange: scratch memory for exchanges between ranks that are not received in place.
     """
 
     state: ChunkState = ChunkState.FREE
@@ -46,7 +49,7 @@ class Slot:
 
 
 class SpareSlots:
-    """What evicted chunks left and no other has taken since."""
+    """Buffers of evicted chunks that no other chunk has taken since."""
 
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
@@ -55,7 +58,7 @@ class SpareSlots:
         self._buffers.append(buffer)
 
     def take(self, tier: Tier, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """The room of a chunk that has just gone, if it is of the same size; else new room."""
+        """Take a spare buffer of the same size; if there is none, free all and allocate a new one."""
         nbytes = [buffer.nbytes for buffer in self._buffers]
         if numel * dtype.itemsize in nbytes:
             return self._buffers.pop(nbytes.index(numel * dtype.itemsize)).view(dtype)
@@ -63,7 +66,7 @@ class SpareSlots:
         return tier.allocate_slot(numel, dtype)
 
     def drop(self) -> None:
-        """Give all of it back to the tier."""
+        """Free all spare buffers."""
         self._buffers.clear()
 
 
@@ -77,7 +80,7 @@ class Traffic:
 
 
 def fill_with_nan(buffer: torch.Tensor) -> None:
-    """Make a read of what is not there show."""
+    """Fill a buffer with NaN, so that a read before its data has come shows in results."""
     buffer.view(torch.uint8).fill_(0xFF)  # NaN in every floating dtype
 
 
@@ -88,7 +91,7 @@ class ChunkSlots(ABC):
     Args:
         layout: groups of parameters; may be extended, never changed.
         debug: fill every slot with NaN when it is taken and when it is given back.
-        transport: by which ranks meet whose parameters are cut over them; None where none are.
+        transport: of the ranks that parameters are sharded over; None without sharding.
     """
 
     layout: ChunkLayout
@@ -107,10 +110,10 @@ class ChunkSlots(ABC):
         self.shadow_copies = ShadowCopies(self.arena)
 
     def slot(self, chunk: Chunk) -> Slot:
-        found = self._slots.get(chunk)
-        if found is None:
-            found = self._slots[chunk] = Slot()
-        return found
+        slot = self._slots.get(chunk)
+        if slot is None:
+            slot = self._slots[chunk] = Slot()
+        return slot
 
     @property
     def present(self) -> frozenset[Chunk]:
@@ -126,14 +129,14 @@ class ChunkSlots(ABC):
         """Take a slot and start to fill it from home. A gradient chunk without gradients has nothing to read.
 
         Args:
-            link: on which the copy queues; None: the one that leads from the chunk's home.
+            link: for the copy; None: the one from the chunk's home.
         """
         kind, group_index = chunk.kind, chunk.group
         group, slot = self.layout.groups[group_index], self.slot(chunk)
         state = advance(chunk, slot.state, ChunkState.PREFETCHING)
         needs_data = self._has_data_at_home(chunk)
         self.updates.note_use(group_index)
-        with torch.inference_mode(False):  # links, and later phases, write to it outside of any such mode
+        with torch.inference_mode(False):  # links and later phases write to it outside of inference mode
             slot.buffer, slot.exchange = self._room(chunk, group)
         buffer = slot.buffer
         if kind == PARAM and group.replicated_numel(chunk):
@@ -144,101 +147,107 @@ class ChunkSlots(ABC):
         if self.debug and (needs_data or kind != PARAM) and not slot.adds:
             self.tier.enqueue(fill_with_nan, buffer)
         is_gathered = group.is_gathered(chunk)
-        if needs_data and not (is_gathered and kind == GRAD):  # home has a part of it, to which a part is added there
+        if needs_data and not (
+            is_gathered and kind == GRAD
+        ):  # home has a shard, and the new shard is added to it there
             job = self._gather(chunk, slot) if is_gathered else self._reader(chunk, buffer)
             queue = self.tier.links[link or self.layout.links_of_chunk(chunk)[0]]
             slot.copy = queue.submit(job, after=(*self.tier.mark(), *self.updates.before(group_index)))
             self.traffic.to_device_nbytes += self._read_nbytes(chunk, buffer)
 
     def _reader(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
-        """A job that fills a slot from the chunk's home."""
+        """Make a job that fills a slot from the chunk's home."""
         return self.arena.reader(*self._whole(chunk), buffer)
 
     def _writer(self, chunk: Chunk, buffer: torch.Tensor) -> Callable[[], None]:
-        """A job that writes a slot into the chunk's home, or to where its update waits to be adopted."""
+        """Make a job that writes a slot into the chunk's home, or into its shadow copy."""
         writer = self.shadow_copies.writer if self.shadow_copies.takes(chunk) else self.arena.writer
         return writer(*self._whole(chunk), buffer)
 
     def _read_nbytes(self, chunk: Chunk, buffer: torch.Tensor) -> int:
-        """What comes over the link for it."""
+        """Count the bytes that cross the link to fill a slot."""
         return buffer.nbytes
 
     def _room(self, chunk: Chunk, group: ChunkGroup) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What computation is to see of a chunk, and room for what ranks send."""
-        stands = group.replicated_numel(chunk) > 0
+        """Return the buffer that computation uses for a chunk, and scratch memory for exchanges between ranks.
+
+        A replicated chunk has a buffer that persists; its slot, if any, is scratch memory only. The slot of any other
+        sharded chunk has its scratch memory behind the gathered elements.
+        """
+        is_replicated = group.replicated_numel(chunk) > 0
         numel = num_entries(chunk.kind, group.slot_numel(chunk))
-        moving = self._spare.take(self.tier, numel, group.kind_dtype(chunk.kind)) if numel or not stands else None
-        if stands:
-            replicated = self.replicated.room(chunk, group, self.tier)
-            return replicated, replicated[group.gathered_numel :] if moving is None else moving
-        assert moving is not None
-        return moving, moving[group.gathered_numel :] if group.is_gathered(chunk) else None
+        slot = self._spare.take(self.tier, numel, group.kind_dtype(chunk.kind)) if numel or not is_replicated else None
+        if is_replicated:
+            replica = self.replicated.room(chunk, group, self.tier)
+            return replica, replica[group.gathered_numel :] if slot is None else slot
+        assert slot is not None
+        return slot, slot[group.gathered_numel :] if group.is_gathered(chunk) else None
 
     def is_kept(self, chunk: Chunk) -> bool:
-        """Whether a gradient stays where it stands, and is exchanged in a later backward."""
-        stands = chunk.kind == GRAD and self.layout.groups[chunk.group].replicated_numel(chunk) > 0
-        return stands and self.transport is not None and self.transport.accumulating
+        """Whether a gradient stays in its replicated buffer, and is exchanged in a later backward."""
+        is_replicated = chunk.kind == GRAD and self.layout.groups[chunk.group].replicated_numel(chunk) > 0
+        return is_replicated and self.transport is not None and self.transport.accumulating
 
     def outdated(self, groups: Iterable[int]) -> list[int]:
-        """Those of the groups whose parameters stand here, but not as they are at home; in slots they are in use.
+        """Find groups with replicated parameters that differ from home; those in slots are in use and left out.
 
         Raises:
             StreamError, HomeError: an update or a copy of their home had failed.
         """
-        found, present = [], self.present
+        outdated, present = [], self.present
         for index in sorted(groups):
             group, chunk = self.layout.groups[index], Chunk(PARAM, index)
             if not group.replicated_numel(chunk) or chunk in present:
                 continue
             assert self.transport is not None
-            if self.updates.before(index):  # under way: a gather waits for it, and nobody else need
-                found.append(index)
+            if self.updates.before(index):  # under way: the gather waits for it, so the host need not
+                outdated.append(index)
                 continue
             self.await_home(chunk)
             if self.replicated.is_outdated(group, self._home_on_tier(chunk)):
-                found.append(index)
-        return found
+                outdated.append(index)
+        return outdated
 
     def _gather(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
-        """A job that fills a slot with all ranks' parts of a chunk."""
+        """Make a job that fills a slot with all ranks' shards of a chunk."""
         assert self.transport is not None
         assert slot.buffer is not None
         group, home = self.layout.groups[chunk.group], self._exchanged_home(chunk)
         return self._exchanging(gather, group, home, slot.buffer, slot.exchange, self.transport)
 
     def _scatter(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
-        """A job that writes this rank's part of the mean of all ranks' gradients home."""
+        """Make a job that writes this rank's shard of the mean of all ranks' gradients home."""
         assert self.transport is not None
         assert slot.buffer is not None
         assert slot.exchange is not None
         group, adds, home = self.layout.groups[chunk.group], slot.adds, self._exchanged_home(chunk)
-        seen, slot.adds = self._home_on_tier(chunk), {}
-        return self._exchanging(scatter_sums, group, slot.buffer, slot.exchange, home, seen, adds, self.transport)
+        on_tier, slot.adds = self._home_on_tier(chunk), {}
+        return self._exchanging(scatter_sums, group, slot.buffer, slot.exchange, home, on_tier, adds, self.transport)
 
     def _exchanging(self, do: Callable[..., None], *args: Any) -> Callable[[], None]:
-        """A job that has only to be launched, on a device whose streams do the rest: its homes are pinned."""
+        """Make a job of an exchange: on a GPU it only needs launching, as homes are pinned; on a CPU it blocks."""
         return partial(do, *args) if self.tier.device.type == "cpu" else Launch(do, *args)
 
     def _exchanged_home(self, chunk: Chunk) -> torch.Tensor:
-        """A chunk's elements at home, for copies in stream order: pinned ones, or as the device sees them."""
+        """View a chunk's home for copies in stream order: pinned host memory, or the device's view of it."""
         if self.tier.device.type == "cpu" or self.arena.only_launches(chunk):
             return self._flat_home(chunk)
         return self._home_on_tier(chunk)
 
     def _flat_home(self, chunk: Chunk) -> torch.Tensor:
-        """A chunk's elements at home, for the host."""
+        """View a chunk's home as a flat CPU tensor."""
         group = self.layout.groups[chunk.group]
         return self.arena.host_view(chunk, group.kind_dtype(chunk.kind), group.numel)
 
     def _home_on_tier(self, chunk: Chunk) -> torch.Tensor:
-        """The same elements, for what the compute tier computes with them."""
+        """View a chunk's home as a flat tensor for computation on the tier."""
         if self.tier.device.type == "cpu":
             return self._flat_home(chunk)
         group = self.layout.groups[chunk.group]
         return self.arena.view(chunk, group.kind_dtype(chunk.kind), (group.numel,), (1,), 0)
 
     def wait(self, chunk: Chunk) -> None:
-        """What is computed from now on finds the copy under way, in or out, done; the chunk can be read."""
+        """Make later computation start after the copy under way, in or out; the chunk can be read then."""
         slot = self.slot(chunk)
         if slot.copy is not None:
             start_s = time.perf_counter()
@@ -265,7 +274,7 @@ class ChunkSlots(ABC):
             mark.wait()
 
     def home_marks(self, group: int) -> list[Mark]:
-        """When all that was enqueued so far, and every copy of the group's chunks under way, is over."""
+        """Mark the end of all computation enqueued so far, and of every copy under way of the group's chunks."""
         kinds = (*self.layout.groups[group].update_kinds, *CASTS)
         slots = [self._slots.get(Chunk(kind, group)) for kind in kinds]
         return [*self.tier.mark(), *(slot.copy for slot in slots if slot is not None and slot.copy is not None)]
@@ -274,14 +283,14 @@ class ChunkSlots(ABC):
         """Start to copy a dirty slot home; nothing moves if it is clean.
 
         Args:
-            link: on which the copy queues; None: the one that leads to the chunk's home.
+            link: for the copy; None: the one to the chunk's home.
         """
         slot = self.slot(chunk)
         slot.state = advance(chunk, slot.state, ChunkState.EVICTING)
         buffer = slot.buffer
         assert buffer is not None
         if slot.dirty and self.is_kept(chunk):
-            slot.dirty = False  # it waits where it stands
+            slot.dirty = False  # it stays in its replicated buffer
         if slot.dirty:
             if chunk.kind == GRAD:
                 self._gradients_complete(chunk, buffer)
@@ -293,17 +302,17 @@ class ChunkSlots(ABC):
             slot.dirty = False
 
     def evict(self, chunk: Chunk) -> None:
-        """Give the slot back. Its data must be at home by now."""
+        """Free the slot. Its data must be at home by now."""
         slot = self.slot(chunk)
         if slot.dirty:
             raise ChunkStateError(f"chunk {chunk} would be evicted before it was written back")
         slot.state = advance(chunk, slot.state, ChunkState.FREE)
         group = self.layout.groups[chunk.group]
-        leaving = slot.exchange if group.replicated_numel(chunk) else slot.buffer
-        if leaving is not None and group.slot_numel(chunk):
+        spare = slot.exchange if group.replicated_numel(chunk) else slot.buffer
+        if spare is not None and group.slot_numel(chunk):
             if self.debug:
-                self.tier.enqueue(fill_with_nan, leaving)
-            self._spare.give(leaving)
+                self.tier.enqueue(fill_with_nan, spare)
+            self._spare.give(spare)
         if slot.adds:
             self.replicated.waiting[chunk] = slot.adds
         slot.buffer = slot.copy = slot.exchange = None
@@ -311,33 +320,34 @@ class ChunkSlots(ABC):
             del self._slots[chunk]
 
     def drop_spare_slots(self) -> None:
-        """Give the tier back what evicted chunks left and no prefetch has taken since."""
+        """Free buffers of evicted chunks that no prefetch has taken since."""
         self._spare.drop()
 
     def _whole(self, chunk: Chunk) -> tuple[Chunk, int]:
-        """The whole chunk that this is, or is a part of, and where in it its bytes begin."""
+        """Return the whole chunk of a chunk or tile, and the offset in bytes where the latter begins in it."""
         begin, _ = chunk.part or (0, 0)
         itemsize = self.layout.groups[chunk.group].kind_dtype(chunk.kind).itemsize
         return chunk.whole, num_entries(chunk.kind, begin) * itemsize
 
     def begin_compute(self, chunk: Chunk) -> torch.Tensor:
-        """The slot's flat buffer, for the computation that starts now."""
+        """Return the slot's flat buffer for the computation that starts now."""
         slot = self.slot(chunk)
         slot.state = advance(chunk, slot.state, ChunkState.COMPUTE)
         assert slot.buffer is not None
         return slot.buffer
 
     def end_compute(self, chunk: Chunk, *, wrote: bool = False) -> None:
+        """Note the end of a computation on the slot, and whether it wrote to it."""
         slot = self.slot(chunk)
         slot.state = advance(chunk, slot.state, ChunkState.HOLD)
         slot.dirty |= wrote
 
     def release_slots(self) -> None:
-        """Give every slot back after copies have ended; dirty ones (an interrupted step) are written home first.
+        """Free every slot after its copies; dirty slots (of an interrupted step) are written home first.
 
         Raises:
-            StreamError, HomeError: a copy failed; all slots are given back all the same. Gradients that could not
-                be written home are gone: their `.grad` is None.
+            StreamError, HomeError: a copy failed; all slots are freed all the same. Gradients that could not be written
+                home are lost: their `.grad` is None.
         """
         problem: ChunkcError | None = None
         for chunk in sorted(self.present):
@@ -359,24 +369,24 @@ class ChunkSlots(ABC):
             raise problem
 
     def _refuse_exchange(self, chunk: Chunk) -> None:
-        """Where a plan is given up, no other rank comes to exchange what it has left."""
+        """Refuse to write a sharded gradient home after an error: no other rank comes to the exchange."""
         if self.layout.groups[chunk.group].is_gathered(chunk):
-            raise DistributedError(f"chunk {chunk} was left before the ranks had exchanged it: its gradients are lost")
+            raise DistributedError(f"ranks had not exchanged chunk {chunk} before the error: its gradients are lost")
 
     def _drop_failed(self, chunk: Chunk) -> None:
-        """Forget a slot whose copy failed."""
+        """Drop a slot after its copy failed."""
         slot = self._slots.pop(chunk)
         if slot.dirty or slot.state is ChunkState.EVICTING:
             self._forget_lost_data(chunk)
 
     @abstractmethod
     def _has_data_at_home(self, chunk: Chunk) -> bool:
-        """Whether there is anything to read for a chunk about to be fetched, once home is as its user wants it."""
+        """Whether home has data to read for a chunk about to be fetched; collects the user's gradients home first."""
 
     @abstractmethod
     def _gradients_complete(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Gradients are complete in their slot, and about to be written home."""
+        """Note that gradients are complete in their slot, and about to be written home."""
 
     @abstractmethod
     def _forget_lost_data(self, chunk: Chunk) -> None:
-        """A chunk's slot is lost, and with it what home does not have."""
+        """Reset references to data that was lost with a chunk's slot."""

@@ -1,7 +1,7 @@
-"""The chunk store: every parameter of a model, the chunk that it lives in, and the chunk's home.
+"""Store the chunks of a model: parameters and gradients as home views, and their moves between homes.
 
 Between calls no chunk has a slot: parameters and gradients are home views, valid for any reader and writer.
-During a call the executor moves chunks (see `runtime.slots`); computation reads slots only.
+During a call the executor moves chunks (see `runtime.store.slots`); computation reads slots only.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from chunkc.runtime.store.trainers import Trainers
 
 @dataclass
 class ChunkStore(ParameterViews):
-    """Owns homes and slots of one model's chunks. Holds parameters weakly: the model's life is its user's.
+    """Owner of homes and slots of one model's chunks. References to parameters are weak: the user owns the model.
 
     Attributes:
-        autograd_owned: parameters whose `.grad` stays the tensor that it is (see `find_autograd_owned`).
-        trainers: which thread trains what; no other one looks at the gradients.
+        autograd_owned: parameters with a `.grad` that must stay the same tensor object (see `find_autograd_owned`).
+        trainers: which thread trains which parameters; no other thread reads their gradients.
     """
 
     autograd_owned: frozenset[str] = frozenset()
@@ -57,42 +57,42 @@ class ChunkStore(ParameterViews):
     # --- parameters and their homes ---
 
     def reserve(self, layout: ChunkLayout, resident: frozenset[int], having: Collection[str] = ()) -> None:
-        """Take over a layout, once room at home is reserved for all that moves there. Moves nothing.
+        """Take over a layout, after reserving home memory for all chunks that move there. Moves nothing.
 
-        Gradients have room there from when the first one gets home, or from now on beside parameters `having` any.
+        Gradients are allocated when the first one gets home, or now for groups of parameters `having` one.
 
-        `layout` extends the present one; a group may have become trainable. Until it is bound, a parameter is what it
-        was, and where it was.
+        `layout` extends the present one; a group may have become trainable. Until it is bound, a parameter and its
+        memory are unchanged.
 
         Raises:
             HomeError: the home tier has no room. Nothing has changed.
             StreamError: an update at home had failed. Nothing has changed.
         """
         self.updates.finish()
-        to_home, _ = self._leaving(layout, resident)
+        to_home, _ = self._moving(layout, resident)
         unfrozen = [new for old, new in zip(self.layout.groups, layout.groups) if new.trainable and not old.trainable]
         trained = [group for group in (*to_home, *unfrozen) if group.trainable and group.index not in resident]
         gradients = {Chunk(GRAD, group.index): group.nbytes(GRAD) for group in trained}
-        early = layout.groups_of(having)
-        now = {chunk: nbytes for chunk, nbytes in gradients.items() if chunk.group in early}
+        having_groups = layout.groups_of(having)
+        now = {chunk: nbytes for chunk, nbytes in gradients.items() if chunk.group in having_groups}
         self.arena.reserve({Chunk(PARAM, group.index): group.nbytes(PARAM) for group in to_home} | now)
         self.arena.promise({chunk: nbytes for chunk, nbytes in gradients.items() if chunk not in now})
         self._take_over(layout)
         self.resident = resident
 
-    def _leaving(self, layout: ChunkLayout, resident: frozenset[int]) -> tuple[list[ChunkGroup], list[ChunkGroup]]:
-        """The groups that have to go home, and those that have to come to the compute tier for good."""
-        num_known = len(self.layout.groups)
-        new = [group for group in layout.groups[num_known:] if group.index not in resident]
-        to_tier = [layout.groups[index] for index in sorted(resident - self.resident) if index < num_known]
+    def _moving(self, layout: ChunkLayout, resident: frozenset[int]) -> tuple[list[ChunkGroup], list[ChunkGroup]]:
+        """Return the groups that have to move home, and those that become resident."""
+        num_present = len(self.layout.groups)
+        new = [group for group in layout.groups[num_present:] if group.index not in resident]
+        to_tier = [layout.groups[index] for index in sorted(resident - self.resident) if index < num_present]
         return [*new, *(layout.groups[index] for index in sorted(self.resident - resident))], to_tier
 
     @torch.no_grad()
     def bind(self, name: str, parameter: nn.Parameter) -> None:
-        """Make a parameter's place, in a layout that is reserved, its data.
+        """Bind a parameter to its memory in a reserved layout.
 
-        At home that is the home view, with what was written there: zeros, if nothing was. On the compute tier it is
-        memory of its own, with the values that the parameter has; one in no chunk stays where it is.
+        At home its data becomes the home view, with the values written there, or zeros. On the compute tier it becomes
+        a copy in memory of its own; a parameter in no chunk is unchanged.
         """
         self._parameters[name] = weakref.ref(parameter)
         if name in self._slices:
@@ -100,21 +100,23 @@ class ChunkStore(ParameterViews):
             self._set_data(name, parameter, self.home_view(PARAM, name) if at_home else self._on_tier(name, parameter))
 
     def place(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]) -> None:
-        """Extend the layout by new parameters and move every group to where `resident` says, tensor by tensor.
+        """Extend the layout by new parameters and move every group home or to the compute tier, tensor by tensor.
 
-        A parameter whose name was another's, which is gone, takes its place. Each tensor's former memory is given back
+        A parameter with the name of a former one, which is gone, replaces it. Each tensor's former memory is freed
         before the next one moves.
 
         Raises:
             HomeError, StreamError: as `reserve`. No parameter was moved.
             UnsupportedError: a gradient cannot be copied home. Nothing has changed.
         """
-        to_home, to_tier = self._leaving(layout, resident)
-        leaving = {s.spec.name for group in to_home for s in group.slices}
-        known = self.readable() | dict(parameters) if leaving else {}
-        refuse_without_memory({name: gradient_of(p) for name, p in known.items() if name in leaving})
-        # No gradient may be kept in a variable here: `has_external_references` would take it for the user's.
-        self.reserve(layout, resident, [n for n, p in known.items() if n in leaving and gradient_of(p) is not None])
+        to_home, to_tier = self._moving(layout, resident)
+        going_home = {s.spec.name for group in to_home for s in group.slices}
+        present = self.readable() | dict(parameters) if going_home else {}
+        refuse_without_memory({name: gradient_of(p) for name, p in present.items() if name in going_home})
+        # No gradient may be kept in a variable here: `has_external_references` would count it as the user's.
+        self.reserve(
+            layout, resident, [n for n, p in present.items() if n in going_home and gradient_of(p) is not None]
+        )
         former = dict(self._parameters)
         self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
         from_home = {name: p for group in to_tier for name, p in self._parameters_of(group.index).items()}
@@ -137,7 +139,7 @@ class ChunkStore(ParameterViews):
 
     @torch.no_grad()
     def _move(self, name: str, parameter: nn.Parameter) -> None:
-        """Move values and gradient to the parameter's place. If a copy fails, each is the former one until then."""
+        """Move a parameter's values and gradient to its new memory. If a copy fails, those not moved are unchanged."""
         is_managed = self.is_managed(name)
         if is_managed:
             self.write(PARAM, name, parameter)
@@ -151,47 +153,47 @@ class ChunkStore(ParameterViews):
             parameter.grad = self._on_tier(name, gradient)
 
     def replaced(self, names: Iterable[str]) -> list[str]:
-        """Those of the parameters that are managed, and whose data is not the home view that it was made."""
-        found = []
+        """Find managed parameters with data that is no longer the home view bound to them."""
+        replaced = []
         for name in names:
             if self.is_managed(name):
                 parameter = self.parameter(name)
                 stride = self._slices[name][1].spec.stride
                 if parameter.data_ptr() != self._addresses[name] or parameter.stride() != stride:
-                    found.append(name)
-        return found
+                    replaced.append(name)
+        return replaced
 
     def has_external_views(self, name: str) -> bool:
-        """Whether somebody has views of the home of a parameter whose data was replaced."""
+        """Whether there are external views of the former home of a parameter with replaced data."""
         return not self._home_storages[name].expired()
 
     @torch.no_grad()
     def take_over(self, names: Iterable[str]) -> None:
-        """Bring the values of parameters home whose data was replaced; they are home views again.
+        """Write parameters with replaced data home, and make them home views again.
 
-        Where somebody has views of what one was, they keep its bytes, and the chunk gets another home.
+        External views of a parameter's former home keep its bytes, and the chunk gets another home.
 
         Raises:
-            StreamError, HomeError: an update or a copy of its home had failed, or there is no room for another.
+            StreamError, HomeError: an update or a copy of the home had failed, or there is no room for another home.
         """
         by_group: dict[int, list[str]] = {}
         for name in names:
             by_group.setdefault(self.group_index(name), []).append(name)
-        for index, of_group in by_group.items():
-            changed = frozenset(of_group)
+        for index, moved in by_group.items():
+            changed = frozenset(moved)
             self.await_home(Chunk(PARAM, index))
-            if any(self.has_external_views(name) for name in of_group):
+            if any(self.has_external_views(name) for name in moved):
                 self.arena.replace(Chunk(PARAM, index), self.layout.groups[index].nbytes(PARAM))
-                of_group = list(self._parameters_of(index))
-            for name in of_group:
+                moved = list(self._parameters_of(index))
+            for name in moved:
                 parameter = self.parameter(name)
                 self.write(PARAM, name, parameter.data)
                 self.bind(name, parameter)
-                if name in changed and Chunk(MASTER_LOW, index) in self.arena:  # lower bits of other contents
+                if name in changed and Chunk(MASTER_LOW, index) in self.arena:  # they are of the former values
                     self.home_view(MASTER_LOW, name).zero_()
 
     def close(self) -> None:
-        """Give back all slots and homes as they are, and end the threads once nothing is under way."""
+        """Free all slots and homes as they are, and end the threads behind their queued work."""
         self._slots.clear()
         self.drop_spare_slots()
         self.replicated.clear()
@@ -208,7 +210,7 @@ class ChunkStore(ParameterViews):
     def _gradients_complete(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         parameters = self._parameters_of(chunk.group)
         for name, parameter in parameters.items():
-            if isinstance(parameter.grad, ConsumedGradient):  # it was to be used up, and is not
+            if isinstance(parameter.grad, ConsumedGradient):  # an update was to consume it, and has not
                 self._hand_out(name, parameter)
         parameters = parameters if self.sums.requesters else {}
         gradients = {name: p.grad for name, p in parameters.items()}
@@ -216,39 +218,39 @@ class ChunkStore(ParameterViews):
         self.sums.take(self.layout.groups[chunk.group], buffer, own, self.tier)
 
     def _forget_lost_data(self, chunk: Chunk) -> None:
-        """A reader must find no gradient rather than one that never got home."""
+        """Reset gradients that never got home: a reader must find None rather than stale values."""
         for parameter in self._parameters_of(chunk.group).values() if chunk.kind == GRAD else ():
             parameter.grad = None
 
     def collect_gradients(self, index: int) -> bool:
-        """Make home the place of every gradient the group has; whether it has any.
+        """Copy the group's gradients home that are not there; return whether the group has any gradient.
 
-        A gradient that the user replaced by another tensor is copied home, and the home view takes its place unless
-        autograd is to add to that very tensor (`autograd_owned`). Where somebody still has views of a gradient that
-        is no parameter's any more, they keep its bytes, and the group's gradients get another home.
+        A gradient that the user replaced by another tensor is copied home, and the home view replaces it, unless
+        autograd must add to that tensor object (`autograd_owned`). External views of a gradient that is no longer a
+        parameter's keep its bytes, and the group's gradients get another home.
 
         Raises:
             HomeError: there is no room for another home.
         """
         parameters = self._parameters_of(index)
-        if any(self._is_kept_elsewhere(name, parameter) for name, parameter in parameters.items()):
+        if any(self._is_viewed_former(name, parameter) for name, parameter in parameters.items()):
             self.autograd_owned |= self._move_gradients(index)
-        found = False
+        has_gradients = False
         for name, parameter in parameters.items():
             grad = gradient_of(parameter)
             if grad is None:
                 continue
-            found = True
+            has_gradients = True
             if self._is_foreign(name, grad):
                 self.updates.wait(index)
                 left = name in self.autograd_owned
                 home = self.home_view(GRAD, name) if left else self._hand_out(name, parameter)
                 source = grad.clone() if grad.untyped_storage().data_ptr() == home.data_ptr() else grad
                 self.tier.enqueue(home.copy_, source)
-        return found
+        return has_gradients
 
     def take_gradients_home(self) -> list[torch.Tensor]:
-        """Collect the user's own gradients, and a hook's, that need not stay where they are: it frees their room.
+        """Collect the user's own gradients, and a hook's, unless they must stay where they are; frees their memory.
 
         Returns:
             The gradients that still do not lie at home, and take room on the compute tier.
@@ -263,15 +265,16 @@ class ChunkStore(ParameterViews):
         return list(self._gradients_off_home().values()) if off_home else []
 
     def has_gradients(self, index: int) -> bool:
-        """Whether a parameter of a group has a gradient, or somebody still has what was one."""
-        handed = [self._handed_out.get(s.spec.name, NOT_HANDED_OUT) for s in self.layout.groups[index].slices]
-        found = any(parameter.grad is not None for parameter in self._parameters_of(index).values())
-        return found or not all(one.is_gone() for one in handed)
+        """Whether a parameter of a group has a gradient, or there are references to a former one."""
+        handed_out = [self._handed_out.get(s.spec.name, NOT_HANDED_OUT) for s in self.layout.groups[index].slices]
+        has_gradient = any(parameter.grad is not None for parameter in self._parameters_of(index).values())
+        return has_gradient or not all(handed.is_gone() for handed in handed_out)
 
     @contextmanager
     def gradients_set_aside(self, names: Collection[str]) -> Iterator[int]:
-        """Inside, these parameters, and all in their chunks, have no gradients. What is made of them meanwhile lies in
-        room of its own, which goes with the last view of it; afterwards gradients are what and where they were.
+        """Set aside the gradients of these parameters and of all others in their chunks, and restore them afterwards.
+
+        Gradients made inside lie in memory of their own, which is freed with the last view of it.
 
         Yields:
             Bytes that the gradients put aside take on the compute tier.
@@ -289,15 +292,15 @@ class ChunkStore(ParameterViews):
         gradients = {name: parameter.grad for name, parameter in apart.items()}
         handed_out = {name: self._handed_out.pop(name) for name in apart if name in self._handed_out}
         left, aside = self.autograd_owned, self.arena.put_aside(chunks)
-        staying = [g for n, p in apart.items() if not self.is_managed(n) and (g := gradient_of(p)) is not None]
+        on_tier = [g for n, p in apart.items() if not self.is_managed(n) and (g := gradient_of(p)) is not None]
         for parameter in apart.values():
             parameter.grad = None
         try:
             with self.sums.without_requests():
-                yield sum(gradient.untyped_storage().nbytes() for gradient in staying)
+                yield sum(gradient.untyped_storage().nbytes() for gradient in on_tier)
         finally:
             try:
-                self.release_slots()  # what is still on its way home goes to the room inside
+                self.release_slots()  # write-backs still under way go to the memory for gradients made inside
             finally:
                 for name, parameter in apart.items():
                     self._handed_out.pop(name, None)
@@ -306,8 +309,8 @@ class ChunkStore(ParameterViews):
                 self.arena.put_back(aside)
                 self.autograd_owned |= left
 
-    def _is_kept_elsewhere(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether somebody has views of what was handed out as the parameter's gradient and is not `.grad` now."""
+    def _is_viewed_former(self, name: str, parameter: nn.Parameter) -> bool:
+        """Whether there are views of the home view handed out as the parameter's gradient, which is not `.grad` now."""
         handed = self._handed_out.get(name, NOT_HANDED_OUT)
         if handed.is_gone():
             return False
@@ -315,10 +318,10 @@ class ChunkStore(ParameterViews):
         return grad is None or grad.untyped_storage().data_ptr() != handed.address
 
     def _move_gradients(self, index: int) -> set[str]:
-        """Leave a group's gradients at home to who has views of them; those that are still `.grad` move to new room.
+        """Move a group's gradients to another home; external views of the former one keep its bytes.
 
         Returns:
-            The parameters whose `.grad` did not move, since somebody has views of it.
+            Parameters with a `.grad` that did not move, since there are external views of it.
         """
         chunk = Chunk(GRAD, index)
         self.await_home(chunk)
@@ -340,11 +343,11 @@ class ChunkStore(ParameterViews):
         return left
 
     def find_autograd_owned(self) -> frozenset[str]:
-        """Note the parameters whose `.grad` has to stay the tensor that it is, so that autograd has to add to it.
+        """Find and note the parameters with a `.grad` that must stay the same tensor, so that autograd adds to it.
 
-        It is one tensor with another parameter's, so that the order of additions is PyTorch's wherever the parameters
-        are; or it is the user's own, and the user still has it or views of it. What was handed out becomes such a
-        gradient where the user has views of it, and the chunk is to get another home.
+        Such a gradient is one tensor for several parameters, so that the order of additions is PyTorch's wherever the
+        parameters are; or it is the user's own tensor, with references or views in user code. A home view that was
+        handed out becomes one if it has external views when the chunk gets another home.
 
         Raises:
             HomeError: there is no room for another home.
@@ -354,30 +357,30 @@ class ChunkStore(ParameterViews):
         unread = self.autograd_owned - parameters.keys()
         changed = {n: p for n, p in parameters.items() if self.is_managed(n) and self._is_foreign(n, gradient_of(p))}
         refuse_without_memory({name: gradient_of(p) for name, p in changed.items()})
-        staying = [p for name, p in parameters.items() if not self.is_managed(name)]
+        on_tier = [p for name, p in parameters.items() if not self.is_managed(name)]
         left = {name for name, parameter in changed.items() if has_external_references(parameter)}
-        if any(gradient_of(parameter) is not None for parameter in changed.values()) or share_gradients(staying):
+        if any(gradient_of(parameter) is not None for parameter in changed.values()) or share_gradients(on_tier):
             left |= parameters_sharing_gradients(parameters)
-        for index in {self.group_index(name) for name, p in changed.items() if self._is_kept_elsewhere(name, p)}:
+        for index in {self.group_index(name) for name, p in changed.items() if self._is_viewed_former(name, p)}:
             left |= self._move_gradients(index)
         self.autograd_owned = frozenset(left | unread)
         return self.autograd_owned
 
     def readable(self) -> dict[str, nn.Parameter]:
-        """The parameters whose `.grad` this thread may look at."""
+        """Return the parameters with a `.grad` that this thread may read, by name."""
         others = self.trainers.trained_by_others()
         return {n: p for n, p in self.parameters().items() if n not in others} if others else self.parameters()
 
     def _gradients_off_home(self) -> dict[str, torch.Tensor]:
-        """Gradients of parameters at home that lie elsewhere, such as what a hook returned, by name."""
-        found = {}
+        """Find gradients of managed parameters that do not lie at home, such as a hook's results, by name."""
+        off_home = {}
         for name, parameter in self.readable().items():
             grad, handed = gradient_of(parameter), self._handed_out.get(name, NOT_HANDED_OUT)
             if grad is None or not self.is_managed(name) or not self._is_foreign(name, grad):
                 continue
             if grad.untyped_storage().data_ptr() != handed.address:
-                found[name] = grad
-        return found
+                off_home[name] = grad
+        return off_home
 
     def _is_foreign(self, name: str, grad: torch.Tensor | None) -> bool:
         """Whether a parameter's `.grad` is not the home view that was handed out."""
@@ -397,20 +400,20 @@ class ChunkStore(ParameterViews):
         return super()._scatter(chunk, slot)
 
     def check_not_consumed(self, group: int) -> None:
-        """Refuse to add to gradients of a group that an update in a backward has used up.
+        """Refuse to add to gradients of a group that an update in a backward has consumed.
 
         Raises:
-            UnsupportedError: it has; says what to do.
+            UnsupportedError: it has consumed one; says what to do.
         """
         for name, parameter in self._parameters_of(group).items():
             if isinstance(parameter.grad, ConsumedGradient):
                 raise consumed_error(name)
 
     def consume_gradients(self, group: int, gradients: Mapping[str, ConsumedGradient]) -> None:
-        """An update in the backward reads a group's gradients in their slot, and nobody will again.
+        """Note that an update in the backward consumes a group's gradients in their slot: they are not written home.
 
         Args:
-            gradients: what stands for them from now on, by parameter.
+            gradients: their placeholders, by parameter.
         """
         self.slot(Chunk(GRAD, group)).dirty = False
         for name, gradient in gradients.items():
@@ -420,10 +423,12 @@ class ChunkStore(ParameterViews):
     def sink(self, name: str, chunk: Chunk | None, take: Callable[[], torch.Tensor], *, owned: bool) -> None:
         """Take a complete gradient: into the slot of `chunk`, or, for a resident, straight into `.grad`.
 
-        As autograd's AccumulateGrad: the first gradient is stored, later ones are added. Which of the two, the host
-        decides now; `take` gives the gradient when computation gets there. `owned`: nothing else will ever read the
-        gradient's storage, so a resident parameter may keep it without a copy. A parameter that was frozen since the
+        As autograd's AccumulateGrad: the first gradient is stored, later ones are added. The host decides now which of
+        the two; `take` returns the gradient when the computation has reached it. A parameter that was frozen since the
         forward gets none.
+
+        Args:
+            owned: no other value reads the gradient's storage, so a resident parameter may keep it without a copy.
         """
         parameter = self.parameter(name)
         if not parameter.requires_grad:
@@ -437,11 +442,11 @@ class ChunkStore(ParameterViews):
         slot.dirty = True
         if self.layout.groups[chunk.group].is_gathered(chunk):
             hand_out = partial(self._hand_out, name, parameter)
-            how = note_replicated(name, parameter, slot.adds, hand_out, is_last=not self.is_kept(chunk))
-            self.tier.enqueue(how, target, take)
+            accumulate_into = note_replicated(name, parameter, slot.adds, hand_out, is_last=not self.is_kept(chunk))
+            self.tier.enqueue(accumulate_into, target, take)
         elif parameter.grad is None:
             self.tier.enqueue(store_first, target, take)
-            if self.arena.is_promised(Chunk(GRAD, chunk.group)):  # an update will use it up
+            if self.arena.is_promised(Chunk(GRAD, chunk.group)):  # an update will consume it
                 parameter.grad = ConsumedGradient(parameter, name)
             else:
                 self._hand_out(name, parameter)
