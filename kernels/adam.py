@@ -1,4 +1,4 @@
-"""Adam's arithmetic: in plain PyTorch, which is also what Inductor compiles, and in C++.
+"""Adam's arithmetic: in plain PyTorch, which Inductor compiles too, and in C++.
 
 Each operation is one fp32 operation, rounded by itself, in the same order in all of them and in Triton
 (`chunkc.kernels.adam_triton_kernel`), so their bits are the same.
@@ -26,7 +26,7 @@ LOOP = (
     const float new_target = target * decay + neg_step_size * new_exp_avg / denom;
 """,
 )
-"""Before the loop over elements, and in it."""
+"""C++ before the loop over elements, and in it."""
 
 AMSGRAD_LOOP = (
     LOOP[0],
@@ -41,7 +41,7 @@ AMSGRAD_LOOP = (
     const float denom""",
     ),
 )
-"""The same with the largest second moment so far."""
+"""C++ as `LOOP`, with the largest second moment so far."""
 
 
 def new_values(
@@ -53,7 +53,7 @@ def new_values(
     l2: bool,
     root: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """The update itself, see `chunkc.kernels.formats.UpdateFormat.new_values`."""
+    """Compute Adam's new parameter and moments, see `chunkc.kernels.formats.UpdateFormat.new_values`."""
     wide = wide * scalars.grad_sign
     if l2:
         wide = wide + target * scalars.l2
@@ -72,7 +72,7 @@ def new_values_amsgrad(
     l2: bool,
     root: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-    """The same with the largest second moment so far, in runs of elements that use it and in others."""
+    """Compute as `new_values`, with the largest second moment so far in spans that use it (AMSGrad), not in others."""
     exp_avg, exp_avg_sq, largest = moments
     reached: list[Tensor] = []
     uses_it = torch.as_tensor(scalars.amsgrad != 0, device=wide.device)
@@ -88,7 +88,7 @@ def new_values_amsgrad(
 
 
 def new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Any) -> tuple[Tensor, Tensor]:
-    """The moments of Adam and of LAMB after an fp32 gradient (scaled, of the right sign)."""
+    """Compute the new moments of Adam and of LAMB from an fp32 gradient (scaled, with its sign applied)."""
     # Tensor.lerp_: from the nearer end, so that a weight of 1 gives the gradient itself.
     near = torch.as_tensor(scalars.lerp_weight < 0.5, device=wide.device)
     base = torch.where(near, exp_avg, wide)
@@ -98,7 +98,7 @@ def new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: Any)
 
 
 def exact_root(values: Tensor) -> Tensor:
-    """Square roots to nearest: torch's own on the CPU, which are MKL's, are not always. fp32 ones are taken in fp64."""
+    """Compute square roots to nearest; torch's on the CPU, MKL's, are not always. Roots of fp32 are taken in fp64."""
     if values.dtype == torch.float64 and values.is_cpu:
         return torch.from_numpy(np.sqrt(values.numpy()))
     return values.to(torch.float64).sqrt().to(values.dtype)

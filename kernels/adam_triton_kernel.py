@@ -29,7 +29,7 @@ _NUM_SCALARS = tl.constexpr(len(AdamScalars._fields))
 _NUM_KINDS = tl.constexpr(7)
 
 
-# Only what vectors are loaded from is specialised on alignment, and no integer on its value: few variants to compile.
+# Only pointers that vectors are loaded from are specialised on alignment, and no integer on its value: few variants.
 @triton.jit(
     do_not_specialize=["first_element", "key_low", "key_high"],
     do_not_specialize_on_alignment=[
@@ -61,10 +61,10 @@ def adam_kernel(
     NUM_COLUMNS: tl.constexpr,
     NUM_POINTER_OFFSETS: tl.constexpr,
 ):
-    """One program per row of `work`, int64: begin, end, group, and the tensor where there are `pointer_offsets`.
+    """Update elements by Adam's rule, a program per row of `work`, int64: begin, end, group.
 
-    Slots are the first tensor's; `pointer_offsets` says where each tensor has its own, by kind in the slots' order (see
-    `chunkc.kernels.pointer_offsets.pointer_offsets_of`). Without it there is one tensor.
+    With `pointer_offsets`, a row ends with its tensor's number. Slots are then the first tensor's, and the offsets
+    locate each tensor's data, by kind in the slots' order (see `chunkc.kernels.pointer_offsets.pointer_offsets_of`).
 
     `code_tables` is fp32 `[4, 256]`: values, then midpoints, of signed codes, then of unsigned ones.
     """
@@ -89,7 +89,7 @@ def adam_kernel(
         end = tl.where(tl.load(found_inf) == 0, end, begin)
     factor, second_factor = factors_of(unscale, clip)
     if (begin | end) % _UNIT == 0:
-        # Divided and multiplied only to show the compiler what the branch has found out.
+        # Divided and multiplied only to tell the compiler the branch's condition: multiples of _UNIT.
         _update_tile(
             param, grad, exp_avg, exp_avg_sq, master, exp_avg_scale, exp_avg_sq_scale, code_tables, group_scalars,
             factor, second_factor, begin // _UNIT * _UNIT, end // _UNIT * _UNIT, first_element, key_low, key_high,
@@ -108,7 +108,7 @@ def _update_tile(
     factor, second_factor, begin, end, first_element, key_low, key_high,
     STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Elements `[begin, end)`, at most BLOCK of them."""
+    """Update elements `[begin, end)`, at most BLOCK of them."""
     offsets = begin + tl.arange(0, BLOCK)
     mask = offsets < end
     wide = load_wide(grad, offsets, mask) * factor * second_factor
@@ -156,7 +156,7 @@ def _update_tile(
 
 @triton.jit
 def new_moments(wide, old_avg, old_avg_sq, scalars):
-    """Those of Adam and of LAMB, whose `scalars` are lerp_weight, beta2 and one_minus_beta2."""
+    """Compute the new moments of Adam and of LAMB; `scalars` points to lerp_weight, beta2, one_minus_beta2."""
     lerp_weight = tl.load(scalars)
     near = lerp_weight < 0.5
     base = tl.where(near, old_avg, wide)

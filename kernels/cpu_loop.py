@@ -1,8 +1,8 @@
-"""The CPU pass for bf16 parameters with masters, whole or split, as one loop in C++.
+"""Generate the CPU pass for bf16 parameters with masters, whole or split, as one loop in C++.
 
 Inductor does not vectorise 16-bit integers, and reinterprets bits element by element: for split masters (see
 `chunkc.kernels.split`) its pass would be four times slower than this loop, which the compiler vectorises, and for whole
-ones slower too. Inductor's own compiler front end builds it: nothing else is needed than for any other pass.
+masters slower too. Inductor's own compiler front end builds it, with the same requirements as any other pass.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ OPTIONS: dict[str, Any] = {
 # Inductor's flags leave loops alone, since its own kernels are vectorised by hand, and let a root set errno.
 FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno")
 
-# The C++ type, and what makes it a float. 16-bit floats are plain integers: of structs the compiler makes no vectors.
+# C++ type, and the function to float. 16-bit floats are plain integers: the compiler does not vectorise structs.
 TYPES = {
     torch.float32: ("float", "as_it_is"),
     torch.bfloat16: ("uint16_t", "widen_bf16"),
     torch.float16: ("uint16_t", "widen_fp16"),
 }
 
-# The master's C++ type, and how it is read and written.
+# C++ type of the master, and code to read and to write it.
 _SPLIT_MASTER = {
     "master": "int16_t",
     "read_master": """const float upper = widen_bf16(param[i]);
@@ -68,7 +68,7 @@ static inline float widen_fp16(uint16_t x) {
   return as_float(as_bits(value) | (uint32_t(x & 0x8000u) << 16));
 }
 """
-"""C++ that makes floats of the elements of `TYPES`."""
+"""C++ that converts elements of `TYPES` to float."""
 
 _SOURCE = Template(
     WIDENING
@@ -77,11 +77,11 @@ static inline uint16_t rounded(float x) {  // to nearest even
   const uint32_t bits = x != x ? 0x7FC00000u : as_bits(x);
   return uint16_t((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
-static inline void store(float* place, float x) { *place = x; }
-static inline void store(uint16_t* place, float x) { *place = rounded(x); }
+static inline void store(float* target, float x) { *target = x; }
+static inline void store(uint16_t* target, float x) { *target = rounded(x); }
 
 extern "C" void update(
-    uint16_t* param, const $grad* grad, $places$master* master, const float* scalars,
+    uint16_t* param, const $grad* grad, $moment_parameters$master* master, const float* scalars,
     const float* unscale, const float* clip, int64_t num_elements, int num_threads) {
   const float $scalars;
   const float factor = $scaled ? *unscale : 1.0f, second_factor = $scaled ? *clip : 1.0f;
@@ -105,16 +105,16 @@ $new_moments
 
 
 def has_loop(fmt: UpdateFormat) -> bool:
-    """Whether this is the pass for a format."""
+    """Whether a format uses this loop."""
     rounds_to_nearest = fmt.param_dtype is torch.bfloat16 and fmt.master and not fmt.stochastic
     return rounds_to_nearest and not fmt.quantised
 
 
 @functools.cache
 def loop_pass(fmt: UpdateFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pass:
-    """The compiled pass over [param, grad, moments, master, scalars] and, where scaled, two 0-dim factors.
+    """Compile the pass over [param, grad, moments, master, scalars] and, where scaled, two 0-dim factors.
 
-    `grad` may share `param`'s memory: it is read first. Empties its list.
+    `grad` may share `param`'s memory: it is read first. The pass empties its list.
     """
     update = library(fmt, l2=l2, scaled=scaled).update
     num_pointers = len(update.argtypes) - 2
@@ -130,7 +130,7 @@ def loop_pass(fmt: UpdateFormat, *, l2: bool, scaled: bool, parallel: bool) -> P
 
 @functools.cache
 def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
-    """The loop for a format, compiled and loaded: a library with the function `update`.
+    """Compile and load the loop for a format: a library with the function `update`.
 
     Raises:
         UnsupportedError: there is no working C++ compiler.
@@ -139,7 +139,7 @@ def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     moment, widen_moment = TYPES[fmt.moment_dtype]
     names = {"grad": grad, "widen_grad": widen_grad}
     names |= _SPLIT_MASTER if fmt.split else _WHOLE_MASTER
-    names["places"] = "".join(f"{moment}* {kind}, " for kind in fmt.kinds)
+    names["moment_parameters"] = "".join(f"{moment}* {kind}, " for kind in fmt.kinds)
     names["scalars"] = ", ".join(f"{name} = scalars[{i}]" for i, name in enumerate(fmt.scalars._fields))
     names["old_moments"] = "\n".join(f"    const float old_{kind} = {widen_moment}({kind}[i]);" for kind in fmt.kinds)
     names["new_moments"] = "\n".join(f"    store(&{kind}[i], new_{kind});" for kind in fmt.kinds)

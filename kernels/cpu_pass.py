@@ -1,4 +1,4 @@
-"""What the CPU passes compute: the reference's operations, in forms that Inductor vectorises.
+"""Compile CPU passes by Inductor: the reference's operations, in forms that it vectorises.
 
 Integers are 32 bits wide and wrap around, as the vector units' do; a right shift is followed by a mask, since it
 copies the sign.
@@ -29,10 +29,10 @@ _MASK32 = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True)
 class UpdatePass:
-    """Which pass.
+    """Key of a compiled pass.
 
     Args:
-        l2: weight decay joins the gradient.
+        l2: weight decay is added to the gradient.
         scaled: gradients are multiplied by two factors first.
         parallel: for as many threads as torch has at the call; otherwise for one.
     """
@@ -45,13 +45,14 @@ class UpdatePass:
 
 @functools.cache
 def update_pass(key: UpdatePass) -> Pass:
-    """The compiled pass, over a list of tensors, which it empties:
+    """Compile a pass over a list of tensors, which it empties.
 
-    param, grad, moments, all `[n]`; `master` `[n]` where the format has one; `scalars`; where scaled, two 0-dim
-    factors; with stochastic rounding, `rounding_words`. With 8-bit moments `[n]` becomes `[n, 256]`, and for each
-    moment a scale `[n]`, for each an fp32 tensor `[n, 256]` for the new one (moments are only read then), and a one for
-    each row, `[n]`, come before the scalars, and each moment's `value_table` at the end. What is multiplied by
-    something that could vary by row stays in the one loop over rows.
+    The list is: param, grad, moments, all `[n]`; `master` `[n]` where the format has one; `scalars`; where scaled, two
+    0-dim factors; with stochastic rounding, `rounding_words`.
+
+    With 8-bit moments `[n]` becomes `[n, 256]`. Before the scalars come a scale `[n]` for each moment, an fp32 tensor
+    `[n, 256]` for each new moment (moments are only read then), and ones `[n]`; each moment's `value_table` comes at
+    the end. Inductor keeps values in the one loop over rows that are multiplied by a factor that could vary by row.
     """
     fmt = key.fmt
     num_moments = len(fmt.kinds)
@@ -73,9 +74,10 @@ def update_pass(key: UpdatePass) -> Pass:
 
 
 def rounding_words(key: RoundingKey, first_index: int) -> Tensor:
-    """int32 `[6]`: what `chunkc.kernels.rounding.random_bits16` needs for elements from `first_index` on.
+    """Compute the arguments of random bits for elements from `first_index` on, as int32 `[6]`.
 
-    The lower word of the first index and of the key; for each stream, what is added between the two rounds of mixing.
+    See `chunkc.kernels.rounding.random_bits16`: the lower words of the first index and of the key; for each stream, the
+    offset that is added between the two rounds of mixing.
     """
     high = (first_index >> 32) & 0x7FFFFFFF
     offsets = [high * HIGH_FACTOR + key.high + stream * STREAM_FACTOR for stream in range(_NUM_STREAMS)]
@@ -84,7 +86,7 @@ def rounding_words(key: RoundingKey, first_index: int) -> Tensor:
 
 
 def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
-    """What is compiled. The order of operations is the reference's."""
+    """Update all elements: the function that is compiled. The order of operations is the reference's."""
     fmt, rest = key.fmt, list(arguments)
 
     def take(count: int) -> list[Tensor]:
@@ -94,7 +96,7 @@ def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
     (param, grad), moments = take(2), take(len(fmt.kinds))
     target = take(1)[0] if fmt.master else param
     scales = take(len(moments)) if fmt.quantised else []
-    places = take(len(moments)) if fmt.quantised else moments
+    targets = take(len(moments)) if fmt.quantised else moments
     ones = take(1)[0].unsqueeze(1) if fmt.quantised else None
     scalars = fmt.scalars.of(take(1)[0])
     factors = take(2) if key.scaled else []
@@ -116,15 +118,15 @@ def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
 
     scattered = None if words is None else _mix32(_indices(param) + words[0] ^ words[1])
 
-    def store(place: Tensor, value: Tensor, stream: int) -> None:
-        if scattered is not None and words is not None and place.dtype == torch.bfloat16:
+    def store(destination: Tensor, value: Tensor, stream: int) -> None:
+        if scattered is not None and words is not None and destination.dtype == torch.bfloat16:
             value = _stochastic(value, _mix32(scattered + words[2 + stream]) & 0xFFFF)
             if ones is not None:  # up to PyTorch 2.12, Inductor begins with a loop before the rounding and one after it
                 value = value * ones
-        place.copy_(value)  # rounds to nearest even
+        destination.copy_(value)  # rounds to nearest even
 
-    for stream, (place, value) in enumerate(zip(places, new_moments, strict=True), start=FIRST_MOMENT_STREAM):
-        store(place, value, stream)
+    for stream, (moment, value) in enumerate(zip(targets, new_moments, strict=True), start=FIRST_MOMENT_STREAM):
+        store(moment, value, stream)
     if ones is not None:
         new_target = new_target * ones
     if target is not param:
@@ -136,7 +138,7 @@ def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
 
 
 def _indices(like: Tensor) -> Tensor:
-    """0, 1, ... as int32 in the shape of `like`; wraps around."""
+    """Make 0, 1, ... as int32 in the shape of `like`; wraps around."""
     indices = torch.arange(like.shape[0], dtype=torch.int32, device=like.device)
     if like.dim() == 1:
         return indices
@@ -144,7 +146,7 @@ def _indices(like: Tensor) -> Tensor:
 
 
 def _mix32(value: Tensor) -> Tensor:
-    """`chunkc.kernels.rounding.mix32` on int32 that stands for uint32."""
+    """Compute `chunkc.kernels.rounding.mix32` on int32 with the bits of uint32."""
     value = value ^ ((value >> 16) & 0xFFFF)
     value = value * MIX_FACTORS[0]
     value = value ^ ((value >> 15) & 0x1FFFF)
@@ -153,6 +155,6 @@ def _mix32(value: Tensor) -> Tensor:
 
 
 def _stochastic(values: Tensor, random: Tensor) -> Tensor:
-    """fp32 `values` rounded to what bf16 holds, still as fp32; infinities and NaN as they are."""
+    """Round fp32 `values` to values of bf16, still as fp32; infinities and NaN as they are."""
     rounded = ((values.view(torch.int32) + random) & -65536).view(torch.float32)
     return torch.where(values.abs() < float("inf"), rounded, values)

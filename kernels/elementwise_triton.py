@@ -1,7 +1,6 @@
-"""Elementwise updates in Triton: one launch per tile of a chunk group, whatever the number of tensors in it; or one
-for many tensors that lie anywhere.
+"""Update elementwise in Triton: one launch per tile of a chunk group, or one launch for many tensors anywhere.
 
-Which elements a program updates, and with whose hyper-parameters, is in a work table made once per layout on the host.
+A work table, made once per layout on the host, assigns elements and their group's hyper-parameters to programs.
 Importing this needs no Triton; updating does. With `TRITON_INTERPRET=1` set before Triton is first imported the same
 code runs on CPU tensors, slowly: for tests.
 """
@@ -43,11 +42,11 @@ RAGGED_BLOCK = QUANT_BLOCK
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorkTable:
-    """What each program of a launch does: rows (begin, end, group), on the device that updates.
+    """Work of each program of a launch: rows (begin, end, group), on the device that updates.
 
     Args:
         rows: int64 `[num_programs, 3]`, begin and end in elements of the tile; or `[num_programs, 4]`, begin and end in
-            elements of a tensor, whose number is last.
+            elements of a tensor, with the tensor's number last.
         num_elements: the tile, or the first tensor, has at least so many.
         num_groups: the scalars have at least so many rows.
         span_alignment: spans begin at multiples of this (`UpdateFormat.span_alignment`).
@@ -59,15 +58,15 @@ class WorkTable:
     span_alignment: int
 
     def to(self, device: torch.device | str) -> WorkTable:
-        """The same table on another device."""
+        """Copy the table to a device."""
         return replace(self, rows=self.rows.to(device))
 
 
 def work_table(spans: Sequence[Span], fmt: UpdateFormat) -> WorkTable:
     """Cut spans into the rows of a launch, on the CPU.
 
-    Rows that begin and end at multiples of 16 elements are loaded as vectors; only the ends of spans that do not are
-    rows of their own. Blocks of 8-bit moments are never cut.
+    Rows that begin and end at multiples of 16 elements are loaded as vectors; unaligned ends of spans are rows of their
+    own. Blocks of 8-bit moments are never cut.
 
     Raises:
         ValueError: see `check_spans`.
@@ -81,10 +80,10 @@ def work_table(spans: Sequence[Span], fmt: UpdateFormat) -> WorkTable:
 
 
 def work_of_tensors(tensors: Sequence[tuple[int, int]], fmt: UpdateFormat) -> WorkTable:
-    """The same for one launch that updates several tensors, on the CPU.
+    """Cut several tensors into the rows of one launch, on the CPU.
 
     Args:
-        tensors: of each its number of elements, and the row of scalars that it is updated with.
+        tensors: each tensor's number of elements, and its row of scalars.
     """
     tables = [work_table([Span(0, numel, group)], fmt).rows for numel, group in tensors]
     numbers = torch.repeat_interleave(torch.tensor([len(rows) for rows in tables], device="cpu"))
@@ -101,7 +100,7 @@ def _rows_of_span(span: Span, fmt: UpdateFormat) -> list[Tensor]:
 
 
 def _rows_of_part(begin: int, end: int, block: int, group: int) -> Tensor:
-    """Rows of `block` elements each, but for the first and the last: cut at multiples of `block`."""
+    """Cut elements into rows at multiples of `block`."""
     multiples = torch.arange(begin // block * block, end + block, block, device="cpu")
     cuts = multiples.clamp_(begin, end).unique_consecutive()
     return torch.stack([cuts[:-1], cuts[1:], torch.full_like(cuts[1:], group)], dim=1)
@@ -120,10 +119,10 @@ def update(
     first_element: int = 0,
     pointer_offsets: Tensor | None = None,
 ) -> None:
-    """One update of a tile of a chunk group, or of many tensors, in place, in one launch on the current stream.
+    """Update a tile of a chunk group, or many tensors, in place, in one launch on the current stream.
 
-    Computes what `chunkc.kernels.reference.chunk_update` does, to the bit. Waits for nothing and allocates nothing
-    but, once per device, 4 KiB of tables for 8-bit moments. Elements outside the work table's spans stay as they are.
+    Computes the bits of `chunkc.kernels.reference.chunk_update`. Waits for nothing and allocates nothing but, once per
+    device, 4 KiB of tables for 8-bit moments. Elements outside the work table's spans stay as they are.
 
     Args:
         work: from `work_table`, on the slots' device.
@@ -131,8 +130,7 @@ def update(
             `chunkc.kernels.hyperparameters.scalar_table`.
         scale, key, first_element: as for the reference.
         pointer_offsets: of several tensors, see `chunkc.kernels.pointer_offsets`; slots, key and first element are the
-            first one's.
-            Others are not checked, and whoever calls this marks all as written.
+            first tensor's. The others are not checked, and the caller marks all as written.
 
     Raises:
         ValueError: a tensor does not fit the format or the work table.
@@ -160,7 +158,7 @@ def launch_arguments(
     first_element: int = 0,
     pointer_offsets: Tensor | None = None,
 ) -> dict[str, Any]:
-    """The checked arguments of the kernel, by name, as `update` launches it.
+    """Check the arguments of the kernel, and return them by name, as `update` launches it.
 
     Raises:
         ValueError: a tensor does not fit the format or the work table.
@@ -237,27 +235,27 @@ def launch(kernel: Any, num_programs: int, arguments: Mapping[str, Any], tensor:
 
 
 def launch_options(backend: str, warp_size: int) -> dict[str, Any]:
-    """How the kernel is compiled; without contraction, so that every device computes the reference's bits.
+    """Choose the kernel's compile options; without contraction, so that every device computes the reference's bits.
 
     Args:
         backend: Triton's, "cuda" or "hip".
         warp_size: threads per warp or wavefront.
     """
     options = {"num_warps": NUM_THREADS // warp_size, "enable_fp_fusion": False}
-    # Without a bound of its own ptxas aims at 64 registers and spills one in some variants; none needs this many.
+    # Without a bound, ptxas aims at 64 registers and spills one in some variants; no variant needs 128.
     return options | ({"maxnreg": 128} if backend == "cuda" else {})
 
 
 @functools.cache
 def launch_options_on(device: torch.device) -> dict[str, Any]:
-    """`launch_options` of a device. They are asked for at every launch."""
+    """Return `launch_options` of a device, cached for every launch."""
     warp_size = torch.cuda.get_device_properties(device).warp_size if device.type == "cuda" else 32
     return launch_options("hip" if torch.version.hip else "cuda", warp_size)
 
 
 @functools.cache
 def _code_tables(device: torch.device) -> Tensor:
-    """fp32 `[4, 256]`: values and midpoints (and one unused place) of signed codes, then of unsigned ones."""
+    """Make the tables fp32 `[4, 256]`: values and midpoints (and an unused element) of signed and unsigned codes."""
     rows: list[tuple[float, ...]] = []
     for signed in (True, False):
         rows += [codebook(signed=signed), (*midpoints(signed=signed), 0.0)]
@@ -268,7 +266,7 @@ def require_triton(device: torch.device, cpu_module: str) -> None:
     """Check that Triton can compile for the device, or is interpreted.
 
     Args:
-        cpu_module: whose updates the message recommends for a CPU.
+        cpu_module: module that the message recommends for a CPU.
 
     Raises:
         UnsupportedError: Triton is not installed, or does not compile for the device.

@@ -1,4 +1,4 @@
-"""In which precision an update keeps its tensors, and the data it works on: what every elementwise kernel agrees about.
+"""Define update formats, slots and spans for all elementwise kernels: the precision of an update, and its data.
 
 A chunk group is a set of flat buffers, one per kind of data, all laid out alike. An update may see a tile of it: the
 same range of elements of every buffer. Nothing here computes an update.
@@ -45,16 +45,16 @@ QUANT_BLOCK = ELEMENTS_PER_SCALE
 
 
 UNIT = 16
-"""Elements at multiples of which Triton's kernels load vectors: 16 bytes of 8-bit codes."""
+"""Alignment, in elements, of vector loads in Triton's kernels: 16 bytes of 8-bit codes."""
 
 Root = Callable[[Tensor], Tensor]
 
 
 class Slots:
-    """The buffers of one tile of a chunk group, `[n]` elements each, flat and contiguous, on one device.
+    """Buffers of one tile of a chunk group, `[n]` elements each, flat and contiguous, on one device.
 
-    `grad` may be `param`'s very memory where their dtypes are equal; no other overlap is allowed. A rule's slots are a
-    dataclass with these, its moments, and for each the scale of 8-bit ones:
+    `grad` may share `param`'s memory where their dtypes are equal; no other overlap is allowed. A rule's slots are a
+    dataclass with these buffers, its moments, and a scale for each 8-bit moment:
 
     Args:
         param, grad: `[n]`, of the format's dtypes.
@@ -72,7 +72,7 @@ class Slots:
 
     @classmethod
     def of(cls, flat: Mapping[str, Tensor]) -> Self:
-        """Flat tensors by kind of data."""
+        """Make slots of flat tensors by kind of data."""
         master = flat.get(MASTER, flat.get(MASTER_LOW))
         return cls(**{kind: flat[kind] for kind in flat if kind not in (MASTER, MASTER_LOW)}, master=master)  # type: ignore[call-arg]
 
@@ -80,12 +80,12 @@ class Slots:
         return getattr(self, kind)
 
     def states(self) -> dict[str, Tensor]:
-        """All that is there but parameter and gradient."""
+        """Return the buffers that the format has, by name, without parameter and gradient."""
         names = (field.name for field in fields(self) if field.name not in (PARAM, GRAD))  # type: ignore[arg-type]
         return {name: tensor for name in names if (tensor := self[name]) is not None}
 
     def part(self, begin: int, end: int) -> Self:
-        """Views of the elements `[begin, end)`; with 8-bit moments `begin` is a multiple of 256."""
+        """Make views of the elements `[begin, end)`; with 8-bit moments `begin` is a multiple of 256."""
         blocks, elements = slice(begin // QUANT_BLOCK, num_quant_blocks(end)), slice(begin, end)
         parts = {kind: tensor[blocks if is_scale(kind) else elements] for kind, tensor in self.states().items()}
         return type(self)(param=self.param[elements], grad=self.grad[elements], **({"master": None} | parts))  # type: ignore[call-arg]
@@ -93,9 +93,9 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class UpdateFormat(ABC):
-    """What an update reads and writes. Hashable: kernels are compiled and cached per format.
+    """Dtypes and rounding of an update's buffers. Hashable: kernels are compiled and cached per format.
 
-    A rule has a subclass, with its arithmetic. Its states but the master are its moments.
+    Each rule has a subclass with its arithmetic. Its states, except the master, are called moments.
 
     Args:
         param_dtype: fp32, bf16 or fp16, updated in fp32; or fp64, updated in fp64.
@@ -104,7 +104,7 @@ class UpdateFormat(ABC):
             a table of 256 values, times the fp32 scale of its block (Dettmers et al., arXiv:2110.02861; see
             `chunkc.kernels.quant`).
         master: an fp32 master is kept, and the parameter is its rounded copy. Without it the parameter is updated.
-        split: of the master only the lower 16 bits are kept beside a bf16 parameter, which has the others (see
+        split: only the lower 16 bits of the master are kept; a bf16 parameter has the upper bits (see
             `chunkc.kernels.split`). Not with 8-bit moments.
         rounding: of all that is stored in bf16 (parameters and moments): "nearest" (ties to even), or "stochastic": up
             with the probability of the distance, so that the expected value is exact. fp16 is rounded to nearest.
@@ -114,13 +114,13 @@ class UpdateFormat(ABC):
     """
 
     scalars: ClassVar[type[Any]]
-    """The rule's scalars, a named tuple: `of(row)` reads a row of `chunkc.kernels.hyperparameters.scalar_table`."""
+    """Named tuple of the rule's scalars: `of(row)` reads a row of `chunkc.kernels.hyperparameters.scalar_table`."""
     slots: ClassVar[type[Slots]]
-    """The buffers of a tile, by kind."""
+    """Class of the buffers of a tile."""
     triton_kernel: ClassVar[str]
-    """Module and name of the device code in Triton; empty where there is none (see `by_reference`)."""
+    """Module and name of the device code in Triton; empty if there is none (see `by_reference`)."""
     loop: ClassVar[tuple[str, str]]
-    """The arithmetic in C++, before the loop over elements and in it (see `chunkc.kernels.cpu_loop`)."""
+    """Arithmetic in C++, before the loop over elements and in it (see `chunkc.kernels.cpu_loop`)."""
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -164,31 +164,32 @@ class UpdateFormat(ABC):
     @property
     @abstractmethod
     def kinds(self) -> tuple[str, ...]:
-        """The moments, by the names of their buffers; of those in `UNSIGNED` no element is negative."""
+        """Names of the moments' buffers; moments in `UNSIGNED` have no negative elements."""
 
     @abstractmethod
     def new_values(
         self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        """The update itself: gradient (scaled), parameter and moments, all of the `wide_dtype`, in; the new ones out.
+        """Compute the new parameter and moments from gradient (scaled), parameter and moments, all of the `wide_dtype`.
 
         Args:
+            wide, target: gradient, and parameter or master.
             l2: whether `scalars.l2` is not 0.
-            root: what takes square roots.
+            root: computes square roots.
         """
 
     @classmethod
     def scalars_of(cls, hyper: Any) -> Any:
-        """The `scalars` that the rule's hyper-parameters come to."""
+        """Derive the rule's `scalars` from its hyper-parameters."""
         return hyper.scalars()
 
     def scalar_table(self, hypers: Sequence[Any]) -> Tensor:
-        """The scalars of several groups as `[num_groups, num_scalars]` of the `wide_dtype` on the CPU."""
+        """Make the scalars of several groups as `[num_groups, num_scalars]` of the `wide_dtype` on the CPU."""
         return table_of_rows([self.scalars_of(hyper) for hyper in hypers], self.wide_dtype)
 
     @property
     def wide_dtype(self) -> torch.dtype:
-        """The dtype of all arithmetic, and of the scalars."""
+        """Dtype of all arithmetic, and of the scalars."""
         return wide_dtype(self.param_dtype)
 
     @property
@@ -198,12 +199,12 @@ class UpdateFormat(ABC):
 
     @property
     def moment_dtype(self) -> torch.dtype:
-        """The dtype of the moments' buffers; uint8 codes for "int8"."""
+        """Dtype of the moments' buffers; uint8 codes for "int8"."""
         return torch.float64 if self.wide_dtype == torch.float64 else MOMENT_DTYPES[self.moments]
 
     @property
     def master_dtype(self) -> torch.dtype | None:
-        """The dtype of the master's buffer: int16 for the lower bits of a split one; None without a master."""
+        """Dtype of the master's buffer: int16 for the lower bits of a split master; None without a master."""
         return None if not self.master else torch.int16 if self.split else torch.float32
 
     @property
@@ -216,13 +217,13 @@ class UpdateFormat(ABC):
 
     @property
     def span_alignment(self) -> int:
-        """Elements of the chunk group that spans must begin at a multiple of."""
+        """Number of elements; spans must begin at its multiples in the chunk group."""
         return QUANT_BLOCK if self.quantised else 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdamSlots(Slots):
-    """The buffers of an Adam update."""
+    """Buffers of an Adam update."""
 
     param: Tensor
     grad: Tensor
@@ -235,7 +236,7 @@ class AdamSlots(Slots):
 
 @dataclass(frozen=True, slots=True)
 class AdamFormat(UpdateFormat):
-    """What an Adam update reads and writes."""
+    """Format of an Adam update."""
 
     scalars: ClassVar[type[Any]] = AdamScalars
     slots = AdamSlots
@@ -254,7 +255,7 @@ class AdamFormat(UpdateFormat):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AmsgradSlots(AdamSlots):
-    """The buffers of an Adam update with the largest second moment so far."""
+    """Buffers of an Adam update with the largest second moment so far (AMSGrad)."""
 
     max_exp_avg_sq: Tensor | None = None
     max_exp_avg_sq_scale: Tensor | None = None
@@ -262,7 +263,7 @@ class AmsgradSlots(AdamSlots):
 
 @dataclass(frozen=True, slots=True)
 class AmsgradFormat(AdamFormat):
-    """What such an update reads and writes, in runs of elements that use `max_exp_avg_sq` and in others."""
+    """Format of an Adam update with `max_exp_avg_sq`, in spans that use it and in others."""
 
     scalars = AmsgradScalars
     slots = AmsgradSlots
@@ -293,12 +294,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradScale:
-    """What becomes of gradients before the update, as 0-dim fp32 tensors on the slots' device: nobody waits for them.
+    """Factors of gradients before the update, as 0-dim fp32 tensors on the slots' device: the host waits for none.
 
     Args:
         unscale: gradients are multiplied by it first (1 / loss scale); None for 1.
         clip: and then by this (the factor of global-norm clipping); None for 1.
-        found_inf: where it is not 0, nothing changes at all; None for 0.
+        found_inf: where it is not 0, the update changes nothing; None for 0.
     """
 
     unscale: Tensor | None = None
@@ -317,7 +318,7 @@ class RoundingKey(NamedTuple):
 
 
 def rounding_key(seed: int, step: int, chunk: int) -> RoundingKey:
-    """The key of a chunk group's update: another one for each seed, step and chunk group, whatever ran before.
+    """Derive the key of a chunk group's update from seed, step and chunk group alone.
 
     Args:
         seed: the run's seed, any integer.
@@ -334,7 +335,7 @@ _MASK64 = (1 << 64) - 1
 
 
 def _splitmix64(state: int) -> int:
-    """One step of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014)."""
+    """Step SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, OOPSLA 2014)."""
     state = (state + 0x9E3779B97F4A7C15) & _MASK64
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK64
@@ -342,31 +343,31 @@ def _splitmix64(state: int) -> int:
 
 
 def num_quant_blocks(num_elements: int) -> int:
-    """How many scales `num_elements` 8-bit values have."""
+    """Count the scales of `num_elements` 8-bit values."""
     return -(-num_elements // QUANT_BLOCK)
 
 
 def check_slots(fmt: UpdateFormat, slots: Slots, scale: GradScale) -> None:
-    """Check a tile's tensors and what its gradients are scaled with.
+    """Check a tile's tensors and the factors of its gradients.
 
     Raises:
         ValueError: a tensor has another dtype, shape or device than the format says, is missing or in excess.
     """
     num_elements, device = slots.param.numel(), slots.param.device
     elements, blocks = (num_elements,), (num_quant_blocks(num_elements),)
-    wanted: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...] | None]] = [
+    expected: list[tuple[str, Tensor | None, torch.dtype, tuple[int, ...] | None]] = [
         (PARAM, slots.param, fmt.param_dtype, elements),
         (GRAD, slots.grad, fmt.grad_dtype, elements),
         *[(kind, slots[kind], fmt.moment_dtype, elements) for kind in fmt.kinds],
         (MASTER, slots.master, fmt.master_dtype or torch.float32, elements if fmt.master else None),
         *[(scale_of(k), slots[scale_of(k)], torch.float32, blocks if fmt.quantised else None) for k in fmt.kinds],
     ]
-    excess = slots.states().keys() - {name for name, *_ in wanted}
-    wanted += [(name, slots[name], torch.float32, None) for name in sorted(excess)]
+    excess = slots.states().keys() - {name for name, *_ in expected}
+    expected += [(name, slots[name], torch.float32, None) for name in sorted(excess)]
     for name in ("unscale", "clip", "found_inf"):
         tensor = getattr(scale, name)
-        wanted.append((name, tensor, torch.float32, () if tensor is not None else None))
-    for name, tensor, dtype, shape in wanted:
+        expected.append((name, tensor, torch.float32, () if tensor is not None else None))
+    for name, tensor, dtype, shape in expected:
         if (tensor is None) != (shape is None):
             raise ValueError(f"{name} is {'missing' if tensor is None else 'not wanted'} for {fmt}")
         if tensor is not None and shape is not None:
@@ -396,7 +397,7 @@ def check_update(
     key: RoundingKey | None,
     first_element: int,
 ) -> None:
-    """Check all that an update takes, but for its spans (see `check_spans`).
+    """Check the arguments of an update, except its spans (see `check_spans`).
 
     Args:
         scalars: `[num_groups, num_scalars]` on the slots' device, see `UpdateFormat.scalar_table`.
@@ -444,7 +445,7 @@ def checked_spans(
     key: RoundingKey | None,
     first_element: int,
 ) -> list[Span]:
-    """Check all that an update of a tile takes, and leave out spans without elements.
+    """Check the arguments of an update of a tile, and return the spans with elements.
 
     Raises:
         ValueError: see `check_update` and `check_spans`.
@@ -455,5 +456,5 @@ def checked_spans(
 
 
 def mark_written(slots: Slots) -> None:
-    """Tell autograd that an update by other than its operators has written to the slots."""
+    """Tell autograd that code other than its operators has written to the slots."""
     torch.autograd.graph.increment_version([slots.param, *slots.states().values()])

@@ -1,4 +1,4 @@
-"""Adam's hyper-parameters and its scalars; the table of scalars that all rules have."""
+"""Define Adam's hyper-parameters and scalars, and the table of scalars of all rules."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What updates in fp32 take, of parameters and of gradients."""
+"""Dtypes of parameters and gradients that are updated in fp32."""
 
 COMPLEX_DTYPES = (torch.complex64, torch.complex128)
-"""Those whose real and imaginary parts updates take as elements."""
+"""Dtypes that updates take as pairs of elements, real and imaginary parts."""
 
 
 def wide_dtype(param_dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which parameters of a dtype are updated."""
+    """Return the dtype in which parameters of a dtype are updated."""
     return torch.float64 if param_dtype == torch.float64 else torch.float32
 
 
@@ -28,14 +28,14 @@ def takes_gradients(param_dtype: torch.dtype, grad_dtype: torch.dtype) -> bool:
 
 
 class AdamScalars(NamedTuple):
-    """The scalars of the inner loop, each computed in double precision on the host, as `torch.optim` does.
+    """Scalars of the inner loop, each computed in double precision on the host, as `torch.optim` does.
 
     Kernels that compute in fp32 round them to it once, where `torch.optim` rounds them at every operation: the same
     value.
     """
 
     grad_sign: float  # -1 to maximize, else 1
-    decay: float  # AdamW: what parameters are multiplied by; 1 otherwise
+    decay: float  # AdamW: the factor of parameters; 1 otherwise
     l2: float  # Adam: the weight decay added to the gradient; 0 otherwise
     lerp_weight: float  # 1 - beta1
     beta2: float
@@ -46,15 +46,15 @@ class AdamScalars(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor) -> AdamScalars:
-        """A row of `scalar_table`, each scalar a 0-dim tensor."""
+        """Read a row of `scalar_table`, each scalar as a 0-dim tensor."""
         scalars: Any = row.unbind()
         return cls(*scalars)
 
 
 class AmsgradScalars(NamedTuple):
-    """The same, and whether the largest second moment so far divides: 1; else 0, and it stays as it is.
+    """`AdamScalars`, and `amsgrad`: 1 to divide by the largest second moment so far; 0 to leave that as it is.
 
-    A table of its own, since the rows of Triton's kernels have as many scalars as these read.
+    A class of its own, since rows in Triton's kernels have as many scalars as these kernels read.
     """
 
     grad_sign: float
@@ -70,13 +70,13 @@ class AmsgradScalars(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor) -> AmsgradScalars:
-        """A row of a table, each scalar a 0-dim tensor."""
+        """Read a row of a table, each scalar as a 0-dim tensor."""
         scalars: Any = row.unbind()
         return cls(*scalars)
 
 
 def check_ranges(hyper: Any) -> None:
-    """Check what hyper-parameters of Adam and LAMB have in common, by name.
+    """Check the hyper-parameters that Adam and LAMB have in common, by name.
 
     Raises:
         ValueError: one is out of range.
@@ -118,7 +118,7 @@ class AdamHyper:
         check_ranges(self)
 
     def scalars(self) -> AdamScalars:
-        """The derived scalars, in double precision."""
+        """Derive the scalars, in double precision."""
         return AdamScalars(
             grad_sign=-1.0 if self.maximize else 1.0,
             decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
@@ -132,17 +132,17 @@ class AdamHyper:
         )
 
     def amsgrad_scalars(self) -> AmsgradScalars:
-        """The same for formats with `max_exp_avg_sq`."""
+        """Derive the scalars for formats with `max_exp_avg_sq`."""
         return AmsgradScalars(*self.scalars(), amsgrad=float(self.amsgrad))
 
 
 def scalar_table(hypers: Sequence[Any]) -> Tensor:
-    """The scalars of several groups as fp32 `[num_groups, num_scalars]` on the CPU; runs name a row of it."""
+    """Make the scalars of several groups as fp32 `[num_groups, num_scalars]` on the CPU; a span names its row."""
     return table_of_rows([hyper.scalars() for hyper in hypers], torch.float32)
 
 
 def table_of_rows(rows: Sequence[Sequence[float]], dtype: torch.dtype) -> Tensor:
-    """Scalars, a row for each group, on the CPU, in numpy's memory: nothing is charged to a limited allocator.
+    """Make a table of scalars, a row for each group, in numpy's memory: not charged to a limited CPU allocator.
 
     Args:
         dtype: fp32 or fp64.

@@ -1,4 +1,4 @@
-"""What every LAMB kernel agrees about: hyper-parameters, and how tensors are cut into rows that are summed apart.
+"""Define LAMB's hyper-parameters, and cut tensors into rows with a partial sum each, for all LAMB kernels.
 
 LAMB (You et al., Large batch optimization for deep learning, arXiv:1904.00962, algorithm 2) scales each tensor's
 update by a trust ratio, the norm of the parameter over that of the update. A tensor may span tiles and chunks, so an
@@ -24,12 +24,12 @@ from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyperparameters import check_ranges
 
 ROW = 1 << 14
-"""Elements that are summed up as one at most. Rows end at its multiples in the space of all elements, so tiles that
-begin and end there do not change a bit."""
+"""Elements of a partial sum at most. Rows end at multiples of it in the space of all elements, so tiles that begin and
+end there do not change a bit."""
 
 
 class LambScalars(NamedTuple):
-    """The scalars of the inner loop, each computed in double precision on the host."""
+    """Scalars of the inner loop, each computed in double precision on the host."""
 
     grad_sign: float  # -1 to maximize, else 1
     weight_decay: float
@@ -46,7 +46,7 @@ class LambScalars(NamedTuple):
 
     @classmethod
     def of(cls, row: Tensor) -> LambScalars:
-        """A row of `chunkc.kernels.hyperparameters.scalar_table`, each scalar a 0-dim tensor."""
+        """Read a row of `chunkc.kernels.hyperparameters.scalar_table`, each scalar as a 0-dim tensor."""
         scalars: Any = row.unbind()
         return cls(*scalars)
 
@@ -57,7 +57,7 @@ class LambHyper:
 
     Args:
         step: the number of this update, from 1.
-        adapt: without, the trust ratio is 1 (usual for biases and norms, which have no weight decay).
+        adapt: if false, the trust ratio is 1 (usual for biases and norms, which have no weight decay).
         min_coeff, max_coeff: limits of the trust ratio, in fp32. The paper's phi is the identity, which has none.
 
     Raises:
@@ -81,7 +81,7 @@ class LambHyper:
             raise ValueError(f"min_coeff and max_coeff must be in order from 0, got {self.min_coeff}, {self.max_coeff}")
 
     def scalars(self) -> LambScalars:
-        """The derived scalars, in double precision."""
+        """Derive the scalars, in double precision."""
         return LambScalars(
             grad_sign=-1.0 if self.maximize else 1.0,
             weight_decay=self.weight_decay,
@@ -99,10 +99,10 @@ class LambHyper:
 
 
 class LambPiece(NamedTuple):
-    """A tensor, or as much of it as lies in a tile.
+    """Elements of a tensor in a tile: `[begin, end)` of the tile.
 
-    Elements `[begin, end)` of the tile. Their rows have the partial sums from `partial` on; all rows of the tensor,
-    other tiles' too, have `[first_partial, last_partial)`.
+    Their rows have the partial sums from `partial` on; all rows of the tensor, in every tile, have the partial sums
+    `[first_partial, last_partial)`.
     """
 
     begin: int
@@ -115,19 +115,19 @@ class LambPiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LambWork:
-    """What both stages do with one tile.
+    """Work of both stages on one tile.
 
     Args:
         rows: int64 `[num_rows, 5]`, on the device that updates: begin and end in elements of the tile, group, first and
             last (exclusive) partial sum of the tensor. Row `i` has the partial sum `partial + i`.
         partial: the number of the first row's partial sum.
-        pieces: the same by tensor.
+        pieces: the same work by tensor.
         cuts: for each piece, where its rows begin and end, in elements of the tile.
         num_elements: of the tile.
         num_groups: the scalars have at least so many rows.
         num_partials: of all tiles.
         pointer_offsets: of several tensors that one launch updates, see `lamb_work_of_tensors`; the slots are the first
-            one's. Others are not checked, and whoever updates them marks all as written.
+            tensor's. The others are not checked, and the caller marks all as written.
     """
 
     rows: Tensor
@@ -140,7 +140,7 @@ class LambWork:
     pointer_offsets: Tensor | None = None
 
     def with_rows(self, rows: Tensor) -> LambWork:
-        """The same work, its rows in another place."""
+        """Make the same work with a copy of its rows, such as on another device."""
         return replace(self, rows=rows)
 
 
@@ -148,8 +148,8 @@ def lamb_work(tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tupl
     """Cut tensors into the rows of each tile, on the CPU.
 
     Args:
-        tensors: in order and apart, in the space of all elements: chunk after chunk. Empty ones have no rows.
-        tiles: ranges `[begin, end)` of that space, in order and apart. Every tensor lies in tiles altogether.
+        tensors: in order and disjoint, in the space of all elements: chunk after chunk. Empty tensors have no rows.
+        tiles: ranges `[begin, end)` of that space, in order and disjoint. They cover every tensor.
 
     Raises:
         ValueError: tensors or tiles are out of order or overlap, or elements of a tensor lie in no tile.
@@ -206,13 +206,13 @@ def lamb_work(tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tupl
 
 
 def lamb_work_of_tensors(tensors: Sequence[Span]) -> LambWork:
-    """What both stages do with tensors that lie anywhere and are updated by one launch each, on the CPU.
+    """Make the work of both stages on tensors anywhere in memory, each stage one launch; on the CPU.
 
-    Only Triton does that. The work lacks `pointer_offsets` (`chunkc.kernels.pointer_offsets`), which may change at
-    every step. Its rows are int64 `[num_rows, 6]`: begin and end in elements of the tensor, whose number is last.
+    Only Triton's kernels take it. The work lacks `pointer_offsets` (`chunkc.kernels.pointer_offsets`), which may change
+    at every step. Its rows are int64 `[num_rows, 6]`: begin and end in elements of a tensor, and its number last.
 
     Args:
-        tensors: apart, in a space in which their rows end where they should. None is empty.
+        tensors: disjoint, in a space that determines where their rows end. None is empty.
     """
     works = lamb_work(tensors, [(span.begin, span.end) for span in tensors])
     numbers = torch.repeat_interleave(torch.tensor([len(work.rows) for work in works], device="cpu"))
@@ -221,7 +221,7 @@ def lamb_work_of_tensors(tensors: Sequence[Span]) -> LambWork:
 
 
 def new_partials(work: LambWork, device: torch.device | str = "cpu") -> Tensor:
-    """The buffer for the partial sums of all tiles, fp32 `[2, num_partials]`: parameters' first, then updates'."""
+    """Allocate partial sums of all tiles, fp32 `[2, num_partials]`: parameters' first, then updates'."""
     if torch.device(device).type == "cpu":
         return host_empty((2, work.num_partials), torch.float32)
     return torch.empty(2, work.num_partials, dtype=torch.float32, device=device)
@@ -230,7 +230,7 @@ def new_partials(work: LambWork, device: torch.device | str = "cpu") -> Tensor:
 def check_lamb(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Check all that a stage takes.
+    """Check the arguments of a stage.
 
     Raises:
         ValueError: the format is not one of LAMB's, or a tensor does not fit the format or the work.

@@ -1,4 +1,4 @@
-"""What every LAMB does around its stages: the checks before, tensors' versions after."""
+"""Wrap LAMB's stages: check their arguments before, and increment tensors' versions after."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.lamb_formats import LambWork, check_lamb
 
 Kernel = Callable[[AdamFormat, AdamSlots, LambWork, Tensor, Tensor, GradScale], None]
-"""An implementation of a stage, which gets what was checked: (format, slots, work, scalars, partials, scale)."""
+"""Implementation of a stage, with checked arguments (format, slots, work, scalars, partials, scale)."""
 
 
 Stage = Callable[..., None]
-"""A stage of the update of a tile, with `scale` as a keyword, see `chunkc.kernels.lamb_reference`."""
+"""Stage of the update of a tile, with `scale` as a keyword, see `chunkc.kernels.lamb_reference`."""
 
 
 def moments_stage(kernel: Kernel) -> Stage:
-    """Stage 1, by `kernel`. Raises ValueError as `check_lamb` does."""
+    """Make stage 1 of `kernel`. The stage raises ValueError as `check_lamb` does."""
     return _stage(kernel, lambda slots, partials: (slots.exp_avg, slots.exp_avg_sq, partials))
 
 
 def apply_stage(kernel: Kernel) -> Stage:
-    """Stage 2, by `kernel`. Raises ValueError as `check_lamb` does."""
+    """Make stage 2 of `kernel`. The stage raises ValueError as `check_lamb` does."""
     return _stage(kernel, lambda slots, partials: (slots.param, slots.master))
 
 

@@ -1,4 +1,4 @@
-"""LAMB in plain PyTorch: what the other kernels are tested against. Neither fast nor frugal."""
+"""Update by LAMB in plain PyTorch: the reference for tests of the other kernels. Neither fast nor frugal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chunkc.kernels.lamb_host import apply_stage, moments_stage
 def lamb_moments(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Stage 1 of a LAMB update of a tile: new moments, and the partial sums of the tile's rows.
+    """Run stage 1 of a LAMB update of a tile: new moments, and the partial sums of the tile's rows.
 
     With the gradient g (widened to fp32, times the factors of `scale`), moments m and v, parameter w (the master, where
     there is one), and step t:
@@ -61,12 +61,13 @@ def lamb_moments(
 def lamb_apply(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Stage 2: w = w - lr * ratio * u, with u as in stage 1 from the new moments. Gradients are not read.
+    """Run stage 2: w = w - lr * ratio * u, with u as in stage 1 from the new moments. Gradients are not read.
 
     A tensor's trust ratio is norm(w) / norm(u) (the paper's, phi the identity), within its group's limits, and 1 where
-    either norm is 0 or its group does not adapt. Without limits, so are apex' FusedLAMB with `use_nvlamb=True` and
-    torch_optimizer's Lamb, but that the latter limits norm(w) to 10 and by default leaves out the bias corrections, and
-    apex limits the norm of all gradients (`GradScale.clip` here). DeepSpeed's FusedLamb has the limits.
+    either norm is 0 or its group does not adapt. Without limits, this is the rule of apex' FusedLAMB with
+    `use_nvlamb=True` and of torch_optimizer's Lamb, except that the latter limits norm(w) to 10 and by default leaves
+    out the bias corrections, and apex limits the norm of all gradients (`GradScale.clip` here). DeepSpeed's FusedLamb
+    has the limits.
 
     Args:
         slots: `grad` is not read.
@@ -88,25 +89,26 @@ def lamb_apply(
 
 
 def lamb_new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: LambScalars) -> tuple[Tensor, Tensor]:
-    """The moments after an fp32 gradient (scaled)."""
+    """Compute the new moments from an fp32 gradient (scaled)."""
     return new_moments(wide * scalars.grad_sign, exp_avg, exp_avg_sq, scalars)
 
 
 def lamb_direction(target: Tensor, exp_avg: Tensor, root: Tensor, scalars: LambScalars) -> Tensor:
-    """The update before the trust ratio and the learning rate. `root` is the square root of `exp_avg_sq`."""
+    """Compute the update before the trust ratio and the learning rate. `root` is the square root of `exp_avg_sq`."""
     denom = root / scalars.bias_correction2_sqrt + scalars.eps
     return exp_avg / scalars.bias_correction1 / denom + scalars.weight_decay * target
 
 
 def trust_ratio(partials: Tensor, piece: LambPiece, scalars: LambScalars) -> Tensor:
-    """0-dim fp32."""
+    """Compute a tensor's trust ratio from its partial sums, 0-dim fp32."""
     norms = partials[:, piece.first_partial : piece.last_partial].double().sum(1).sqrt()
     usable = (norms != 0).all() & (torch.as_tensor(scalars.adapt, device=partials.device) != 0)
     ratio = (norms[0] / norms[1]).to(torch.float32).clamp(scalars.min_coeff, scalars.max_coeff)
     return torch.where(usable, ratio, 1.0)
 
 
-def _store(place: Tensor, value: Tensor, scale: GradScale) -> None:
+def _store(target: Tensor, value: Tensor, scale: GradScale) -> None:
+    """Store a value, unless `found_inf` is set."""
     if scale.found_inf is not None:
-        value = torch.where(scale.found_inf != 0, place, value)
-    place.copy_(value)
+        value = torch.where(scale.found_inf != 0, target, value)
+    target.copy_(value)

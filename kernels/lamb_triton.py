@@ -1,5 +1,4 @@
-"""LAMB in Triton: two launches per tile, whatever the number of tensors in it, or for many tensors that lie anywhere
-(see `chunkc.kernels.lamb_formats`).
+"""Update by LAMB in Triton: two launches per tile, or for many tensors anywhere (see `chunkc.kernels.lamb_formats`).
 
 Importing this needs no Triton; updating does. With `TRITON_INTERPRET=1` set before Triton is first imported the same
 code runs on CPU tensors, slowly: for tests.
@@ -23,7 +22,7 @@ from chunkc.kernels.lamb_host import apply_stage, moments_stage
 def lamb_moments(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Stage 1 in one launch on the current stream, see `chunkc.kernels.lamb_reference.lamb_moments`. Waits for nothing.
+    """Run stage 1 in one launch on the current stream, see `chunkc.kernels.lamb_reference.lamb_moments`. Never waits.
 
     Moments have the reference's bits; sums are up to fp32 rounding, with the same bits every time.
 
@@ -39,7 +38,7 @@ def lamb_moments(
 def lamb_apply(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Stage 2 in one launch on the current stream, see `chunkc.kernels.lamb_reference.lamb_apply`. Waits for nothing.
+    """Run stage 2 in one launch on the current stream, see `chunkc.kernels.lamb_reference.lamb_apply`. Never waits.
 
     Each program adds up its tensor's partial sums itself: at most one pair for 16,384 elements of the tensor.
 
@@ -54,7 +53,7 @@ def lamb_apply(
 def moments_arguments(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> dict[str, Any]:
-    """The arguments of stage 1's kernel, by name."""
+    """Return the arguments of stage 1's kernel, by name."""
     arguments = apply_arguments(fmt, slots, work, scalars, partials, scale)
     return arguments | {
         "grad": slots.grad,
@@ -67,7 +66,7 @@ def moments_arguments(
 def apply_arguments(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> dict[str, Any]:
-    """The arguments of stage 2's kernel, by name."""
+    """Return the arguments of stage 2's kernel, by name."""
     return {
         "param": slots.param.detach(),
         "exp_avg": slots.exp_avg,

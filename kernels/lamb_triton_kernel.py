@@ -44,9 +44,9 @@ def lamb_moments_kernel(
     NUM_COLUMNS: tl.constexpr,
     NUM_POINTER_OFFSETS: tl.constexpr,
 ):
-    """One program per row (begin, end, group, first, last) of `work`, int64: new moments, and two sums of squares.
+    """Compute new moments and two sums of squares, a program per row (begin, end, group, first, last) of `work`, int64.
 
-    Where there are `pointer_offsets`, a row's tensor comes last; they are what Adam's kernel has.
+    With `pointer_offsets`, as in Adam's kernel, a row ends with its tensor's number.
     """
     program = tl.program_id(0).to(tl.int64)
     row = work + program * NUM_COLUMNS
@@ -61,7 +61,7 @@ def lamb_moments_kernel(
         exp_avg_sq = pointer_of_tensor(exp_avg_sq, pointer_offsets, 3)
         if master is not None:
             master = pointer_of_tensor(master, pointer_offsets, 4)
-    place = partials + partial + program
+    sums = partials + partial + program
     update = tl.full((), True, tl.int1)
     if found_inf is not None:
         update = tl.load(found_inf) == 0
@@ -73,7 +73,7 @@ def lamb_moments_kernel(
         if begin % _UNIT == 0:
             rest = end // _UNIT * _UNIT
             for start in range(begin, rest, BLOCK):
-                # Divided and multiplied only to show the compiler what the branch has found out.
+                # Divided and multiplied only to tell the compiler the branch's condition: multiples of _UNIT.
                 of_params, of_updates = _moments_of_block(
                     param, grad, exp_avg, exp_avg_sq, master, group, factor, second_factor,
                     start // _UNIT * _UNIT, rest // _UNIT * _UNIT, of_params, of_updates, BLOCK,
@@ -85,8 +85,8 @@ def lamb_moments_kernel(
                 param, grad, exp_avg, exp_avg_sq, master, group, factor, second_factor,
                 start, end, rest_of_params, rest_of_updates, RAGGED_BLOCK,
             )  # fmt: skip
-        tl.store(place, tl.sum(of_params) + tl.sum(rest_of_params))
-        tl.store(place + num_partials, tl.sum(of_updates) + tl.sum(rest_of_updates))
+        tl.store(sums, tl.sum(of_params) + tl.sum(rest_of_params))
+        tl.store(sums + num_partials, tl.sum(of_updates) + tl.sum(rest_of_updates))
 
 
 @triton.jit(
@@ -109,7 +109,7 @@ def lamb_apply_kernel(
     NUM_COLUMNS: tl.constexpr,
     NUM_POINTER_OFFSETS: tl.constexpr,
 ):
-    """One program per row of `work`: the trust ratio from all partial sums of the tensor, then new parameters."""
+    """Update parameters, a program per row of `work`, by the trust ratio of all the tensor's partial sums."""
     row = work + tl.program_id(0).to(tl.int64) * NUM_COLUMNS
     begin = tl.load(row)
     end = tl.load(row + 1)
@@ -154,7 +154,7 @@ def _moments_of_block(
     param, grad, exp_avg, exp_avg_sq, master, scalars, factor, second_factor, begin, end, of_params, of_updates,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Elements `[begin, end)`, at most BLOCK of them: moments stored, squares added to the two sums `[BLOCK]`."""
+    """Store the moments of elements `[begin, end)`, at most BLOCK, and add squares to the two sums `[BLOCK]`."""
     offsets = begin + tl.arange(0, BLOCK)
     mask = offsets < end
     wide = load_wide(grad, offsets, mask) * factor * second_factor
@@ -186,14 +186,14 @@ def _apply_to_block(
 
 @triton.jit
 def _direction(target, avg, avg_sq, scalars):
-    """The update before the trust ratio and the learning rate."""
+    """Compute the update before the trust ratio and the learning rate."""
     denom = tl.div_rn(tl.sqrt_rn(avg_sq), tl.load(scalars + 6)) + tl.load(scalars + 7)
     return tl.div_rn(tl.div_rn(avg, tl.load(scalars + 5)), denom) + tl.load(scalars + 1) * target
 
 
 @triton.jit
 def _total(partials, first, last, BLOCK: tl.constexpr):
-    """The sum of `partials[first:last]`."""
+    """Sum up `partials[first:last]`."""
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(first, last, BLOCK):
         offsets = start + tl.arange(0, BLOCK)

@@ -1,7 +1,7 @@
-"""8-bit block-quantised moments: the tables of values, and quantisation in plain PyTorch.
+"""Quantise moments to 8 bits by blocks: the tables of values, and quantisation in plain PyTorch.
 
 Dynamic tree quantisation as in 8-bit optimizers (Dettmers et al., arXiv:2110.02861), with the tables of
-bitsandbytes and torchao: seven decades, each divided evenly, the smaller the coarser. A block of 256 values is divided
+bitsandbytes and torchao: seven decades, each divided evenly, smaller ones coarser. A block of 256 values is divided
 by its largest magnitude, its scale, and each quotient is stored as the code of the nearest value of a table of 256.
 """
 
@@ -19,7 +19,7 @@ _NUM_DECADES = 7
 
 @functools.cache
 def codebook(*, signed: bool) -> tuple[float, ...]:
-    """The 256 values of the codes 0 to 255, ascending, each exactly an fp32 value.
+    """Compute the values of the codes 0 to 255, ascending, each exactly an fp32 value.
 
     Args:
         signed: from -0.99 to 1, for the first moment; otherwise from 0 to 1, for the second.
@@ -36,19 +36,19 @@ def codebook(*, signed: bool) -> tuple[float, ...]:
 
 @functools.cache
 def midpoints(*, signed: bool) -> tuple[float, ...]:
-    """255 fp32 values: quotients from `midpoints[k]` on are nearer to code `k + 1` than to code `k`."""
+    """Compute 255 fp32 midpoints: quotients from `midpoints[k]` on are nearer to code `k + 1` than to code `k`."""
     values = torch.tensor(codebook(signed=signed), dtype=torch.float64, device="cpu")
     return tuple(((values[1:] + values[:-1]) / 2).to(torch.float32).tolist())
 
 
 def dequantise(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
-    """`[n]` codes (uint8) and `[ceil(n / 256)]` scales (fp32) as `[n]` fp32 values: table value times scale."""
+    """Compute `[n]` fp32 values of `[n]` codes (uint8) and `[ceil(n / 256)]` scales (fp32): table value times scale."""
     table = torch.tensor(codebook(signed=signed), dtype=torch.float32, device=codes.device)
     return table[codes.long()] * scale.repeat_interleave(QUANT_BLOCK)[: codes.numel()]
 
 
 def quantise(values: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
-    """`[n]` fp32 values as `[n]` uint8 codes and `[ceil(n / 256)]` fp32 scales.
+    """Quantise `[n]` fp32 values to `[n]` uint8 codes and `[ceil(n / 256)]` fp32 scales.
 
     The scale is the largest magnitude by its bits, so that infinity and NaN end up in it and stay visible: such a block
     reads as NaN or infinity. A quotient that is NaN gets code 0. A block of zeros has scale 0.

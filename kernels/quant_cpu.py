@@ -1,7 +1,7 @@
-"""8-bit quantisation as the CPU passes do it: a table instead of a search, 32-bit integers only.
+"""Quantise to 8 bits in CPU passes: by a table instead of a search, with 32-bit integers only.
 
-The upper 16 bits of a quotient (sign, exponent, 7 bits of mantissa) name its bucket. No bucket has two midpoints
-inside, so the code of a bucket's lowest value and one comparison of the lower 16 bits give what `searchsorted` finds.
+The upper 16 bits of a quotient (sign, exponent, 7 bits of mantissa) are its bucket. No bucket has two midpoints inside,
+so the code of a bucket's lowest value and one comparison of the lower 16 bits give the result of `searchsorted`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _NUM_BUCKETS = _LAST_BUCKET - _FIRST_BUCKET + 1
 
 @functools.cache
 def value_table(*, signed: bool) -> Tensor:
-    """fp32 `[256]`: what each code stands for."""
+    """Make the table of code values, fp32 `[256]`."""
     return host_tensor(codebook(signed=signed), np.float32)
 
 
 @functools.cache
 def bucket_table(*, signed: bool) -> Tensor:
-    """int32 `[num_buckets]`, those of positive quotients first.
+    """Make the table of buckets, int32 `[num_buckets]`, those of positive quotients first.
 
-    The code of the bucket's lowest value, plus 256 times the lower 16 bits from which on the next code is right (65536
-    for none; of negative quotients the complements, so that they ascend too).
+    An entry is the code of the bucket's lowest value, plus 256 times the lower 16 bits from which on the next code is
+    right (65536 for none; complements for negative quotients, so that they ascend too).
     """
     limits = np.array(midpoints(signed=signed), dtype=np.float32)
     smallest = np.arange(_FIRST_BUCKET, _LAST_BUCKET + 1, dtype=np.uint32) << np.uint32(16)
@@ -52,9 +52,10 @@ def bucket_table(*, signed: bool) -> Tensor:
 
 @functools.cache
 def quantise_pass(parallel: bool) -> Pass:
-    """A pass over [values `[n, 256]`, codes `[n, 256]`, scales `[n]`, bucket_table]: `chunkc.kernels.quant.quantise`.
+    """Compile a pass over [values `[n, 256]`, codes `[n, 256]`, scales `[n]`, bucket_table].
 
-    Codes and scales are its results. A scale that is NaN may be another NaN than the reference's.
+    Codes and scales are its results, as of `chunkc.kernels.quant.quantise`. A scale that is NaN may have other bits
+    than the reference's.
     """
     runs = [(torch.float32, (QUANT_BLOCK,)), (torch.uint8, (QUANT_BLOCK,)), (torch.float32, ())]
     return compile_pass(_quantise, runs, [(torch.int32, (2 * _NUM_BUCKETS,))], parallel=parallel)

@@ -1,4 +1,4 @@
-"""The updates in plain PyTorch: what every other kernel is tested against. Neither fast nor frugal."""
+"""Update in plain PyTorch: the reference for tests of every other kernel. Neither fast nor frugal."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ def chunk_update(
     key: RoundingKey | None = None,
     first_element: int = 0,
 ) -> None:
-    """One update of a tile of a chunk group by a format's rule, in place, on any device.
+    """Update a tile of a chunk group by a format's rule, in place, on any device.
 
-    Elements outside the spans stay as they are. Each operation is one of the format's `wide_dtype`, rounded by itself,
-    in the order that every fused kernel keeps, so their bits are these. The update uses the new moments before they are
-    rounded.
+    Elements outside the spans stay as they are. Each operation is in the format's `wide_dtype`, rounded by itself, in
+    the order that every fused kernel keeps, so they compute the same bits. The update uses the new moments before they
+    are rounded.
 
     Args:
         scalars: `[num_groups, num_scalars]`, see `UpdateFormat.scalar_table`.
-        scale: what gradients are multiplied by, and whether to skip the update.
-        key: what stochastic rounding derives its bits from; None without it.
+        scale: factors of the gradients, and whether to skip the update.
+        key: for random bits of stochastic rounding; None without it.
         first_element: index in the chunk group of the tile's first element.
 
     Raises:
@@ -79,19 +79,19 @@ def _update_span(
             return codes.to(fmt.wide_dtype)
         return dequantise(codes, scales[blocks], signed=kind not in UNSIGNED)
 
-    def store(place: Tensor, value: Tensor) -> None:
+    def store(tensor: Tensor, value: Tensor) -> None:
         if scale.found_inf is not None:
-            value = torch.where(scale.found_inf != 0, place, value)
-        place.copy_(value)
+            value = torch.where(scale.found_inf != 0, tensor, value)
+        tensor.copy_(value)
 
-    def store_rounded(place: Tensor, value: Tensor, stream: int) -> None:
-        if place.dtype != torch.bfloat16:
-            store(place, value.to(place.dtype))
+    def store_rounded(tensor: Tensor, value: Tensor, stream: int) -> None:
+        if tensor.dtype != torch.bfloat16:
+            store(tensor, value.to(tensor.dtype))
         elif key is None:
-            store(place, round_nearest(value))
+            store(tensor, round_nearest(value))
         else:
-            index = torch.arange(first_element + span.begin, first_element + span.end, device=place.device)
-            store(place, round_stochastic(value, random_bits16(index, key, stream)))
+            index = torch.arange(first_element + span.begin, first_element + span.end, device=tensor.device)
+            store(tensor, round_stochastic(value, random_bits16(index, key, stream)))
 
     def store_moment(kind: str, value: Tensor, stream: int) -> None:
         codes, scales = states[kind][part], states.get(scale_of(kind))

@@ -1,4 +1,4 @@
-"""Rounding fp32 to bf16 on the bits, in plain PyTorch: to nearest even, or stochastically with reproducible bits."""
+"""Round fp32 to bf16 on the bits, in plain PyTorch: to nearest even, or stochastically with reproducible bits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from chunkc.kernels.formats import RoundingKey
 
 PARAM_STREAM, FIRST_MOMENT_STREAM = 0, 1
-"""Which tensor random bits are for, so that those of one element are independent: other moments have the next."""
+"""Streams of random bits, one for each tensor, so that those of one element are independent; moments count up."""
 
 _MASK32 = 0xFFFFFFFF
 _BF16_NAN = 0x7FC0
@@ -19,7 +19,7 @@ HIGH_FACTOR, STREAM_FACTOR = 0x2C1B3C6D, 0x297A2D39
 
 
 def mix32(value: Tensor) -> Tensor:
-    """A bijection of 32 bits that scatters them (hash-prospector's best with two rounds). int64 in [0, 2 ** 32)."""
+    """Mix 32 bits by a bijection (hash-prospector's best with two rounds). int64 in [0, 2 ** 32)."""
     value = value ^ (value >> 16)
     value = (value * MIX_FACTORS[0]) & _MASK32
     value = value ^ (value >> 15)
@@ -28,12 +28,12 @@ def mix32(value: Tensor) -> Tensor:
 
 
 def random_bits16(index: Tensor, key: RoundingKey, stream: int) -> Tensor:
-    """16 random bits per element, in [0, 65536), a pure function of the arguments.
+    """Compute 16 random bits per element, in [0, 65536), a pure function of the arguments.
 
     Args:
         index: int64, the element's index in its chunk group.
         key: of the update (`chunkc.kernels.formats.rounding_key`).
-        stream: which tensor they are for.
+        stream: the tensor's.
     """
     low, high = index & _MASK32, (index >> 32) & 0x7FFFFFFF
     offset = (high * HIGH_FACTOR + (key.high + stream * STREAM_FACTOR)) & _MASK32
@@ -41,7 +41,7 @@ def random_bits16(index: Tensor, key: RoundingKey, stream: int) -> Tensor:
 
 
 def round_stochastic(values: Tensor, random: Tensor) -> Tensor:
-    """fp32 `values` as bf16, up or down with the probability of the distance.
+    """Round fp32 `values` to bf16, up or down with the probability of the distance.
 
     `random` (int64, 16 bits each) is added below bf16's last place, and the sum is truncated. Values that bf16 holds,
     zeros and infinities stay as they are; NaN becomes 0x7FC0. A finite value above bf16's largest may become infinity,
@@ -55,7 +55,7 @@ def round_stochastic(values: Tensor, random: Tensor) -> Tensor:
 
 
 def round_nearest(values: Tensor) -> Tensor:
-    """fp32 `values` as bf16, to nearest even: `Tensor.to(torch.bfloat16)` with 0x7FC0 for every NaN."""
+    """Round fp32 `values` to bf16, to nearest even: `Tensor.to(torch.bfloat16)` with 0x7FC0 for every NaN."""
     pattern = values.view(torch.int32).to(torch.int64) & _MASK32
     rounded = (pattern + 0x7FFF + ((pattern >> 16) & 1)) >> 16
     return torch.where(values.isnan(), _BF16_NAN, rounded).to(torch.uint16).view(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""SGD with and without momentum: hyper-parameters, formats and arithmetic in plain PyTorch and in C++.
+"""Define SGD with and without momentum: hyper-parameters, formats and arithmetic in plain PyTorch and in C++.
 
 Each operation is one fp32 operation, rounded by itself, in the same order in both and in Triton
 (`chunkc.kernels.sgd_triton_kernel`), so their bits are the same.
@@ -18,29 +18,29 @@ from chunkc.kernels.formats import Root, Slots, UpdateFormat
 
 
 class SgdScalars(NamedTuple):
-    """The scalars of the inner loop, each computed in double precision on the host."""
+    """Scalars of the inner loop, each computed in double precision on the host."""
 
     grad_sign: float  # -1 to maximize, else 1
     l2: float  # the weight decay added to the gradient
     neg_lr: float
-    keep: float  # what the buffer is multiplied by
-    add: float  # what is added of the gradient
-    from_gradient: float  # what the direction has of the gradient: 1 with Nesterov's momentum, else 0
-    from_buffer: float  # and of the new buffer; 0 without momentum, when the buffer stays as it is
+    keep: float  # factor of the buffer
+    add: float  # factor of the gradient that is added to the buffer
+    from_gradient: float  # factor of the gradient in the direction: 1 with Nesterov's momentum, else 0
+    from_buffer: float  # factor of the new buffer in the direction; 0 without momentum, when the buffer is unchanged
 
     @classmethod
     def of(cls, row: Tensor) -> SgdScalars:
-        """A row of `chunkc.kernels.hyperparameters.scalar_table`, each scalar a 0-dim tensor."""
+        """Read a row of `chunkc.kernels.hyperparameters.scalar_table`, each scalar as a 0-dim tensor."""
         scalars: Any = row.unbind()
         return cls(*scalars)
 
 
 @dataclass(frozen=True, slots=True)
 class SgdHyper:
-    """Hyper-parameters of one update.
+    """Hyper-parameters of one SGD update.
 
     Args:
-        step: the number of this update, from 1. The first makes the buffer the gradient, whatever `dampening` says.
+        step: the number of this update, from 1. The first sets the buffer to the gradient, without `dampening`.
 
     Raises:
         ValueError: a value is outside the range that `torch.optim.SGD` accepts, or `step` is under 1.
@@ -66,7 +66,7 @@ class SgdHyper:
             raise ValueError("nesterov needs a momentum above 0, and dampening 0")
 
     def scalars(self) -> SgdScalars:
-        """The derived scalars, in double precision."""
+        """Derive the scalars, in double precision."""
         is_first = self.step == 1
         return SgdScalars(
             grad_sign=-1.0 if self.maximize else 1.0,
@@ -81,7 +81,7 @@ class SgdHyper:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SgdSlots(Slots):
-    """The buffers of an SGD update."""
+    """Buffers of an SGD update."""
 
     param: Tensor
     grad: Tensor
@@ -92,7 +92,7 @@ class SgdSlots(Slots):
 
 @dataclass(frozen=True, slots=True)
 class SgdFormat(UpdateFormat):
-    """What an SGD update without momentum reads and writes."""
+    """Format of an SGD update without momentum."""
 
     scalars = SgdScalars
     slots = SgdSlots
@@ -111,7 +111,7 @@ class SgdFormat(UpdateFormat):
 
 @dataclass(frozen=True, slots=True)
 class MomentumFormat(SgdFormat):
-    """What an SGD update with momentum reads and writes, in runs of elements that have some and in others."""
+    """Format of an SGD update with momentum, in spans that have momentum and in others."""
 
     loop = (
         "",

@@ -57,7 +57,7 @@ def sgd_kernel(
     momentum_buffer=None,
     momentum_buffer_scale=None,
 ):
-    """One program per row of `work`; `work` and `pointer_offsets` as Adam's kernel has them.
+    """Update elements by SGD, a program per row of `work`; `work` and `pointer_offsets` are as in Adam's kernel.
 
     Without momentum there is no buffer.
     """
@@ -81,7 +81,7 @@ def sgd_kernel(
         end = tl.where(tl.load(found_inf) == 0, end, begin)
     factor, second_factor = factors_of(unscale, clip)
     if (begin | end) % _UNIT == 0:
-        # Divided and multiplied only to show the compiler what the branch has found out.
+        # Divided and multiplied only to tell the compiler the branch's condition: multiples of _UNIT.
         _update_tile(
             param, grad, momentum_buffer, master, momentum_buffer_scale, code_tables, group_scalars, factor,
             second_factor, begin // _UNIT * _UNIT, end // _UNIT * _UNIT, first_element, key_low, key_high,
@@ -99,7 +99,7 @@ def _update_tile(
     param, grad, momentum_buffer, master, momentum_buffer_scale, code_tables, scalars, factor, second_factor,
     begin, end, first_element, key_low, key_high, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Elements `[begin, end)`, at most BLOCK of them."""
+    """Update elements `[begin, end)`, at most BLOCK of them."""
     offsets = begin + tl.arange(0, BLOCK)
     mask = offsets < end
     target = load_target(param, master, offsets, mask)

@@ -1,7 +1,7 @@
-"""Sums of squares on the CPU (see `chunkc.ir.sums`), as one loop in C++. Takes none of torch's memory.
+"""Sum up squares on the CPU (see `chunkc.ir.sums`), by one loop in C++. Takes no memory of torch's allocator.
 
-Elements go to 16 sums in turn, and these are added pairwise: the compiler makes vectors of them, and bits depend
-neither on the machine's vectors nor on the number of threads.
+Elements go to 16 sums in turn, and these are added pairwise: the compiler vectorises them, and bits depend neither on
+the machine's vector size nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ extern "C" void sum_squares(
 
 
 def sum_squares(base: Tensor, rows: Tensor, sums: Tensor) -> None:
-    """See `chunkc.ir.sums.SumSquares`.
+    """Sum up squares, see `chunkc.ir.sums.SumSquares`.
 
     Raises:
         UnsupportedError: there is no working C++ compiler.
@@ -74,7 +74,7 @@ def sum_squares(base: Tensor, rows: Tensor, sums: Tensor) -> None:
 
 @functools.cache
 def library(dtype: torch.dtype) -> ctypes.CDLL:
-    """The loop for a dtype, compiled and loaded.
+    """Compile and load the loop for a dtype.
 
     Raises:
         UnsupportedError: there is no working C++ compiler.

@@ -1,4 +1,4 @@
-"""Device code that all rules share: tensors in every format, read as fp32 and written rounded. Imports Triton."""
+"""Device code that all rules share: read tensors of every format as fp32, and write them rounded. Imports Triton."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pointer_of_tensor(first, pointer_offsets, KIND: tl.constexpr):
 
 @triton.jit
 def scale_pointer_of_tensor(first, pointer_offsets, KIND: tl.constexpr):
-    """As `pointer_of_tensor`, for scales of 8-bit moments: their pointer offsets are in elements."""
+    """Pointer to a tensor's scales of 8-bit moments, from the first tensor's: these offsets are in elements."""
     return first + tl.load(pointer_offsets + KIND)
 
 
@@ -41,7 +41,7 @@ def rounding_seed_of_tensor(seed, first_element, key_low, key_high, STOCHASTIC: 
 
 @triton.jit
 def factors_of(unscale, clip):
-    """What gradients are multiplied by, one after the other."""
+    """Load the two factors of gradients, which are applied one after the other."""
     factor = tl.full((), 1.0, tl.float32)
     second_factor = tl.full((), 1.0, tl.float32)
     if unscale is not None:
@@ -53,7 +53,7 @@ def factors_of(unscale, clip):
 
 @triton.jit
 def scattered_indices(offsets, first_element, key_low, key_high, STOCHASTIC: tl.constexpr):
-    """What the random bits of all streams derive from; unused without stochastic rounding."""
+    """Compute the indices' bits that the random bits of all streams derive from; unused without stochastic rounding."""
     if STOCHASTIC:
         index = first_element + offsets
         scattered = mix32((index & 0xFFFFFFFF).to(tl.uint32) ^ key_low.to(tl.uint32))
@@ -64,12 +64,12 @@ def scattered_indices(offsets, first_element, key_low, key_high, STOCHASTIC: tl.
 
 
 @triton.jit
-def load_wide(place, offsets, mask):
-    """As fp32; fp64 as it is. bf16 is widened on the bits: the interpreter's own conversion flushes subnormals."""
-    values = tl.load(place + offsets, mask=mask, other=0.0)
-    if place.dtype.element_ty == tl.bfloat16:
+def load_wide(pointer, offsets, mask):
+    """Load as fp32; fp64 as it is. bf16 is widened on the bits: the interpreter's own conversion flushes subnormals."""
+    values = tl.load(pointer + offsets, mask=mask, other=0.0)
+    if pointer.dtype.element_ty == tl.bfloat16:
         return (values.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
-    elif place.dtype.element_ty == tl.float64:
+    elif pointer.dtype.element_ty == tl.float64:
         return values
     else:
         return values.to(tl.float32)
@@ -77,7 +77,7 @@ def load_wide(place, offsets, mask):
 
 @triton.jit
 def load_target(param, master, offsets, mask):
-    """The master where there is one, else the parameter, as fp32; see `chunkc.kernels.split`."""
+    """Load the master where there is one, else the parameter, as fp32; see `chunkc.kernels.split`."""
     if master is None:
         return load_wide(param, offsets, mask)
     elif master.dtype.element_ty == tl.int16:
@@ -91,7 +91,7 @@ def load_target(param, master, offsets, mask):
 
 @triton.jit
 def store_target(param, master, value, offsets, mask, scattered, high, STOCHASTIC: tl.constexpr):
-    """The parameter, and its master where there is one."""
+    """Store the parameter, and its master where there is one."""
     if master is not None:
         store_master(master, value, offsets, mask)
     store_rounded(param, value, offsets, mask, scattered, high, _PARAM_STREAM, STOCHASTIC)
@@ -99,7 +99,7 @@ def store_target(param, master, value, offsets, mask, scattered, high, STOCHASTI
 
 @triton.jit
 def store_master(master, value, offsets, mask):
-    """All of it, or its lower bits; see `chunkc.kernels.split`."""
+    """Store the whole master, or its lower bits; see `chunkc.kernels.split`."""
     if master.dtype.element_ty == tl.int16:
         pattern = value.to(tl.uint32, bitcast=True)
         kept = tl.where((pattern & 0x1FFFF) == 0x8000, tl.sub(pattern, 1, sanitize_overflow=False), pattern)
@@ -111,7 +111,7 @@ def store_master(master, value, offsets, mask):
 
 @triton.jit
 def load_moment(moment, scale, tables, TABLE: tl.constexpr, offsets, mask, begin, end, BLOCK: tl.constexpr):
-    """A moment as fp32. For 8-bit codes, `begin` is a multiple of 256, and their tables begin at TABLE."""
+    """Load a moment as fp32. For 8-bit codes, `begin` is a multiple of 256, and their tables begin at TABLE."""
     if scale is None:
         return load_wide(moment, offsets, mask)
     else:
@@ -137,7 +137,7 @@ def store_moment(
         scales = tl.max(magnitudes, axis=1).to(tl.float32, bitcast=True)
         divisors = tl.where(scales == 0, 1.0, scales)
         quotients = tl.reshape(tl.div_rn(blocks, tl.broadcast_to(divisors[:, None], blocks.shape)), (BLOCK,))
-        # How many midpoints are not above the quotient, from the highest bit down; 0 for NaN.
+        # The number of midpoints up to the quotient, from the highest bit down; 0 for NaN.
         codes = tl.zeros((BLOCK,), tl.int32)
         for bit in tl.static_range(7, -1, -1):
             limit = tl.load(tables + (TABLE + 256) + codes + ((1 << bit) - 1))
@@ -148,9 +148,9 @@ def store_moment(
 
 
 @triton.jit
-def store_rounded(place, value, offsets, mask, scattered, high, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """In the dtype of `place`. bf16 is rounded on the bits: the interpreter's own conversion truncates."""
-    if place.dtype.element_ty == tl.bfloat16:
+def store_rounded(pointer, value, offsets, mask, scattered, high, STREAM: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Store in the dtype of `pointer`. bf16 is rounded on the bits: the interpreter's own conversion truncates."""
+    if pointer.dtype.element_ty == tl.bfloat16:
         pattern = value.to(tl.uint32, bitcast=True)
         if STOCHASTIC:
             offset = tl.add(high, _stream_offset(STREAM), sanitize_overflow=False)
@@ -160,9 +160,9 @@ def store_rounded(place, value, offsets, mask, scattered, high, STREAM: tl.const
         rounded = tl.add(pattern, addend, sanitize_overflow=False) >> 16
         special = tl.where(value != value, 0x7FC0, pattern >> 16)
         rounded = tl.where((pattern & 0x7F800000) == 0x7F800000, special, rounded)
-        tl.store(place + offsets, rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+        tl.store(pointer + offsets, rounded.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
     else:
-        tl.store(place + offsets, value.to(place.dtype.element_ty), mask=mask)
+        tl.store(pointer + offsets, value.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -177,7 +177,7 @@ def wrapping_mul(value, FACTOR: tl.constexpr):
 
 @triton.jit
 def mix32(value):
-    """`chunkc.kernels.rounding.mix32` on uint32."""
+    """Compute `chunkc.kernels.rounding.mix32` on uint32."""
     value = value ^ (value >> 16)
     value = wrapping_mul(value, _MIX_FACTOR_0)
     value = value ^ (value >> 15)
