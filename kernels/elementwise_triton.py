@@ -201,11 +201,11 @@ def launch_arguments(
 
 
 class Address(int):
-    """The address of a tensor, as a kernel's argument.
+    """Address of a tensor, as a kernel's argument.
 
-    Triton compiles for it as for the tensor, by `dtype` and `data_ptr`, and launches with it unchecked. Of a tensor it
-    asks the driver for a device pointer, and the driver has none for host memory that is not registered, which a device
-    with pageable memory access reads all the same (`Gpu.view_pageable`).
+    Triton compiles for it as for the tensor, by `dtype` and `data_ptr`, and launches with it unchecked. For a tensor
+    Triton asks the driver for a device pointer, and the driver has none for host memory that is not registered, though
+    a device with pageable memory access reads it (`Gpu.view_pageable`).
     """
 
     dtype: torch.dtype
@@ -221,17 +221,17 @@ class Address(int):
 
 
 def launchable(argument: Any) -> Any:
-    """An argument of a kernel, a tensor as its address; interpreted kernels read tensors themselves."""
+    """Replace a tensor argument by its address; interpreted kernels take the tensor itself."""
     import triton
 
     return Address.of(argument) if isinstance(argument, Tensor) and not triton.knobs.runtime.interpret else argument
 
 
 def launch(kernel: Any, num_programs: int, arguments: Mapping[str, Any], tensor: Tensor) -> None:
-    """Launch a Triton kernel on the current stream of a tensor's device; arguments may lie wherever that can read."""
-    taken = {name: launchable(argument) for name, argument in arguments.items()}
+    """Launch a Triton kernel on the current stream of a tensor's device; arguments lie in memory that it can read."""
+    launchables = {name: launchable(argument) for name, argument in arguments.items()}
     with torch.cuda.device_of(tensor):
-        kernel[(num_programs,)](**taken, **launch_options_on(tensor.device))
+        kernel[(num_programs,)](**launchables, **launch_options_on(tensor.device))
 
 
 def launch_options(backend: str, warp_size: int) -> dict[str, Any]:

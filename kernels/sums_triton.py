@@ -1,4 +1,4 @@
-"""Sums of squares in Triton (see `chunkc.ir.sums`): one launch for a table of rows, which allocates nothing.
+"""Sum up squares in Triton (see `chunkc.ir.sums`): one launch for a table of rows, which allocates nothing.
 
 Importing this needs no Triton; calling does. With `TRITON_INTERPRET=1` set before Triton is first imported the same
 code runs on CPU tensors, slowly: for tests.
@@ -15,7 +15,7 @@ from chunkc.kernels.elementwise_triton import launch, require_triton
 
 
 def sum_squares(base: Tensor, rows: Tensor, sums: Tensor) -> None:
-    """See `chunkc.ir.sums.SumSquares`; on the current stream. Waits for nothing.
+    """Sum up squares on the current stream, see `chunkc.ir.sums.SumSquares`. Waits for nothing.
 
     Raises:
         UnsupportedError: Triton is not installed, or does not compile for the device.
@@ -28,5 +28,5 @@ def sum_squares(base: Tensor, rows: Tensor, sums: Tensor) -> None:
 
 
 def arguments(base: Tensor, rows: Tensor, sums: Tensor) -> dict[str, Any]:
-    """The kernel's arguments, by name."""
+    """Return the kernel's arguments, by name."""
     return {"base": base, "rows": rows, "sums": sums, "BLOCK": elementwise_triton.BLOCK}

@@ -15,7 +15,10 @@ _COLUMNS = tl.constexpr(COLUMNS)
 
 @triton.jit(do_not_specialize_on_alignment=["rows", "sums"])
 def sum_squares_kernel(base, rows, sums, BLOCK: tl.constexpr):
-    """One program per row (begin, end, place). Both ways add up in the same order: one of them reads vectors."""
+    """Sum up squares, a program per row (begin, end, index of the sum).
+
+    Both branches add in the same order; the first reads vectors.
+    """
     row = rows + tl.program_id(0).to(tl.int64) * _COLUMNS
     begin = tl.load(row)
     numel = (tl.load(row + 1) - begin).to(tl.int32)
@@ -23,7 +26,7 @@ def sum_squares_kernel(base, rows, sums, BLOCK: tl.constexpr):
     whole = 0
     if begin % _UNIT == 0:
         whole = numel // BLOCK * BLOCK
-        # Divided and multiplied only to show the compiler what the branch has found out.
+        # Divided and multiplied only to tell the compiler the branch's condition: multiples of _UNIT.
         first = base + begin // _UNIT * _UNIT
         for start in range(0, whole, BLOCK):
             total = _with_block(first, start, whole // _UNIT * _UNIT, total, BLOCK)
@@ -34,7 +37,7 @@ def sum_squares_kernel(base, rows, sums, BLOCK: tl.constexpr):
 
 @triton.jit
 def _with_block(first, begin, end, total, BLOCK: tl.constexpr):
-    """`total` and the squares of the elements `[begin, end)` behind the first one, at most BLOCK of them."""
+    """Add the squares of elements `[begin, end)` from `first` on, at most BLOCK of them, to `total`."""
     offsets = begin + tl.arange(0, BLOCK)
     wide = load_wide(first, offsets, offsets < end).to(tl.float64)
     return total + wide * wide

@@ -1,4 +1,4 @@
-"""Home memory that a GPU copies from and to at the link's full rate, and reads and writes in place.
+"""Provide home memory that a GPU copies from and to at the link's full rate, and reads and writes in place.
 
     home = PinnedHome(TorchGpu())
     region = home.allocate(1 << 26)                                       # mapped and pinned, exactly so large
@@ -7,8 +7,8 @@
         home.read(region, 4096, slot)                                     # returns at once
 
 Each region is a memory map of its own, pinned by itself (cudaHostRegister): torch's caching host allocator would round
-up to powers of two. A region that nobody views any more is unpinned and unmapped by a thread, once the device is done
-with it (see `_Unpinner`).
+up to powers of two. A region without views is unpinned and unmapped by a thread, once the device has finished its work
+on it (see `_Unpinner`).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from chunkc.runtime.storage.maps import Mapping, map_memory
 logger = logging.getLogger(__name__)
 
 CAST_PIECE_NBYTES = 4 << 20
-"""What is cast at a time, as bytes of the cast."""
+"""Bytes of a cast piece, after the cast."""
 _NUM_CAST_BUFFERS = 2
-"""One is filled while the device copies from the other."""
+"""The host fills one buffer while the device copies from the other."""
 
 
 class _PinnedMapping(Mapping):
-    """The memory of one region; `bytes` is all of it as a CPU tensor. Unpinned after its last user is gone."""
+    """Memory of one region; `bytes` is all of it as a CPU tensor. Unpinned after its last user is gone."""
 
     def __init__(self, memory: mmap.mmap, nbytes: int) -> None:
         super().__init__(memory)
@@ -61,13 +61,14 @@ class _PinnedMapping(Mapping):
 
 
 class PinnedHome(Home):
-    """Home memory in pinned RAM. Home views are tensors of the GPU's, over that very RAM.
+    """Home memory in pinned RAM. Home views are tensors on the GPU, over that very RAM.
 
     Args:
-        gpu: what copies and reads it.
-        allow_unpinned: where memory cannot be pinned, go on without, with a warning, even where the device cannot read
-            it. Home views are then CPU tensors: for what eager code need not find on the device, such as optimizer
-            states. A device that can read it, see `Gpu.view_pageable`, has views of it, and needs no leave.
+        gpu: the device that copies and reads it.
+        allow_unpinned: where memory cannot be pinned, use it unpinned, with a warning, even where the device cannot
+            read it. Home views are then CPU tensors: for data that eager code need not find on the device, such as
+            optimizer states. A device that can read unpinned memory (see `Gpu.view_pageable`) has views of it in any
+            case.
     """
 
     def __init__(self, gpu: Gpu, *, allow_unpinned: bool = False) -> None:
@@ -82,9 +83,9 @@ class PinnedHome(Home):
 
     @property
     def pinned_nbytes(self) -> int:
-        """Bytes pinned now, in whole pages, regions included that are free but still viewed.
+        """Bytes pinned now, in whole pages, including freed regions that still have views.
 
-        Blocks until regions that nobody views are unpinned.
+        Blocks until regions without views are unpinned.
         """
         unpinner.drain()
         return sum(list(self._pinned.values()))
@@ -98,7 +99,7 @@ class PinnedHome(Home):
     def tensor(
         self, region: Region, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int
     ) -> torch.Tensor:
-        """A home view as `Home.tensor`, but of the GPU's; a CPU tensor where that cannot be."""
+        """Make a home view as `Home.tensor`, but on the GPU; on the CPU where the GPU cannot read the memory."""
         nbytes = home_view_span(dtype, shape, stride, offset_nbytes) * dtype.itemsize
         mapping = self._find_pinned(region, offset_nbytes, nbytes)
         note_view(mapping, functools.partial(PinnedHome, self._gpu, allow_unpinned=self._allow_unpinned), self._gpu)
@@ -111,7 +112,7 @@ class PinnedHome(Home):
         return on_device(self._gpu, view)
 
     def only_launches(self, region: Region) -> bool:
-        """Not for memory that is not pinned: the driver may read it before the stream is that far, and may block."""
+        """Whether the region is pinned: else the driver may read it before the stream gets there, and may block."""
         return self._find_pinned(region, 0, 0).unpin is not None
 
     def read(self, region: Region, offset_nbytes: int, destination: torch.Tensor) -> None:
@@ -142,7 +143,7 @@ class PinnedHome(Home):
 
     @functools.cached_property
     def _cast_buffers(self) -> list[tuple[torch.Tensor, Any]]:
-        """Pinned room for pieces that are cast, each with the event of the last copy out of it."""
+        """Pinned buffers for cast pieces, each with the event of the last copy out of it."""
         regions = [self.allocate(CAST_PIECE_NBYTES) for _ in range(_NUM_CAST_BUFFERS)]
         return [(self.bytes(region), self._gpu.new_event()) for region in regions]
 
@@ -152,7 +153,7 @@ class PinnedHome(Home):
             self._gpu.current_stream().synchronize()
 
     def bytes(self, region: Region) -> torch.Tensor:
-        """A region's bytes as a flat CPU tensor, for the host to read and write. The region must not be freed."""
+        """View a region's bytes as a flat CPU tensor, for the host to read and write. The region must not be freed."""
         return self._part(region, 0, region.nbytes)
 
     def _part(self, region: Region, offset_nbytes: int, nbytes: int) -> torch.Tensor:
@@ -164,7 +165,7 @@ class PinnedHome(Home):
         return mapping
 
     def _map(self, nbytes: int) -> _PinnedMapping:
-        unpinner.drain()  # what was given back may have to be taken again
+        unpinner.drain()  # memory to be unpinned may be needed for this map
         memory = map_memory(nbytes)
         _advise(memory, "MADV_HUGEPAGE")  # to touch and pin 100 GiB takes minutes in pages of 4 KiB
         # A fork would copy all pinned pages there and then (Linux 5.10 on): no child gets them, as none can use CUDA.
@@ -184,7 +185,7 @@ class PinnedHome(Home):
             self._note(nbytes, time.perf_counter() - began_s)
         elif not self._allow_unpinned and self._gpu.cannot_view_pageable() is not None:
             raise HomeError(
-                f"cannot pin {format_nbytes(nbytes)} of host memory beside the {format_nbytes(self.pinned_nbytes)} "
+                f"cannot pin {format_nbytes(nbytes)} of host memory in addition to {format_nbytes(self.pinned_nbytes)} "
                 f"pinned so far ({problem}; the limit of lockable memory is {_lockable()}): raise the limit "
                 '(`ulimit -l`), free host memory, or use home="disk"'
             )
@@ -200,7 +201,7 @@ class PinnedHome(Home):
         return mapping
 
     def _note(self, nbytes: int, seconds: float) -> None:
-        """Log how pinning goes on, at every few GiB."""
+        """Log the progress of pinning, at every few GiB."""
         before, self._noted_nbytes = self._noted_nbytes, self._noted_nbytes + nbytes
         self._pinning_s += seconds
         if before // _LOG_EVERY_NBYTES != self._noted_nbytes // _LOG_EVERY_NBYTES:
@@ -213,13 +214,13 @@ class PinnedHome(Home):
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Let the kernel find pages for a map, by several threads: it zeroes them, which is most of what pinning takes.
+    """Populate a map's pages by several threads: the kernel zeroes them, which is most of the time of pinning.
 
     Without effect before Linux 5.14: pinning then does it, on one thread.
     """
     pieces = [(address + begin, min(_PIECE_NBYTES, nbytes - begin)) for begin in range(0, nbytes, _PIECE_NBYTES)]
     if len(pieces) == 1:
-        return  # pinning does it as fast
+        return  # pinning alone is as fast
     with ThreadPoolExecutor(min(len(pieces), _MAX_THREADS, torch.get_num_threads())) as pool:
         for address, size in pieces:
             pool.submit(_madvise, address, size, _MADV_POPULATE_WRITE)
@@ -229,16 +230,16 @@ _MADV_POPULATE_WRITE = 23
 _PIECE_NBYTES = 64 << 20
 _MAX_THREADS = 8
 _LOG_EVERY_NBYTES = 4 << 30
-_madvise = ctypes.CDLL(None).madvise  # not mmap.madvise, which keeps the interpreter
+_madvise = ctypes.CDLL(None).madvise  # not mmap.madvise, which holds the interpreter's lock
 _madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 
 
 @dataclass(frozen=True)
 class _Retired:
-    """Pinned memory that nobody views any more. The device may still have to copy from or to it.
+    """Pinned memory without views. The device may still have to copy from or to it.
 
     Attributes:
-        pinned: the home's, of which it is the entry at `address`.
+        pinned: the home's table of pinned bytes, with an entry at `address`.
         memory: unmapped with its last reference: not before it is unpinned.
     """
 
@@ -250,31 +251,31 @@ class _Retired:
     def unpin(self) -> None:
         problem = self.gpu.unpin(self.address)
         nbytes = self.pinned.pop(self.address)
-        if problem is not None:  # raised in a thread of chunkc's, nobody could handle it
+        if problem is not None:  # logged: on this thread no caller could handle an exception
             logger.warning("could not unpin %s of host memory: %s", format_nbytes(nbytes), problem)
-            _never_unmapped.append(self.memory)  # the driver may still take what lies at its address for pinned
+            _never_unmapped.append(self.memory)  # the driver may still take memory at its address for pinned
 
 
 _END_S = 30.0
-"""How long a process's end waits for memory that is being unpinned: a device that hangs never lets go."""
+"""How long the end of the process waits for memory being unpinned: a hung device never releases it."""
 
 
 class _Unpinner:
-    """Unpins on a thread of its own.
+    """Thread that unpins memory.
 
-    The last view of a region may go at any time, in a finalizer: between two launches, where to wait for the device and
+    The last view of a region may go at any time, in a finalizer: between two launches, where a wait for the device and
     the driver would be a stall, or while a user captures a graph, which a wait for the device breaks. So finalizers
-    hand over and make no call of CUDA's.
+    queue the memory here and make no call of CUDA.
     """
 
     def __init__(self) -> None:
-        self._retired: SimpleQueue[_Retired | threading.Event] = SimpleQueue()  # whose `put` is safe in a finalizer
+        self._retired: SimpleQueue[_Retired | threading.Event] = SimpleQueue()  # its `put` is safe in a finalizer
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self._is_over = False
 
     def start(self) -> None:
-        """Have a thread: a finalizer could not start one."""
+        """Start the thread, unless it runs: a finalizer could not start one."""
         with self._starting:
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name="chunkc-unpin", daemon=True)
@@ -285,7 +286,7 @@ class _Unpinner:
         self._retired.put(retired)
 
     def drain(self) -> None:
-        """Block until all that was handed over so far is unpinned and unmapped."""
+        """Block until all memory queued so far is unpinned and unmapped."""
         if self._thread is None or self._thread is threading.current_thread():
             return
         self._retired.put(reached := threading.Event())
@@ -293,10 +294,10 @@ class _Unpinner:
             continue
 
     def end(self) -> None:
-        """Unpin no more, and block until the thread is gone, which finishes what it has begun.
+        """Stop unpinning, and block until the thread has finished its current call and ended.
 
-        At the process's end, before the interpreter's: that ends a thread of Python's as it comes back from a call of
-        CUDA's, within C++ that may not be left so, and the process aborts.
+        Called at the process's end, before the interpreter's: that ends a Python thread as it returns from a call of
+        CUDA, within C++ frames that must not be unwound, and the process aborts.
         """
         self._is_over = True
         if self._thread is not None:
@@ -305,16 +306,16 @@ class _Unpinner:
 
     def _run(self) -> None:
         while not self._is_over:
-            found = self._retired.get()
-            if isinstance(found, _Retired):
-                found.unpin()
+            entry = self._retired.get()
+            if isinstance(entry, _Retired):
+                entry.unpin()
             else:
-                found.set()
-            del found  # the memory goes now, and not when the next one comes
+                entry.set()
+            del entry  # unmaps the memory now, and not with the next entry
 
 
 unpinner = _Unpinner()
-atexit.register(lambda: unpinner.end())  # of a child of a fork, its own
+atexit.register(lambda: unpinner.end())  # looked up late: a child of a fork has its own
 
 _alive: weakref.WeakSet[_PinnedMapping] = weakref.WeakSet()
 _kept_in_child: list[object] = []
@@ -322,14 +323,17 @@ _never_unmapped: list[mmap.mmap] = []
 
 
 def _retire(gpu: Gpu, pinned: dict[int, int], address: int, memory: mmap.mmap) -> None:
-    """Of a finalizer: the mapping is gone."""
+    """Queue a mapping's memory for unpinning: the mapping's finalizer."""
     gpu.note_current_stream()
     unpinner.put(_Retired(gpu, pinned, address, memory))
 
 
 def _after_fork_in_child() -> None:
-    """A child of `os.fork` has none of this memory: to unmap it there could take what lies at its address by then, and
-    to unpin it needs CUDA, which no child can use. Nor has it the thread."""
+    """Detach finalizers in a child of `os.fork`, and replace the unpinner, as its thread is the parent's.
+
+    The child has none of this memory: to unmap it there could unmap other memory at its address, and to unpin it needs
+    CUDA, which no child can use.
+    """
     global unpinner
     for mapping in _alive:
         _kept_in_child.append(mapping)
@@ -343,7 +347,7 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _advise(memory: mmap.mmap, name: str) -> None:
-    """Advise the kernel on a map; a system that does not know the advice declines it."""
+    """Advise the kernel on a map, ignoring systems without this advice."""
     advice = getattr(mmap, name, None)
     if advice is not None:
         with contextlib.suppress(OSError):
@@ -351,20 +355,20 @@ def _advise(memory: mmap.mmap, name: str) -> None:
 
 
 def on_device(gpu: Gpu, view: torch.Tensor) -> torch.Tensor:
-    """A CPU tensor that spans its own storage, over pageable memory, as the device's (see `Gpu.view_pageable`)."""
+    """View a CPU tensor that spans its own storage, over pageable memory, on the device (see `Gpu.view_pageable`)."""
     if view.numel() == 0:
         return torch.empty_strided(view.shape, view.stride(), dtype=view.dtype, device=gpu.device)
     return reshaped(gpu.view_pageable(view.untyped_storage()), view.dtype, view.shape, view.stride())
 
 
 def reshaped(flat: torch.Tensor, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """Another tensor over the storage of a flat one."""
+    """Make another tensor over the storage of a flat one."""
     storage = flat.untyped_storage()
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, tuple(shape), tuple(stride))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's bytes, as a flat uint8 view."""
+    """View a contiguous tensor's bytes as flat uint8."""
     assert tensor.is_contiguous(), "homes copy contiguous tensors"
     return tensor.detach().reshape(-1).view(torch.uint8)
 
