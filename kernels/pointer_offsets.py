@@ -23,7 +23,7 @@ class RoundingSeed(NamedTuple):
 
 
 def kinds_of(fmt: UpdateFormat) -> list[str]:
-    """Kinds of data of an update, in the order of its slots and of the columns of pointer offsets."""
+    """List the kinds of data of an update, in the order of its slots and of the columns of pointer offsets."""
     return [field.name for field in fields(fmt.slots)]  # type: ignore[arg-type]
 
 

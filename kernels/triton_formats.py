@@ -19,14 +19,14 @@ _UNIT = tl.constexpr(UNIT)
 
 @triton.jit
 def pointer_of_tensor(first, pointer_offsets, KIND: tl.constexpr):
-    """Pointer to a tensor's data, from the first tensor's; `pointer_offsets` are the tensor's row, in units."""
+    """Compute the pointer to a tensor's data from the first tensor's; `pointer_offsets` are its row, in units."""
     # Multiplied to show the compiler that both are aligned alike.
     return first + tl.load(pointer_offsets + KIND) * _UNIT
 
 
 @triton.jit
 def scale_pointer_of_tensor(first, pointer_offsets, KIND: tl.constexpr):
-    """Pointer to a tensor's scales of 8-bit moments, from the first tensor's: these offsets are in elements."""
+    """Compute the pointer to a tensor's scales of 8-bit moments from the first tensor's: offsets are in elements."""
     return first + tl.load(pointer_offsets + KIND)
 
 

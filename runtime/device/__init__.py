@@ -1,1 +1,1 @@
-"""The device that computes: its tier of memory, its streams and its allocator."""
+"""Drive the compute device: its memory tier, streams and allocator."""

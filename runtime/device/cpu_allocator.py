@@ -62,12 +62,12 @@ def is_installed() -> bool:
 
 
 def current_nbytes() -> int:
-    """Bytes allocated since `install` and not freed yet."""
+    """Read the bytes allocated since `install` and not freed yet."""
     return _installed().chunkc_meter_current()
 
 
 def peak_nbytes() -> int:
-    """The largest `current_nbytes` since `install` or the last `reset_peak`."""
+    """Read the largest `current_nbytes` since `install` or the last `reset_peak`."""
     return _installed().chunkc_meter_peak()
 
 
@@ -77,12 +77,12 @@ def reset_peak() -> None:
 
 
 def lap_peak_nbytes() -> int:
-    """The largest `current_nbytes` since the last call of this function; does not change `peak_nbytes`."""
+    """Read the largest `current_nbytes` since the last call of this function; does not change `peak_nbytes`."""
     return _installed().chunkc_meter_lap_peak()
 
 
 def lap_peak_if_installed() -> int | None:
-    """`lap_peak_nbytes`, or None before `install`. Called twice at every moment of a step."""
+    """Read `lap_peak_nbytes`, or None before `install`. Called twice at every moment of a step."""
     return None if _library is None else _library.chunkc_meter_lap_peak()
 
 
@@ -97,7 +97,7 @@ def set_limit(nbytes: int | None) -> None:
 
 
 def limit_nbytes() -> int | None:
-    """The limit in bytes, or None when there is none."""
+    """Read the limit in bytes, or None when there is none."""
     nbytes = _installed().chunkc_meter_limit()
     return None if nbytes == _NO_LIMIT else nbytes
 

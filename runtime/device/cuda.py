@@ -59,7 +59,7 @@ class CudaMark:
         stream.wait_event(self.end)
 
     def copy_s(self) -> float:
-        """Seconds between begin and end of a copy that is done; 0 if it failed."""
+        """Measure the seconds between begin and end of a copy that is done; 0 if it failed."""
         if self.launched is not None and self.launched.failed():
             return 0.0
         return self.begin.elapsed_time(self.end) / 1e3

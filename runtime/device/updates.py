@@ -112,7 +112,7 @@ class HomeUpdates:
         return self._pending.get(group) is update or update.event is not None
 
     def before(self, group: int) -> tuple[JobMark, ...]:
-        """Marks that a copy of the group's home has to wait for; none where no update is under way."""
+        """Return the marks that a copy of the group's home has to wait for; none if no update is under way."""
         update = self._pending.get(group)
         if update is None:
             return ()
