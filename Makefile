@@ -101,7 +101,7 @@ $(CUDA_VENV)/.stamp: pyproject.toml | check
 
 test-cuda: export PYTHONSAFEPATH := 1
 test-cuda: $(CUDA_VENV)/.stamp
-	$(CUDA_BIN)/python tests/cuda_in_ram/all_tests.py $(filter-out --torch=%,$(CUDA_ARGS))
+	$(CUDA_BIN)/python tests/gpu_in_ram/all_tests.py $(filter-out --torch=%,$(CUDA_ARGS))
 
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .

@@ -120,7 +120,7 @@ def calls(machine: Machine) -> dict[str, Call]:
         )
 
     in_place, others = "gpu and files_in_place", "gpu and not files_in_place"
-    of_a_gpu = "tests/runtime/test_gpu.py tests/machines/test_calibrate.py tests/gpu/test_gpu_process_memory.py"
+    of_a_gpu = "tests/runtime/device/test_gpu.py tests/machines/test_calibrate.py tests/gpu/test_gpu_process_memory.py"
     environment = Step("environment", 30, ("bench/gpu_environment.py",), is_needed=True)
     small = [] if machine.is_full else ["--small"]
     # asks for a CUDA device whatever runs: nothing to rehearse without one
@@ -173,7 +173,7 @@ def calls(machine: Machine) -> dict[str, Call]:
                     tool=("compute-sanitizer", "--error-exitcode", "9"),
                 ),
                 suite("ranks", 60, "ranks", variables=RANKS),
-                tests("files", 460, "tests/runtime/test_gpu.py tests/gpu/test_train.py", in_place),
+                tests("files", 460, "tests/runtime/device/test_gpu.py tests/gpu/test_train.py", in_place),
             ),
         ),
     }

@@ -32,8 +32,15 @@ ROOT = Path(__file__).resolve().parent.parent
 MACHINE = Path(__file__).with_name("gpu_machine.json")
 
 SOURCES = ("chunkc", "passes", "runtime", "kernels", "bench")
-TESTS = ("tests/gpu", "tests/kernels", "tests/runtime/test_gpu.py", "tests/machines/test_calibrate.py")
-"""Of a GPU: with `tests/conftest.py` and the helpers that it loads, all that is imported where they run."""
+TESTS = (
+    "tests/conftest.py",
+    "tests/support",
+    "tests/gpu",
+    "tests/kernels",
+    "tests/runtime/device/test_gpu.py",
+    "tests/machines/test_calibrate.py",
+)
+"""Tests of a GPU, and what is imported where they run."""
 
 NAMED = ("pytest-timeout",)
 """Distributions that no source imports and command lines of the calls rely on."""
@@ -162,13 +169,7 @@ def sources(root: Path = ROOT) -> list[Path]:
     for name in TESTS:
         path = root / name
         found += sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    conftest = root / "tests/conftest.py"
-    (helpers,) = (
-        ast.literal_eval(node.value)
-        for node in ast.parse(conftest.read_text()).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "_HELPERS"
-    )
-    return [*found, conftest, *(root / "tests" / f"{helper}.py" for helper in helpers)]
+    return found
 
 
 def needed(paths: Sequence[Path], root: Path = ROOT) -> list[Requirement]:

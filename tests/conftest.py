@@ -1,6 +1,6 @@
-"""Makes the helpers among the tests importable by their own names, without putting any folder on `sys.path`.
+"""Fixtures and choices that all tests share. Helper modules are in `tests/support`, which pytest puts on `sys.path`.
 
-A folder of tests on `sys.path` would offer its rooms (`kernels`, `runtime`, ...) as top-level packages.
+They are one flat folder: `tests` itself on `sys.path` would offer its rooms (`kernels`, `runtime`, ...) as packages.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
+from scripts import every_way  # noqa: F401  # a fixture
 
 if importlib.util.find_spec("hypothesis") is not None:  # a machine that is lent (bench/on_gpu.sh) may not have it
     from hypothesis import settings
@@ -44,81 +44,6 @@ def _compute_nothing_for_logs() -> None:
 
 
 _compute_nothing_for_logs()
-
-_HELPERS = (
-    "plain_modules",
-    "chunk_names",
-    "ladder_modules",
-    "built_modules",
-    "zoo",
-    "harness",
-    "scripts",
-    "forked",
-    "doc_pages",
-    "file_modules",
-    "memory_curves",
-    "ladder",
-    "operator_calls",
-    "files/larger_than_memory",
-    "optim/optim_models",
-    "optim/overlap_cases",
-    "optim/slot_cases",
-    "engine/engine_cases",
-    "formats/synthetic",
-    "end_to_end/fault_cases",
-    "end_to_end/saved_cases",
-    "ir/verify_cases",
-    "passes/metering",
-    "passes/convolution_cases",
-    "passes/cut_cases",
-    "kernels/interpreting",
-    "kernels/adam_cases",
-    "kernels/lamb_cases",
-    "kernels/offline",
-    "passes/cuda_wrappers",
-    "passes/symbolic_runs",
-    "runtime/runtime_helpers",
-    "runtime/executor_cases",
-    "runtime/fake_gpu",
-    "runtime/late_tiers",
-    "runtime/missing_waits",
-    "runtime/queued_tier",
-    "cuda_path_subjects",
-    "runtime/store_cases",
-    "runtime/update_cases",
-    "cuda_in_ram/device_gpt",
-    "cuda_in_ram/device_ladder",
-    "cuda_in_ram/device_overhead",
-    "cuda_in_ram/device_attention",
-    "cuda_in_ram/device_sorting",
-    "cuda_in_ram/device_process",
-    "cuda_in_ram/device_ranks",
-    "cuda_in_ram/device_rank_cases",
-    "integrations/loops",
-    "cuda_in_ram/device_lightning",
-    "cuda_in_ram/device_trainer",
-    "checkpoint/checkpoint_runs",
-    "distributed/run_ranks",
-)
-"""In the order in which they import each other."""
-
-
-def _load_helper(path: str) -> None:
-    """Import `tests/<path>.py` as the top-level module that its file name says."""
-    name = Path(path).name
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parent / f"{path}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-
-
-for _path in _HELPERS:
-    if Path(_path).name not in sys.modules:
-        _load_helper(_path)
-
-from scripts import every_way  # noqa: E402, F401  # a fixture
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -162,7 +87,7 @@ def _leave_out_of_collections() -> None:
 
 
 def _leave_to_other_devices(items: Iterable[pytest.Item]) -> None:
-    """On the GPU made of RAM (`tests/cuda_in_ram`), each test of a GPU runs in one of its modes: of values with
+    """On the GPU made of RAM (`tests/gpu_in_ram`), each test of a GPU runs in one of its modes: of values with
     arithmetic, of memory without. Few need a real one."""
     if "CUDA_IN_RAM" not in os.environ:
         return

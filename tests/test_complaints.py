@@ -15,11 +15,11 @@ TESTS = Path(__file__).parent
 
 COMPLAINTS: dict[str, tuple[str, ...]] = {
     "host RAM runs out with no forecast": (
-        "files/test_larger_than_memory.py::test_no_stage_takes_more_than_explain_says",
+        "weights/test_larger_than_memory.py::test_no_stage_takes_more_than_explain_says",
         "explaining/test_host.py::test_the_text_names_each_stage",
     ),
     "pinned memory is rounded up to powers of two": (
-        "runtime/test_pinned.py::test_regions_are_pinned_exactly_and_unpinned_when_nobody_uses_them",
+        "runtime/storage/test_pinned.py::test_regions_are_pinned_exactly_and_unpinned_when_nobody_uses_them",
     ),
     "a CPU optimizer fails to build at its first use": (
         "kernels/test_fused_pass.py::test_a_compiler_that_does_not_work_is_the_users_to_mend",
@@ -30,21 +30,21 @@ COMPLAINTS: dict[str, tuple[str, ...]] = {
     ),
     "saving or resuming runs out of memory": (
         "checkpoint/test_training.py::test_nothing_is_taken_from_the_budget_nor_much_from_the_host",
-        "files/test_larger_than_memory.py::test_no_stage_takes_more_than_explain_says",
+        "weights/test_larger_than_memory.py::test_no_stage_takes_more_than_explain_says",
     ),
     "tied weights are saved twice": (
-        "files/test_save.py::test_a_shared_weight_is_written_once",
+        "weights/test_save.py::test_a_shared_weight_is_written_once",
         "checkpoint/test_training.py::test_the_files_are_what_others_read",
     ),
     "the optimizer's step is stale after a resume": (
         "checkpoint/test_training.py::test_a_resumed_run_has_the_bits_of_one_that_was_never_ended",
-        "checkpoint/test_kills.py::test_at_a_hundred_moments",
+        "faults/test_kills.py::test_at_a_hundred_moments",
     ),
     "schedulers, clipping, accumulation and groups do not work": (
         "engine/test_complaints.py::test_schedulers_clipping_accumulation_and_groups_do_not_work_with_the_optimizer",
         "engine/test_optimizer_semantics.py::test_every_scheduler",
         "engine/test_optimizer_semantics.py::test_groups_added_later",
-        "integrations/test_lightning.py::test_gradients_are_clipped_in_mixed_precision",
+        "lightning/test_strategy.py::test_gradients_are_clipped_in_mixed_precision",
     ),
     "frozen parameters and LoRA, parameters unused in some steps": (
         "engine/test_complaints.py::test_frozen_parameters_lora_and_parameters_unused_in_some_iterations",
@@ -58,22 +58,22 @@ COMPLAINTS: dict[str, tuple[str, ...]] = {
     "nn.MultiheadAttention": ("integrations/test_models.py::test_trains_and_answers_as_plain_pytorch",),
     "lengths that vary": (
         "integrations/test_models.py::test_lengths_that_vary",
-        "test_dynamic_shapes.py::test_new_shapes_are_planned_and_not_compiled",
+        "end_to_end/test_dynamic_shapes.py::test_new_shapes_are_planned_and_not_compiled",
     ),
     "graph breaks": ("end_to_end/test_several_graphs.py::test_every_budget_from_the_smallest_on",),
     "ranks decide differently and hang": (
-        "test_ranks.py::test_a_difference_names_what_and_who",
+        "distributed/test_agreement.py::test_a_difference_names_what_and_who",
         "distributed/test_distribute.py::test_all_ranks_raise_an_error_in_time",
         "distributed/test_races.py::test_every_agreement_matters",
     ),
     "a missing wait gives wrong gradients, found only as NaN": (
-        "runtime/test_races.py::test_late_copies_change_no_bit_under_the_minimum",
+        "faults/test_late_copies.py::test_late_copies_change_no_bit_under_the_minimum",
         "engine/test_complaints.py::test_wrong_gradients_are_found_only_as_nan",
     ),
     "an estimate says that it fits when it does not, or the reverse": (
         "end_to_end/test_prediction.py::test_every_operation_to_the_byte",
         "end_to_end/test_budget_error.py::test_the_minimum_works_and_one_byte_less_does_not",
-        "end_to_end/test_minimum_of_parts.py::test_what_explain_says_works_at_the_first_try_and_one_byte_less_does_not",
+        "end_to_end/test_minimum_of_graphs.py::test_what_explain_says_works_at_the_first_try_and_one_byte_less_does_not",
     ),
     "every release of PyTorch breaks it": (
         "test_torch_private.py::test_private_parts_are_touched_in_one_place",

@@ -113,14 +113,14 @@ def check_command(words: list[str]) -> None:
     else:
         assert program in ("python", "pip"), words
         assert program == "pip" or (ROOT / arguments[0]).exists(), words
-        if arguments[0] == "tests/cuda_in_ram/run.py":
+        if arguments[0] == "tests/gpu_in_ram/run.py":
             check_on_the_device(arguments[1:])
 
 
 def check_on_the_device(arguments: list[str]) -> None:
     """What `run.py` is given: its options, choices that the device has, a command."""
-    options = load(ROOT / "tests/cuda_in_ram/run.py").build_parser().parse_args(arguments)
-    there = re.findall(r"NAME\((\w+)\)", (ROOT / "tests/cuda_in_ram/device/settings.c").read_text())
+    options = load(ROOT / "tests/gpu_in_ram/run.py").build_parser().parse_args(arguments)
+    there = re.findall(r"NAME\((\w+)\)", (ROOT / "tests/gpu_in_ram/device/settings.c").read_text())
     assert {choice.partition("=")[0] for choice in options.set.split(",")} <= {"", *there}, arguments
     check_command(options.command)
 

@@ -18,14 +18,14 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def all_tests(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
     """Its own record is elsewhere."""
-    module = load(ROOT / "tests" / "cuda_in_ram" / "all_tests.py")
+    module = load(ROOT / "tests" / "gpu_in_ram" / "all_tests.py")
     monkeypatch.setattr(module, "RECORD", tmp_path / "last_green.json")
-    monkeypatch.setattr(module, "HERE", tmp_path / "tests" / "cuda_in_ram")
+    monkeypatch.setattr(module, "HERE", tmp_path / "tests" / "gpu_in_ram")
     monkeypatch.setattr(module, "version", {"torch": "2.11.0"}.get)
     return module
 
 
-RECORD = ROOT / "tests" / "cuda_in_ram" / "last_green.json"
+RECORD = ROOT / "tests" / "gpu_in_ram" / "last_green.json"
 
 
 def versions() -> list[str]:
@@ -127,7 +127,7 @@ def test_make_takes_the_version_from_its_arguments(arguments: str, torch_version
     installed = [line for line in said.stdout.splitlines() if f"{folder}/bin/python -m pip install" in line]
     assert len(installed) == 2
     assert all(set(PINNED[torch_version]) <= set(line.split()) for line in installed)
-    assert f"{folder}/bin/python tests/cuda_in_ram/all_tests.py {left}".strip() in map(
+    assert f"{folder}/bin/python tests/gpu_in_ram/all_tests.py {left}".strip() in map(
         str.strip, said.stdout.splitlines()
     )
 

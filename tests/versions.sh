@@ -18,21 +18,21 @@ TESTS=(
     tests/test_torch_private.py
     # bits under every budget, bytes as predicted, in eager code and with Inductor
     tests/end_to_end/test_bit_identity.py tests/end_to_end/test_prediction.py
-    tests/end_to_end/test_prediction_inductor.py tests/passes/test_segment_memory.py tests/passes/scratch
+    tests/end_to_end/test_prediction_inductor.py tests/passes/memory/test_segment_memory.py tests/passes/memory/scratch
     # what Inductor generates, and what is made of code that nobody can read
-    tests/passes/inductor tests/kernels/test_fused_pass.py tests/end_to_end/test_unread_wrappers.py
+    tests/passes/memory/inductor tests/kernels/test_fused_pass.py tests/end_to_end/test_unread_wrappers.py
     tests/end_to_end/test_unknown_operators.py
     # what Dynamo and AOTAutograd hand over
-    tests/test_backend.py tests/test_backward_kinds.py tests/test_caller.py tests/test_capture.py
-    tests/test_decompositions.py tests/test_user_names.py tests/test_compiled_steps.py
-    tests/end_to_end/test_several_graphs.py tests/end_to_end/test_autocast.py tests/end_to_end/test_user_actions.py
+    tests/test_backend.py tests/tracing/test_autograd_checks.py tests/tracing/test_caller.py tests/tracing/test_capture.py
+    tests/tracing/test_decompositions.py tests/tracing/test_names.py tests/end_to_end/test_compiled_steps.py
+    tests/end_to_end/test_several_graphs.py tests/end_to_end/test_autocast.py tests/properties/test_user_actions.py
     # sizes in symbols
-    tests/test_dynamic_shapes.py tests/test_dynamic_inductor.py
+    tests/end_to_end/test_dynamic_shapes.py tests/end_to_end/test_dynamic_inductor.py
     # optimizers
-    tests/optim/test_optim.py tests/optim/test_lamb.py tests/optim/test_overlap_seams.py tests/kernels/test_adam_cpu.py
+    tests/optim/test_optimizer.py tests/optim/test_lamb.py tests/optim/test_overlap_seams.py tests/kernels/test_adam_cpu.py
     tests/kernels/test_adam_cpu_formats.py
     # explanations; the texts under tests/golden depend on no version
-    tests/formats/test_golden.py tests/explaining/test_explain.py tests/explaining/test_offline.py
+    tests/explaining/formats/test_golden.py tests/explaining/test_explain.py tests/explaining/test_offline.py
 )
 
 versions=("$@")

@@ -3,7 +3,7 @@
 Sources: `c10/core/AllocatorConfig.h` and `c10/cuda/CUDACachingAllocator.cpp` (`round_size`, `should_split`),
 `aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`) and `aten/src/ATen/cuda/CUDABlas.cpp`
 (`_parseChosenWorkspaceSize`) of PyTorch 2.11 to 2.13. Where cuBLASLt has a workspace of its own is as the GPU made of
-RAM showed it with 2.13 (`tests/cuda_in_ram`).
+RAM showed it with 2.13 (`tests/gpu_in_ram`).
 
 Plans reckon with expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`, which a session switches on, or
 warns where the user has decided otherwise): every block is what was asked for, rounded to 512 bytes; what one chunk

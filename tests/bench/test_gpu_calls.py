@@ -223,10 +223,10 @@ def test_every_test_of_a_gpu_is_run_by_a_call():
     files = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "tests").rglob("test_*.py")
-        if re.search(r"mark\.gpu\b|@needs_gpu\b", path.read_text()) and path.parent.name not in ("bench", "cuda_in_ram")
+        if re.search(r"mark\.gpu\b|@needs_gpu\b", path.read_text()) and path.parent.name not in ("bench", "gpu_in_ram")
     }
     assert len(files) >= 8
-    for call, names in (("first", files), ("third", {"tests/runtime/test_gpu.py", "tests/gpu/test_train.py"})):
+    for call, names in (("first", files), ("third", {"tests/runtime/device/test_gpu.py", "tests/gpu/test_train.py"})):
         words = {
             word for step in REAL[call].steps if not step.tool for word in step.command if word.startswith("tests")
         }

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 import rank_cases
 from rank_cases import HUGE, NUMBERS_NBYTES, Result, adamw, arrays, bits, compiled, mean, mesh

@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "runtime")]
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "support")]
 
 import rank_cases
 from late_tiers import LateTier, tier_of_new_sessions

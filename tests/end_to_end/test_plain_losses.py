@@ -35,7 +35,7 @@ IDLE_EXPERTS = Case(
 CASES = LADDER | {IDLE_EXPERTS.name: IDLE_EXPERTS}
 
 SECOND_TIER = ("sometimes_unused", "graph_breaks")
-"""Idle experts have tests in `test_minimum_of_parts`, too."""
+"""Idle experts have tests in `test_minimum_of_graphs`, too."""
 
 
 def plain_losses(case: Case) -> list[np.ndarray]:

@@ -1,6 +1,6 @@
 """Values that forwards save leave until the backward: the same bits, in less memory, inside a hard limit.
 
-They go home (`"offload"`), or are made again (`"rerun"`; `test_reruns.py` is about these alone).
+They go home (`"offload"`), or are made again (`"rerun"`; `test_recompute.py` is about these alone).
 """
 
 from __future__ import annotations

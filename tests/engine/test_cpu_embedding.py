@@ -1,6 +1,6 @@
 """Embeddings that the CPU looks up, as far as that can be seen without a GPU: here rows go from the CPU to the CPU.
 
-`tests/cuda_in_ram/test_cpu_embedding.py` trains with them on a device.
+`tests/gpu_in_ram/test_cpu_embedding.py` trains with them on a device.
 """
 
 from __future__ import annotations

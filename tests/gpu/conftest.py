@@ -30,7 +30,7 @@ def without_cudnn_attention() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def blocks_for_an_interpreter() -> Iterator[None]:
-    """On the GPU made of RAM with arithmetic (`tests/cuda_in_ram`) Triton is interpreted, block by block."""
+    """On the GPU made of RAM with arithmetic (`tests/gpu_in_ram`) Triton is interpreted, block by block."""
     if importlib.util.find_spec("cuda_in_ram") is None or "CUDA_IN_RAM_ARITHMETIC" not in os.environ:
         yield
         return

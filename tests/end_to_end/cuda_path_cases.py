@@ -1,0 +1,335 @@
+"""Cases of `test_cuda_path.py`, in a process of their own, where Triton is interpreted from its first import on.
+
+`TRITON_INTERPRET=1 PYTHONPATH=tests/support python tests/end_to_end/cuda_path_cases.py` reads names of cases, one per
+line, and answers each with JSON: why it failed, or "".
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import torch
+from cuda_path_subjects import STEPS, Subject, adamw, budget, case, eager, on_fake_gpu, on_gpu
+from fake_gpu import FakeGpu
+from harness import array, differences
+from interpreting import answer
+from torch import Tensor
+
+import chunkc
+import chunkc.optim.on_device
+import chunkc.optim.pending_steps
+import chunkc.session.session
+from chunkc.machines.presets import preset
+from chunkc.optim.update_mode import groups_at_home
+
+
+def test_triton_trains_as_torch() -> None:
+    results = on_gpu(case(), 0)
+    losses, model = eager(case())
+    for found, expected in zip(results, [*losses, *model.parameters()], strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_budget_changes_no_bit() -> None:
+    assert not differences(on_gpu(case(), 0), on_gpu(case(), 100))
+
+
+def test_the_budget_changes_no_bit_of_sgd() -> None:
+    for settings in ({}, {"momentum": 0.9, "nesterov": True}):
+        results = []
+        for percent in (0, 100):
+            with on_fake_gpu():
+                subject = Subject(case(torch.bfloat16), budget(case(torch.bfloat16), percent))
+                optimizer = chunkc.optim.SGD(subject.model.parameters(), lr=1e-2, weight_decay=0.1, **settings)
+                results.append(subject.train(optimizer))
+        assert not differences(*results)
+
+
+def test_half_precision_with_masters() -> None:
+    tight, wide = on_gpu(case(torch.bfloat16), 0), on_gpu(case(torch.bfloat16), 100)
+    assert not differences(tight, wide)
+
+
+def test_a_disk_behind_it_changes_no_bit() -> None:
+    of = case(torch.bfloat16)
+    expected = on_gpu(of, 0)
+    for disk_holds, has_states_alone in (("states", True), ("everything", False)):
+        with on_fake_gpu():
+            subject = Subject(of, budget(of, 0), home="disk", disk_holds=disk_holds)
+            assert (subject.session.store.arena.state_home is not None) is has_states_alone
+            assert not differences(subject.train(adamw(subject)), expected)
+
+
+def test_memory_that_cannot_be_pinned_changes_no_bit() -> None:
+    of = case(torch.bfloat16)
+    expected = on_gpu(of, 0)
+    for lockable_nbytes, views_pageable, num_unpinned in ((8 * 8192, False, 0), (0, True, 8)):
+        for update_on in ("device", "cpu"):
+            gpu = FakeGpu(longest_s=0.001, lockable_nbytes=lockable_nbytes, views_pageable=views_pageable)
+            with on_fake_gpu(gpu):
+                subject = Subject(of, budget(of, 0))
+                assert len(gpu.unpinned) == num_unpinned // 2  # parameters
+                found = subject.train(adamw(subject, update_on))
+                assert len(gpu.unpinned) > num_unpinned  # and gradients, and states
+                if update_on == "device":
+                    assert not differences(found, expected)
+
+
+def test_updates_at_home_have_the_bits_of_the_cpu_s_slots() -> None:
+    of = case()
+    at_home = on_gpu(of, 0, "cpu")
+    subject = Subject(of, budget(of, 0))
+    chunked = subject.train(adamw(subject))
+    norms = {i for i, p in enumerate(subject.model.parameters()) if p.dim() == 1}
+    for index, (found, expected) in enumerate(zip(at_home[STEPS:], chunked[STEPS:], strict=True)):
+        if index not in norms:  # those Triton updated
+            torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-6, atol=1e-7)
+
+
+def test_some_here_and_some_there() -> None:
+    with on_fake_gpu():
+        of = case()
+        subject = Subject(of, budget(of, 0))
+        optimizer = adamw(subject, "auto")
+        loss = subject.compiled(**of.batch(0))
+        loss.backward()
+        session = subject.session
+        groups = session.store.layout.groups
+        assert groups_at_home(session, groups, "auto") == frozenset()  # the CPU stands for a device
+        session.device, session.hardware = torch.device("cuda:0"), preset("h200")
+        at_home = groups_at_home(session, groups, "auto")
+        assert 0 < len(at_home) < len(groups), at_home
+        moved = session.store.traffic.to_device_nbytes
+        optimizer.step()
+        subject.settle()
+        kinds = 4 * sum(session.store.layout.groups[g].nbytes("param") for g in range(len(groups)) if g not in at_home)
+        assert session.store.traffic.to_device_nbytes - moved == kinds  # what is updated at home moved nowhere
+        stepped = [float(optimizer.state[p]["step"]) for p in subject.model.parameters()]
+        assert stepped == [1.0] * len(stepped)
+
+
+def test_home_is_updated_after_all_that_was_enqueued() -> None:
+    """Eager code changes gradients at home, late: the CPU's update waits for it, and the host's next step for none."""
+    of, results = case(), []
+    for late_s in (0.0, 0.05):
+        with on_fake_gpu():
+            subject = Subject(of, budget(of, 0))
+            optimizer = adamw(subject, "cpu")
+            subject.compiled(**of.batch(0)).backward()
+            gradients = [layer.weight.grad for layer in subject.model.layers]  # type: ignore[union-attr]
+
+            def turn(late_s: float = late_s, gradients: list[Any] = gradients) -> None:
+                time.sleep(late_s)
+                for gradient in gradients:
+                    gradient.neg_()
+
+            if late_s:
+                subject.tier.enqueue(turn)
+            else:
+                subject.settle()
+                turn()
+            optimizer.step()
+            subject.settle()
+            results.append([array(p) for p in subject.model.parameters()])
+    assert not differences(*results)
+
+
+def overlapped(
+    mode: str, seed: int = 0, *, updates_s: float = 0.0, copies_s: float = 0.001, leave_out: str = ""
+) -> list[Any]:
+    """Losses and weights of training with `overlap=mode`; updates come up to `updates_s` late, jobs of streams too."""
+    of, gpu, random = case(), FakeGpu(longest_s=copies_s), Random(seed)
+    gpu.reseed(seed)
+    with on_fake_gpu(gpu):
+        subject = Subject(of, budget(of, 0))
+        store = subject.session.store
+        store.updates._stream._delay = lambda: random.uniform(0.5, 1.0) * updates_s
+        optimizer = adamw(subject, "cpu", overlap=mode)
+        if leave_out == "fetch after update":
+            store.updates.before = lambda group: ()
+        elif leave_out == "update after arrival":
+            store.home_marks = lambda group: []
+        results = []
+        for step in range(STEPS):
+            loss = subject.compiled(**of.batch(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            results.append(array(loss))
+        for update in store.updates._pending.values():
+            update.event.wait()
+        optimizer.synchronize()
+        subject.settle()
+        return [*results, *(array(p) for p in subject.model.parameters())]
+
+
+def test_overlapping_updates_change_no_bit() -> None:
+    expected = overlapped("none")
+    for mode in ("forward", "backward", "both"):
+        for seed in range(2):
+            assert not differences(overlapped(mode, seed, updates_s=0.01), expected), (mode, seed)
+
+
+def test_overlapping_updates_need_their_waits() -> None:
+    expected = overlapped("none")
+    assert differences(overlapped("forward", updates_s=0.05, leave_out="fetch after update"), expected)
+    late = (overlapped("backward", seed, copies_s=0.02, leave_out="update after arrival") for seed in range(10))
+    assert any(differences(found, expected) for found in late)
+
+
+def test_torch_s_own_optimizer_through_home_views() -> None:
+    of = case()
+    with on_fake_gpu():
+        subject = Subject(of, budget(of, 0))
+        optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-2, weight_decay=0.1)
+        results = subject.train(optimizer)
+    losses, model = eager(of)
+    for found, expected in zip(results, [*losses, *model.parameters()], strict=True):
+        torch.testing.assert_close(torch.as_tensor(found), expected.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_loss_scaling_changes_no_bit_and_skips_what_overflows() -> None:
+    of = case()
+    with on_fake_gpu():
+        subject = Subject(of, budget(of, 0))
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+        scaled = subject.train(adamw(subject), scaler=scaler)
+    assert not differences(scaled, on_gpu(of, 0))
+    with on_fake_gpu():
+        subject = Subject(of, budget(of, 0))
+        before = [array(p) for p in subject.model.parameters()]
+        scaler = torch.amp.GradScaler("cpu", init_scale=float("inf"))
+        after = subject.train(adamw(subject), steps=1, scaler=scaler)[1:]
+    assert not differences(before, after)
+
+
+class LateAnswer:
+    """Arrives when two more were asked for."""
+
+    asked = 0
+
+    def __init__(self, number: Tensor) -> None:
+        self.number = float(number)
+        LateAnswer.asked += 1
+        self.due = LateAnswer.asked + 2
+
+    def arrived(self) -> bool:
+        return LateAnswer.asked >= self.due
+
+    def read(self) -> float:
+        return self.number
+
+
+def skipping(make: Callable[[Subject], Any], remote: bool) -> tuple[list[Any], list[float]]:
+    """Steps 1 and 2 of 6 overflow; one parameter has no gradient in step 2. Only the device knows, if `remote`."""
+    former = chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.ask
+    chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.ask = (lambda number: remote), LateAnswer
+    try:
+        with on_fake_gpu():
+            subject = Subject(case(), budget(case(), 0))
+            optimizer, counted = make(subject), []
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
+            first, *_, last = subject.model.parameters()
+            for step in range(6):
+                loss = subject.compiled(**case().batch(step)) * (float("inf") if step in (1, 2) else 1.0)
+                scaler.scale(loss).backward()
+                subject.settle()
+                if step == 2:
+                    first.grad = None
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                counted.append(float(optimizer.state[last]["step"]))
+            subject.settle()
+            states = optimizer.state_dict()["state"]
+            found = [array(state[kind]) for state in states.values() for kind in sorted(state)]
+            return [*found, *(array(p) for p in subject.model.parameters())], counted
+    finally:
+        chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.ask = former
+
+
+def test_nobody_waits_to_know_whether_a_step_overflowed() -> None:
+    def lamb(subject: Subject) -> Any:
+        return chunkc.optim.LAMB(subject.model.parameters(), lr=1e-2, weight_decay=0.1)
+
+    def sgd(subject: Subject) -> Any:
+        return chunkc.optim.SGD(subject.model.parameters(), lr=1e-2, momentum=0.9, dampening=0.5)
+
+    for make in (adamw, lamb, sgd, lambda subject: adamw(subject, "cpu")):
+        seen, counted = skipping(make, remote=False)
+        assert counted == [1, 1, 1, 2, 3, 4], counted
+        found, optimistic = skipping(make, remote=True)
+        assert not differences(found, seen)
+        if make in (adamw, lamb, sgd):
+            assert optimistic != counted  # the host was told late
+
+
+def test_random_bits_wait_for_the_number_of_the_step() -> None:
+    def make(subject: Subject) -> Any:
+        return adamw(subject, moments_dtype=torch.bfloat16, stochastic_rounding=True)
+
+    found, counted = skipping(make, remote=True)
+    assert counted == [1, 1, 1, 2, 3, 4], counted
+    assert not differences(found, skipping(make, remote=False)[0])
+
+
+def test_every_format_has_the_same_bits_under_every_budget() -> None:
+    formats: list[tuple[torch.dtype, dict[str, Any]]] = [
+        (torch.float32, {"moments_dtype": "int8"}),
+        (torch.bfloat16, {"moments_dtype": torch.bfloat16, "stochastic_rounding": True}),
+    ]
+    for dtype, options in formats:
+        results = []
+        for percent in (0, 100):
+            with on_fake_gpu():
+                subject = Subject(case(dtype), budget(case(dtype), percent))
+                results.append(subject.train(adamw(subject, **options)))
+        assert not differences(*results)
+
+
+def test_lamb_has_the_same_bits_under_every_budget() -> None:
+    results = []
+    for percent in (0, 100):
+        with on_fake_gpu():
+            subject = Subject(case(), budget(case(), percent))
+            results.append(subject.train(chunkc.optim.LAMB(subject.model.parameters(), lr=1e-2)))
+    assert not differences(*results)
+
+
+def test_tables_are_made_once_and_steps_stay_on_the_host() -> None:
+    of = case()
+    with on_fake_gpu():
+        subject = Subject(of, budget(of, 0))
+        optimizer = adamw(subject)
+        subject.train(optimizer, 1)
+        (adam,) = optimizer._updaters.values()
+        tables = dict(adam.tables.items())
+        subject.train(optimizer, 2)
+        assert {key: id(t) for key, t in adam.tables.items()} == {key: id(t) for key, t in tables.items()}
+        assert all(state["step"].device.type == "cpu" for state in optimizer.state.values())
+        restored = adamw(subject)
+        restored.load_state_dict(optimizer.state_dict())
+        subject.settle()
+        for p in subject.model.parameters():
+            for kind, value in optimizer.state[p].items():
+                assert torch.equal(restored.state[p][kind], value), kind
+
+
+def test_compiled_by_inductor() -> None:
+    of = case()
+    results = []
+    for wide in (0, 100):
+        with on_fake_gpu():
+            subject = Subject(of, budget(of, wide) + (1 << 16), codegen="inductor")
+            results.append(subject.train(adamw(subject)))
+    assert not differences(*results)
+
+
+CASES: dict[str, Callable[[], None]] = {name: f for name, f in globals().items() if name.startswith("test_")}
+
+
+if __name__ == "__main__":
+    answer(lambda name: CASES[name]())

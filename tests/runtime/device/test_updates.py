@@ -1,0 +1,236 @@
+"""Updates at home behind the host's back: whoever reads or writes a group's home comes after its update.
+
+Nothing here depends on time: an update stands still until a gate opens, and what must wait is shown to wait, and to
+find the updated bytes afterwards. What happens without a wait: `left_out`, and
+`tests/faults/test_missing_update_waits.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from update_cases import NUMEL, Gate, Subject, blocks_until_opened, opened_soon
+
+from chunkc.ir.errors import StreamError
+from chunkc.ir.layout import GRAD, PARAM, Chunk
+from chunkc.runtime.device.updates import HomeUpdates
+
+pytestmark = pytest.mark.timeout(60)
+
+
+# ---------------------------------------------------------------- copies
+
+
+def fetch(subject: Subject) -> None:
+    subject.store.prefetch(Chunk("param", 0))
+
+
+def fetch_and_wait(subject: Subject) -> Tensor:
+    opened_soon(subject.gate)
+    subject.store.wait(Chunk("param", 0))
+    return subject.slot(Chunk("param", 0))
+
+
+def test_a_fetch_reads_what_the_update_leaves(subject: Subject) -> None:
+    subject.begin()
+    fetch(subject)  # asks, and does not block
+    assert not subject.gate.done()
+    assert torch.all(fetch_and_wait(subject) == 2.0)
+
+
+def test_a_fetch_that_does_not_come_after_the_update_reads_what_was(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subject.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(subject.store.updates, "before", lambda group: ())
+        fetch(subject)
+    subject.settle()
+    assert torch.all(fetch_and_wait(subject) == 1.0)
+
+
+def test_other_groups_are_fetched_meanwhile(subject: Subject) -> None:
+    subject.begin(group=1)
+    fetch(subject)
+    subject.store.wait(Chunk("param", 0))
+    assert torch.all(subject.slot(Chunk("param", 0)) == 1.0)
+    assert not subject.gate.done()
+
+
+@pytest.mark.parametrize("left_out", [False, True], ids=["as it is", "without the wait"])
+def test_a_gradient_goes_home_after_the_update_that_reads_the_former(
+    subject: Subject, left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[float] = []
+    store = subject.store
+    store.prefetch(Chunk("grad", 0))
+    store.wait(Chunk("grad", 0))
+    store.sink("a", Chunk("grad", 0), lambda: torch.full((NUMEL,), 3.0), owned=True)
+
+    def job() -> None:
+        subject.gate.wait()
+        seen.append(float(subject.home(GRAD)[0]))
+
+    store.updates.begin(0, job, label="a")
+    if left_out:
+        monkeypatch.setattr(store.updates, "before", lambda group: ())
+    store.write_back(Chunk("grad", 0))
+    if left_out:
+        subject.settle()
+    opened_soon(subject.gate)
+    store.wait(Chunk("grad", 0))
+    store.evict(Chunk("grad", 0))
+    monkeypatch.undo()
+    store.updates.finish()
+    subject.settle()
+    assert seen == [3.0 if left_out else 0.0]
+    assert torch.all(subject.home(GRAD) == 3.0)
+
+
+@pytest.mark.parametrize("left_out", [False, True], ids=["as it is", "without the wait"])
+def test_an_update_begins_when_copies_of_its_group_under_way_are_over(left_out: bool) -> None:
+    """A parameter that is being fetched is read as it was; its update begins with the gradients' arrival."""
+    subject, hold = Subject("cpu"), Gate()
+    store = subject.store
+    store.tier.links["to_device"].submit(hold.wait)
+    store.prefetch(Chunk("param", 0))
+    after = list(store.tier.mark()) if left_out else store.home_marks(0)
+    store.updates.begin(0, lambda: subject.home().fill_(2.0), label="a", after=after)
+    if left_out:
+        store.updates.finish()
+    hold.opened.set()
+    store.wait(Chunk("param", 0))
+    assert torch.all(subject.slot(Chunk("param", 0)) == (2.0 if left_out else 1.0))
+    store.updates.finish()
+    assert torch.all(subject.home() == 2.0)
+
+
+@pytest.mark.parametrize("left_out", [False, True], ids=["as it is", "without the wait"])
+def test_an_update_begins_when_enqueued_computation_is_over(left_out: bool) -> None:
+    """Eager code on the device reads a home view before the update, however late it runs."""
+    subject, hold, read = Subject("cuda"), Gate(), []
+    store = subject.store
+    store.tier.enqueue(hold.wait)
+    store.tier.enqueue(lambda: read.append(float(subject.home()[0])))
+    store.updates.begin(
+        0, lambda: subject.home().fill_(2.0), label="a", after=() if left_out else store.home_marks(0)
+    )  # fmt: skip
+    if left_out:
+        store.updates.finish()
+    hold.opened.set()
+    store.updates.finish()
+    subject.settle()
+    assert read == [2.0 if left_out else 1.0]
+
+
+# ---------------------------------------------------------------- the host
+
+
+def test_the_host_waits_before_it_touches_home(subject: Subject) -> None:
+    subject.begin()
+    blocks_until_opened(subject.gate, lambda: subject.store.await_home(Chunk("param", 0)))
+
+
+def test_filling_home_comes_after_the_update(subject: Subject) -> None:
+    subject.begin()
+    blocks_until_opened(subject.gate, lambda: subject.store.write(PARAM, "a", torch.full((NUMEL,), 5.0)))
+    subject.store.updates.finish()
+    assert torch.all(subject.home() == 5.0)
+
+
+def test_a_gradient_that_the_user_replaced_is_collected_after_the_update(subject: Subject) -> None:
+    subject.begin(GRAD)
+    subject.parameters["a"].grad = torch.full((NUMEL,), 7.0)
+    blocks_until_opened(subject.gate, lambda: subject.store.collect_gradients(0))
+    subject.settle()
+    assert torch.all(subject.home(GRAD) == 7.0)
+
+
+def test_nothing_is_placed_elsewhere_under_an_update(subject: Subject) -> None:
+    subject.begin()
+    blocks_until_opened(
+        subject.gate, lambda: subject.store.place(subject.layout, subject.parameters, frozenset({0}))
+    )  # fmt: skip
+    assert torch.all(subject.parameters["a"] == 2.0)
+
+
+# ---------------------------------------------------------------- order, threads, ends
+
+
+def test_updates_run_in_order_without_gradients_on_one_thread() -> None:
+    updates, seen = HomeUpdates(), []
+
+    def job(index: int) -> None:
+        seen.append((index, torch.is_grad_enabled(), threading.current_thread().name))
+
+    for index in range(5):
+        updates.begin(index, lambda index=index: job(index), label="")
+    updates.finish()
+    assert seen == [(index, False, "chunkc-update") for index in range(5)]
+
+
+def test_the_order_of_use_is_that_of_the_latest_step() -> None:
+    updates = HomeUpdates()
+    assert updates.in_order_of_use([3, 1, 2]) == [1, 2, 3]
+    for group in (2, 3, 2, 1):
+        updates.note_use(group)
+    assert updates.in_order_of_use([0, 1, 2, 3]) == [2, 3, 1, 0]
+    assert updates.in_order_of_use([3, 2]) == [2, 3]
+
+
+@pytest.mark.timeout(180)  # a process that imports torch
+def test_updates_under_way_end_before_the_interpreter_does() -> None:
+    script = """
+        import time
+        from chunkc.runtime.device.updates import HomeUpdates
+        updates = HomeUpdates()
+        def job():
+            time.sleep(0.5)
+            print("done", flush=True)
+        def broken():
+            raise ValueError("never told")
+        updates.begin(0, job, label="the first")
+        updates.begin(1, broken, label="the last")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
+    )  # fmt: skip
+    assert done.stdout == "done\n"
+    assert "the update of the last failed" in done.stderr
+
+
+def test_a_store_takes_its_updates_with_it() -> None:
+    updates = HomeUpdates()
+    updates.begin(0, lambda: None, label="")
+    updates.finish()
+    reference = weakref.ref(updates)
+    del updates
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_told_that_an_update_is_its_parent_s() -> None:
+    updates, gate = HomeUpdates(), Gate()
+    updates.begin(0, gate.wait, label="it")
+    child = os.fork()
+    if child == 0:
+        try:
+            updates.finish()
+        except StreamError as error:
+            os._exit(0 if "before os.fork" in str(error) else 2)
+        os._exit(1)
+    _, status = os.waitpid(child, 0)
+    gate.opened.set()
+    updates.finish()
+    assert os.waitstatus_to_exitcode(status) == 0

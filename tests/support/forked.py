@@ -1,0 +1,55 @@
+"""Runs Python programs that import chunkc in a fraction of a second each: importing PyTorch takes longer than most of
+them. They are forked from one process, `fork_server`, which begins with the first of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+SERVER = Path(__file__).with_name("fork_server.py")
+
+_server: subprocess.Popen[str] | None = None
+
+
+def run(
+    program: Path, *arguments: object, folder: Path | None = None, environment: Mapping[str, str] = os.environ
+) -> subprocess.CompletedProcess[str]:
+    """What `python PROGRAM ARGUMENTS` comes to in `folder`. Where this is interrupted, whatever it started is ended."""
+    global _server
+    if _server is None:
+        command = [sys.executable, "-P", str(SERVER)]  # tests are on no path
+        _server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+    server, child = _server, None
+    assert server.stdin is not None
+    assert server.stdout is not None
+    words = [str(word) for word in arguments]
+    with tempfile.TemporaryDirectory() as found:
+        outputs = [Path(found) / name for name in ("output", "errors")]
+        request = {
+            "program": str(program),
+            "arguments": words,
+            "folder": str(folder or Path.cwd()),
+            "environment": dict(environment),
+            "outputs": [str(path) for path in outputs],
+        }
+        try:
+            server.stdin.write(json.dumps(request) + "\n")
+            server.stdin.flush()
+            child = int(server.stdout.readline())
+            status = int(server.stdout.readline())
+        except BaseException:  # such as pytest's time limit
+            _server = None
+            server.kill()
+            if child is not None:
+                os.killpg(child, signal.SIGKILL)
+            raise
+        return subprocess.CompletedProcess([str(program), *words], status, *[path.read_text() for path in outputs])

@@ -1,0 +1,23 @@
+"""What tests of LAMB kernels do with both stages."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from chunkc.kernels.formats import AdamFormat, AdamSlots
+from chunkc.kernels.lamb_formats import LambWork, new_partials
+
+
+def on(work: LambWork, device: torch.device | str) -> LambWork:
+    """The same work on another device."""
+    return work.with_rows(work.rows.to(device))
+
+
+def update(kernel: ModuleType, fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor) -> None:
+    """Both stages of a tile in which all its tensors lie altogether."""
+    partials = new_partials(work, slots.param.device)
+    kernel.lamb_moments(fmt, slots, work, scalars, partials)
+    kernel.lamb_apply(fmt, slots, work, scalars, partials)

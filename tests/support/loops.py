@@ -1,0 +1,62 @@
+"""Small models, batches and budgets for the tests of other libraries' training loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from zoo import integers
+
+import chunkc
+
+VOCAB, LENGTH, WIDTH = 128, 32, 64
+
+
+def gpt(seed: int = 0, num_layers: int = 2) -> nn.Module:
+    """A GPT-2 of Hugging Face with random weights, without dropout: about 115,000 parameters with two layers."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        n_layer=num_layers, n_embd=WIDTH, n_head=4, vocab_size=VOCAB, n_positions=LENGTH, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0, use_cache=False,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else a warning about it breaks the graph
+    return model
+
+
+def tokens(count: int, seed: int = 1) -> list[dict[str, Tensor]]:
+    """Examples for a causal language model."""
+    return [{"input_ids": row, "labels": row} for row in integers(seed, (count, LENGTH), VOCAB)]
+
+
+def batches(examples: Sequence[dict[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
+    """Of `size` examples each, in order."""
+    for at in range(0, len(examples), size):
+        part = examples[at : at + size]
+        yield {key: torch.stack([example[key] for example in part]) for key in part[0]}
+
+
+def assert_moved(model: nn.Module, budget_nbytes: int) -> chunkc.Report:
+    """The model trained in the budget, with chunks on the move; returns its report."""
+    report = chunkc.report(model)
+    assert report.predicted_peak_nbytes <= budget_nbytes == report.memory_budget_nbytes
+    assert report.num_resident_chunks < report.num_chunks
+    assert report.traffic_nbytes["to_home"] > 0
+    return report
+
+
+def assert_clipped_in_slots(model: nn.Module) -> None:
+    """Norms have read gradients at home in the first step alone."""
+    read_nbytes, all_nbytes = chunkc.report(model).gradients_read_nbytes, sum(p.nbytes for p in model.parameters())
+    assert 0 < read_nbytes <= all_nbytes
+
+
+def assert_close(left: Sequence[Any], right: Sequence[Any]) -> None:
+    """Losses agree up to the rounding of another order of operations: AOTAutograd's decompositions, fused updates."""
+    assert len(left) == len(right) > 0
+    np.testing.assert_allclose(left, right, rtol=1e-3)

@@ -1,0 +1,258 @@
+"""A training step with one of its waits left out, for the tests of every place that it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import (
+    TINY,
+    Arrays,
+    adamw,
+    array,
+    compile_case,
+    differences,
+    gradients,
+    refuse,
+    session_of,
+    weights,
+)
+from late_tiers import Factory, tier_of_new_sessions
+from plain_modules import Stack
+from zoo import Case, floats
+
+from chunkc.ir.errors import ChunkStateError
+from chunkc.runtime.execution import executor
+from chunkc.runtime.store.chunk_states import ChunkState, advance
+from chunkc.runtime.store.store import ChunkStore
+
+
+# One chunk each, small enough to be updated in one piece.
+def stack(device: str) -> Case:
+    return Case("stack", lambda: Stack(bias=False), lambda seed: {"x": floats(seed, (4, 64)).to(device)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """A wait in the instructions of a phase.
+
+    Attributes:
+        index: among the phase's instructions.
+        way: "in" behind a prefetch, "out" behind a write-back.
+    """
+
+    phase: str
+    index: int
+    chunk: str
+    way: str
+
+    @property
+    def kind(self) -> str:
+        return f"{self.phase} {self.way} {self.chunk.kind}"
+
+
+WAYS = {executor._prefetch: "in", executor._write_back: "out"}
+
+
+def waits_of(phase: str, executable: executor.Executable) -> list[Wait]:
+    found, way = [], {}
+    for index, instruction in enumerate(executable.instructions):
+        if isinstance(instruction, executor._Event):
+            if instruction.do is executor._wait:
+                found.append(Wait(phase, index, instruction.chunk, way[instruction.chunk]))
+            else:
+                way[instruction.chunk] = WAYS.get(instruction.do, "none")
+    return found
+
+
+def without(executable: executor.Executable, wait: Wait, *, forced: bool) -> executor.Executable:
+    """The instructions with one wait left out; `forced`: the chunk's state goes on as if it were there."""
+    instructions = list(executable.instructions)
+    instructions[wait.index : wait.index + 1] = [executor._Event(force_state, wait.chunk)] if forced else []
+    return dataclasses.replace(executable, instructions=tuple(instructions))
+
+
+def force_state(store: ChunkStore, chunk: str, link: str) -> None:
+    """`ChunkStore.wait` that does not wait."""
+    slot = store.slot(chunk)
+    if slot.state in (ChunkState.PREFETCHING, ChunkState.EVICTING):
+        slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+
+
+@contextmanager
+def calls_of(kind: type) -> Iterator[list[Any]]:
+    """The objects of a class that are called inside, in order."""
+    called: list[Any] = []
+    call = kind.__call__
+
+    def noting(self: Any, *args: Any) -> Any:
+        called.append(self)
+        return call(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "__call__", noting)
+        yield called
+
+
+class Subject:
+    """A small model, compiled once, whose second step is run again and again from the same state.
+
+    Forward, a backward that accumulates onto gradients which are there already, and an optimizer step.
+
+    Attributes:
+        executables: what a step runs, by phase.
+
+    Args:
+        factory: makes the tier; None: the device's own.
+        device: where the model computes.
+    """
+
+    def __init__(self, factory: Factory | None, device: str = "cpu") -> None:
+        self.case = stack(device)
+        with nullcontext() if factory is None else tier_of_new_sessions(factory):
+            budget = refuse(self.case, memory_budget=TINY, device=device).minimum_nbytes
+            # verify=False: what is left out here, the verifier would find.
+            self.model, self.compiled = compile_case(
+                self.case, memory_budget=budget, device=device, whole_graph="never", debug=True, verify=False
+            )
+        self.optimizer = adamw(self.model.parameters())
+        self.compiled(**self.case.batch(0)).backward()
+        self.optimizer.step()
+        self.session = session_of(self.model)
+        assert self.session.store.debug
+        # Copied by hand: `state_dict` would not be the very home views again.
+        self.tensors = [t for p in self.model.parameters() for t in (p.detach(), p.grad)]
+        self.tensors += [t for state in self.optimizer.state.values() for t in state.values()]
+        self.start = [t.clone() for t in self.tensors]
+        self.step()
+        with calls_of(executor.Executable) as ran:
+            self.expected = self.step()
+        self.executables = dict(zip(("forward", "backward", "update"), ran, strict=True))
+
+    def restore(self) -> None:
+        self.session.store.release_slots()
+        self.session.store.tier.drain()
+        addresses = iter(self.tensors)
+        for p in self.model.parameters():
+            next(addresses)
+            p.grad = next(addresses)
+        with torch.no_grad():
+            for tensor, value in zip(self.tensors, self.start):
+                tensor.copy_(value)
+
+    def step(self) -> tuple[np.ndarray, Arrays, Arrays, Arrays]:
+        """Loss, gradients, weights, states after one step from the start."""
+        self.restore()
+        loss = self.compiled(**self.case.batch(1))
+        loss.backward()
+        self.session.store.tier.drain()
+        grads = gradients(self.model)
+        self.optimizer.step()
+        self.session.store.tier.drain()
+        states = {
+            f"{index}.{kind}": array(tensor)
+            for index, state in enumerate(self.optimizer.state.values())
+            for kind, tensor in state.items()
+        }
+        return array(loss), grads, weights(self.model), states
+
+    def waits(self) -> list[Wait]:
+        return [wait for phase, executable in self.executables.items() for wait in waits_of(phase, executable)]
+
+    def outcome_without(self, wait: Wait, *, forced: bool) -> tuple[list[str], BaseException | None]:
+        """How a step without that wait differs from one with it; or the error it raised."""
+        return self.outcome_with(wait.phase, without(self.executables[wait.phase], wait, forced=forced))
+
+    def outcome_with(self, phase: str, broken: executor.Executable) -> tuple[list[str], BaseException | None]:
+        """How a step differs in which `broken` runs instead of a phase's own instructions; or its error."""
+        target = self.executables[phase]
+        run, ran = executor.Executable.__call__, []
+
+        def swapped(executable: executor.Executable, *args: Any) -> list[Any]:
+            if executable is target:
+                ran.append(phase)
+                executable = broken
+            return run(executable, *args)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(executor.Executable, "__call__", swapped)
+            try:
+                found = differences(self.step(), self.expected)
+            except ChunkStateError as error:
+                found, problem = [], error.with_traceback(None)
+            else:
+                problem = None
+        assert ran == [phase]
+        return found, problem
+
+
+KINDS = (
+    "forward in param",
+    "backward in param",
+    "backward in grad",
+    "backward out grad",
+    "update in param",
+    "update in grad",
+    "update in exp_avg",
+    "update in exp_avg_sq",
+    "update out param",
+    "update out exp_avg",
+    "update out exp_avg_sq",
+)
+
+
+def is_event(instruction: object, events: tuple[object, ...], chunk: str | None = None) -> bool:
+    return isinstance(instruction, executor._Event) and instruction.do in events and chunk in (None, instruction.chunk)
+
+
+def span(executable: executor.Executable, wait: Wait) -> tuple[int, int]:
+    """Where the copy is submitted, and where it must be done: what reads it, a call or a gradient's sum, or the slot's
+    end."""
+    events = executable.instructions
+    submits = (executor._prefetch, executor._write_back)
+    begin = max(i for i in range(wait.index) if is_event(events[i], submits, wait.chunk))
+    for index in range(wait.index + 1, len(events)):
+        event = events[index]
+        if wait.kind == "backward in grad":
+            reads = isinstance(event, executor._Sink) and event.chunk == wait.chunk
+        else:
+            reads = wait.way == "in" and isinstance(event, executor._Call | executor._Update)
+        if is_event(event, (executor._evict,), wait.chunk) or reads:
+            return begin, index
+    raise AssertionError(f"{wait.chunk} stays in its slot")
+
+
+def shows_by_the_clock(executable: executor.Executable, wait: Wait) -> bool:
+    """Whether nothing else makes the copy done in time.
+
+    Copies of one way keep their order: once a later one was waited for, this one is done too. `LateTier`
+    knows no such mercy.
+    """
+    begin, end = span(executable, wait)
+    submits = (executor._prefetch,) if wait.way == "in" else (executor._write_back,)
+    later: set[str] = set()
+    for event in executable.instructions[begin + 1 : end]:
+        if is_event(event, submits):
+            later.add(event.chunk)  # type: ignore[attr-defined]
+        elif is_event(event, (executor._wait,)) and event.chunk in later:  # type: ignore[attr-defined]
+            return False
+    return True
+
+
+def slow_without(
+    executable: executor.Executable, wait: Wait, slow: Callable[[], None], fast: Callable[[], None]
+) -> executor.Executable:
+    """`without`, forced, and the copy is slow: `slow` is called before it is submitted, `fast` once it is too late."""
+    events = executable.instructions
+    begin, end = span(executable, wait)
+    before_copy, force, after_use = (
+        executor._Event(do, wait.chunk) for do in (lambda *_: slow(), force_state, lambda *_: fast())
+    )
+    before, between, after = events[:begin], events[begin : wait.index], events[wait.index + 1 : end + 1]
+    instructions = (*before, before_copy, *between, force, *after, after_use, *events[end + 1 :])
+    return dataclasses.replace(executable, instructions=instructions)

@@ -1,0 +1,821 @@
+"""Calls of ATen operators whose scratch is measured against the table: sizes, dtypes and strides that models have."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Call = tuple[Any, tuple, dict[str, Any]]
+FAMILIES: dict[str, Callable[[torch.dtype], Iterator[Call]]] = {}
+
+
+def family(make: Callable[[torch.dtype], Iterator[Call]]) -> Callable[[torch.dtype], Iterator[Call]]:
+    """Register a family of calls; it is measured for every dtype in `DTYPES`."""
+    FAMILIES[make.__name__] = make
+    return make
+
+
+def call(target: Any, *args: Any, **kwargs: Any) -> Call:
+    return target, args, kwargs
+
+
+def layouts(dtype: torch.dtype, *shape: int) -> list[Tensor]:
+    """The same shape contiguous, with two dimensions swapped in memory, strided inside, and expanded."""
+    x = torch.randn(shape).to(dtype)
+    found = [x]
+    if len(shape) > 1:
+        swapped = (*shape[:-2], shape[-1], shape[-2])
+        found.append(torch.randn(swapped).to(dtype).mT)
+        found.append(torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)[..., ::2])
+        found.append(torch.randn(shape[1:]).to(dtype).expand(shape))
+    return found
+
+
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+UNARY = words(
+    """
+    abs neg exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal sin cos tan asin acos atan sinh cosh
+    tanh asinh acosh atanh erf erfc erfinv sigmoid relu silu gelu hardswish hardsigmoid hardtanh softplus elu
+    leaky_relu floor ceil round trunc frac sign sgn square logit lgamma digamma isnan isinf isfinite
+    logical_not nan_to_num signbit bitwise_not celu mish log_sigmoid_forward sinc i0 special_entr positive
+    deg2rad rad2deg hardshrink softshrink
+    """
+)
+
+BINARY = words(
+    """
+    add sub mul div pow maximum minimum atan2 eq ne lt le gt ge fmod remainder floor_divide logical_and
+    logical_or logical_xor hypot copysign fmax fmin xlogy logaddexp logaddexp2 nextafter ldexp heaviside
+    bitwise_and bitwise_or bitwise_xor gcd
+    """
+)
+
+WITH_NUMBER = words("add sub mul div pow eq ne lt le gt ge fmod remainder rsub floor_divide clamp_min clamp_max")
+
+OF_INTEGERS = words("exp sqrt sin sigmoid reciprocal isnan abs neg sign floor logical_not")
+
+
+def overload(name: str, *candidates: str) -> Any:
+    packet = getattr(aten, name)
+    return next(getattr(packet, c) for c in candidates if hasattr(packet, c))
+
+
+@family
+def unary(dtype: torch.dtype) -> Iterator[Call]:
+    for name in UNARY:
+        if name == "bitwise_not":
+            yield call(aten.bitwise_not.default, torch.randint(9, (6, 10)))
+            continue
+        for x in layouts(dtype, 24, 40):
+            yield call(getattr(aten, name).default, x)
+        if name in OF_INTEGERS:
+            yield call(getattr(aten, name).default, torch.randint(1, 9, (6, 10)))
+
+
+@family
+def binary(dtype: torch.dtype) -> Iterator[Call]:
+    for name in BINARY:
+        target = overload(name, "Tensor", "Tensor_Tensor", "default")
+        if name.startswith("bitwise") or name == "gcd":
+            yield call(target, torch.randint(9, (6, 7)), torch.randint(9, (7,)))
+            yield call(target, torch.randint(9, (6, 7)).int(), torch.randint(9, (7,)))
+            continue
+        for x in layouts(dtype, 24, 40):
+            yield call(target, x, torch.rand(24, 40).to(dtype))
+            yield call(target, x, torch.rand(40).to(dtype))
+        if name == "nextafter":
+            continue
+        if name not in ("heaviside", "ldexp"):
+            yield call(target, torch.ones(6, 7).to(dtype), torch.ones(6, 7, dtype=torch.float64))
+            yield call(target, torch.ones(6, 7).to(dtype), torch.ones(7, dtype=torch.int64))
+            yield call(target, torch.ones(6, 7).to(dtype), torch.ones(()))
+            yield call(target, torch.ones(6, 7, dtype=torch.int32), torch.ones(6, 7).to(dtype))
+
+
+@family
+def with_number(dtype: torch.dtype) -> Iterator[Call]:
+    for name in WITH_NUMBER:
+        compares = name in ("eq", "ne", "lt", "le", "gt", "ge", "fmod", "remainder")
+        second = overload(name, "Scalar") if compares else overload(name, "Tensor", "default", "Scalar")
+        for target in (overload(name, "Scalar", "Tensor_Scalar", "default"), second):
+            if target in (aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.rsub.Tensor):
+                continue
+            if name == "pow":
+                target = aten.pow.Tensor_Scalar
+            for number in (2, 0.5):
+                yield call(target, torch.ones(5, 6).to(dtype), number)
+                if name != "pow" or number == 2:
+                    yield call(target, torch.ones(5, 6, dtype=torch.int64), number)
+    x = torch.ones(5, 6).to(dtype)
+    mask = x > 0
+    yield call(aten.pow.Scalar, 2.0, x)
+    yield call(aten.add.Tensor, x, x, alpha=2)
+    yield call(aten.add.Tensor, x, 2, alpha=3)
+    for y in (x, torch.ones(6, 5).to(dtype).t()):
+        yield call(aten.clamp.default, y, -1, 1)
+        yield call(aten.clamp.default, y, None, 0.5)
+        yield call(aten.clamp.Tensor, y, torch.zeros(()).to(dtype), None)
+        yield call(aten.masked_fill.Scalar, y, mask, 1.0)
+        yield call(aten.masked_fill.Tensor, y, mask, torch.ones(()))
+        yield call(aten.where.self, mask, y, torch.zeros(()).to(dtype))
+        yield call(aten.where.self, mask, y, torch.zeros(6, dtype=torch.float64))
+        yield call(aten.where.ScalarOther, mask, y, 1.0)
+        yield call(aten.where.ScalarSelf, mask, 0.0, y)
+        yield call(aten.lerp.Scalar, y, x, 0.5)
+        yield call(aten.lerp.Tensor, y, x, x)
+        yield call(aten.addcmul.default, y, x, x, value=2)
+        yield call(aten.addcdiv.default, y, x, x)
+        yield call(aten.threshold.default, y, 0.1, 0)
+        yield call(aten.threshold_backward.default, x, y, 0)
+        for name in words("sigmoid_backward tanh_backward silu_backward gelu_backward"):
+            yield call(getattr(aten, name).default, x, y)
+        yield call(aten.gelu_backward.default, x, y, approximate="tanh")
+        yield call(aten.leaky_relu_backward.default, x, y, 0.1, False)
+        yield call(aten.elu_backward.default, x, 1.0, 1.0, 1.0, False, y)
+        yield call(aten.hardswish_backward.default, x, y)
+        yield call(aten.hardsigmoid_backward.default, x, y)
+        yield call(aten.hardtanh_backward.default, x, y, -1, 1)
+        yield call(aten.softplus_backward.default, x, y, 1, 20)
+        yield call(aten.mish_backward.default, x, y)
+        yield call(aten.logit_backward.default, x, y, None)
+        yield call(aten._prelu_kernel.default, y, torch.ones(1, 6).to(dtype))
+        yield call(aten._prelu_kernel_backward.default, x, y, torch.ones(1, 6).to(dtype))
+        yield call(aten.glu.default, y, -1)
+        yield call(aten.glu_backward.default, torch.ones(5, 3).to(dtype), y, -1)
+        yield call(aten.log_sigmoid_backward.default, x, y, x)
+        yield call(aten.polygamma.default, 1, y)
+    yield call(aten.add_.Tensor, torch.ones(5, 6).to(dtype), torch.ones(5, 6, dtype=torch.float32))
+    yield call(aten.add_.Tensor, torch.ones(5, 6).to(dtype), 1)
+    yield call(aten.mul_.Tensor, torch.ones(5, 6).to(dtype), torch.ones(6).to(dtype))
+    yield call(aten.copy_.default, torch.ones(5, 6), x)
+    yield call(aten.fill_.Scalar, torch.ones(5, 6), 1.0)
+    yield call(aten.complex.default, torch.ones(5, 6), torch.ones(5, 6))
+    yield call(aten.polar.default, torch.ones(5, 6), torch.ones(5, 6))
+    yield call(aten.view_as_real.default, torch.ones(5, 6, dtype=torch.complex64))
+    yield call(aten.mul.Tensor, torch.ones(5, 6, dtype=torch.complex64), torch.ones(5, 6))
+    yield call(aten.mul.Tensor, torch.ones(5, 6, dtype=torch.complex64), 1j)
+    yield call(aten.abs.default, torch.ones(5, 6, dtype=torch.complex64))
+    yield call(aten.angle.default, torch.ones(5, 6, dtype=torch.complex64))
+    for num_tested in (5, 20, 90):
+        yield call(aten.isin.Tensor_Tensor, torch.arange(50), torch.arange(num_tested))
+        yield call(aten.isin.Tensor_Tensor, torch.arange(50.0), torch.arange(float(num_tested)), assume_unique=True)
+    yield call(prims.convert_element_type.default, x, torch.float64)
+    yield call(prims.fma.default, torch.ones(5, 6), torch.ones(5, 6), torch.ones(5, 6))
+
+
+@family
+def reductions(dtype: torch.dtype) -> Iterator[Call]:
+    for x in (*layouts(dtype, 24, 40), torch.randn(4, 5, 6, 7).to(dtype), torch.randn(200, 300).to(dtype)):
+        dims: tuple[list[int], ...] = ([0], [1], [-1, 0]) if x.dim() == 2 else ([0], [1], [2, 3], [0, 2], [1, 3])
+        for dim in dims:
+            for keep in (False, True):
+                for target in (aten.sum.dim_IntList, aten.mean.dim, aten.amax.default, aten.amin.default):
+                    yield call(target, x, dim, keep)
+                yield call(aten.var.correction, x, dim, correction=0, keepdim=keep)
+                yield call(aten.std.correction, x, dim, correction=1, keepdim=keep)
+                yield call(aten.var_mean.correction, x, dim, correction=0, keepdim=keep)
+                yield call(aten.linalg_vector_norm.default, x, 2, dim, keep)
+                yield call(aten.logsumexp.default, x, dim, keep)
+            yield call(aten.sum.dim_IntList, x, dim, dtype=torch.float32)
+            yield call(aten.sum.dim_IntList, x, dim, dtype=torch.float64)
+            yield call(aten.mean.dim, x, dim, dtype=torch.float32)
+            yield call(aten.nansum.default, x, dim)
+            yield call(aten.linalg_vector_norm.default, x, 1, dim)
+            yield call(aten.linalg_vector_norm.default, x, 2, dim, dtype=torch.float32)
+            yield call(aten.norm.ScalarOpt_dim, x, 2, dim)
+        for d in (0, 1, -1):
+            for target in (
+                aten.max.dim, aten.min.dim, aten.argmax.default, aten.argmin.default, aten.any.dim, aten.all.dim,
+                aten.prod.dim_int, aten.mode.default, aten.median.dim, aten.aminmax.default,
+            ):  # fmt: skip
+                if target is aten.aminmax.default:
+                    yield call(target, x, dim=d)
+                else:
+                    yield call(target, x, d)
+        for target in (
+            aten.sum.default, aten.mean.default, aten.max.default, aten.min.default, aten.any.default,
+            aten.all.default, aten.prod.default, aten.argmax.default, aten.argmin.default, aten.amax.default,
+            aten.var.correction, aten.std.correction, aten.var_mean.correction, aten.linalg_vector_norm.default,
+            aten.norm.Scalar, aten.aminmax.default, aten.median.default, aten.trace.default, aten.count_nonzero.default,
+        ):  # fmt: skip
+            if target is not aten.trace.default or x.dim() == 2:
+                yield call(target, x)
+        yield from (call(aten.count_nonzero.dim_IntList, x, [d]) for d in range(x.dim()))
+        yield call(aten.sum.default, x, dtype=torch.float32)
+        yield call(aten.mean.default, x, dtype=torch.float32)
+    for x in (torch.rand(64, 50) > 0.5, torch.randint(9, (64, 50)), torch.randint(9, (64, 50)).int()):
+        for target in (aten.sum.default, aten.any.default, aten.all.default, aten.prod.default, aten.max.default):
+            yield call(target, x)
+        for name in words("any.dim all.dim max.dim argmax.default prod.dim_int cumsum.default"):
+            if name != "argmax.default" or x.dtype != torch.bool:
+                yield call(attrgetter(name)(aten), x, 0)
+        yield call(aten.sum.dim_IntList, x, [1])
+        yield call(aten.sum.dim_IntList, x, [1], dtype=torch.float32)
+        yield call(aten.mean.dim, x, [1], dtype=torch.float32)
+
+
+@family
+def scans_and_sorts(dtype: torch.dtype) -> Iterator[Call]:
+    for x in layouts(dtype, 24, 40):
+        for d in (0, 1):
+            yield call(aten.cumsum.default, x, d)
+            yield call(aten.cumsum.default, x, d, dtype=torch.float64)
+            for name in words("cumprod logcumsumexp cummax cummin sort"):
+                yield call(getattr(aten, name).default, x, d)
+            yield call(aten.sort.stable, x, stable=True, dim=d, descending=True)
+            yield call(aten.topk.default, x, 3, d)
+            yield call(aten.kthvalue.default, x, 3, d)
+            yield call(aten.flip.default, x, [d])
+            yield call(aten.roll.default, x, [1], [d])
+            yield call(aten.renorm.default, x, 2, d, 1.0)
+            if dtype == torch.float32:
+                yield call(aten.quantile.default, x, torch.tensor([0.2, 0.5]), d)
+                yield call(aten.quantile.scalar, x, 0.5, d)
+                yield call(aten.nanmedian.dim, x, d)
+        yield call(aten.roll.default, x, [1])
+        yield call(aten.tril.default, x)
+        yield call(aten.triu.default, x, 1)
+        yield call(aten.diagonal_copy.default, x)
+        yield call(aten.rot90.default, x)
+    yield call(aten.sort.default, torch.randn(7).to(dtype))
+    yield call(aten.sort.default, torch.randint(99, (4000,)))
+    yield call(aten.cumsum.default, torch.ones(6, 50, dtype=torch.int64), 1, dtype=torch.int32)
+    yield call(aten.cumsum.default, torch.rand(6, 50) > 0.5, 1)
+    yield call(aten.argsort.default, torch.randn(6, 50).to(dtype))
+    yield call(aten.searchsorted.Tensor, torch.arange(10.0), torch.rand(6, 5))
+    yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0))
+    yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0), out_int32=True)
+    yield call(aten.histc.default, torch.rand(1000), 16, 0.0, 1.0)
+    yield call(aten.histc.default, torch.rand(1000), 16)
+    yield call(aten.diff.default, torch.randn(6, 50).to(dtype))
+    yield call(aten.tril_indices.default, 5, 5)
+
+
+@family
+def shaping(dtype: torch.dtype) -> Iterator[Call]:
+    for x in layouts(dtype, 24, 40):
+        yield call(aten.clone.default, x)
+        yield call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        yield call(aten._to_copy.default, x, dtype=torch.float64)
+        yield call(aten._to_copy.default, x, dtype=torch.float32)
+        yield call(aten.cat.default, [x, x], 0)
+        yield call(aten.cat.default, [x, x], 1)
+        yield call(aten.cat.default, [x, torch.randn(24, 40)], 1)
+        yield call(aten.stack.default, [x, x], 1)
+        yield call(aten.constant_pad_nd.default, x, [1, 1], 0.0)
+        yield call(aten.constant_pad_nd.default, x, [1, 1, 0, 2], 1.5)
+        yield call(aten.repeat.default, x, [2, 1])
+        yield call(aten.repeat.default, x, [2, 3, 1, 2])
+        yield call(aten.repeat_interleave.self_int, x, 2, 0)
+        yield call(aten.slice_scatter.default, x, torch.randn(24, 2).to(dtype), 1, 1, 3)
+        yield call(aten.select_scatter.default, x, torch.randn(24).to(dtype), 1, 1)
+        yield call(aten.copy.default, x, torch.randn(24, 40))
+        yield call(aten.copy.default, x, torch.randn(40).to(dtype))
+        yield call(aten._unsafe_view.default, x.contiguous(), [960])
+        yield call(aten.as_strided.default, x, [3, 3], [1, 2])
+        yield call(aten.diag_embed.default, x)
+        yield call(aten.full_like.default, x, 1.0)
+        yield call(aten.zeros_like.default, x)
+        yield call(aten.ones_like.default, x)
+        yield call(aten.new_zeros.default, x, [3, 4])
+        yield call(aten.new_full.default, x, [3, 4], 1)
+        yield call(aten.new_ones.default, x, [], dtype=torch.bool)
+        for name in words("empty_like rand_like randn_like"):
+            yield call(getattr(aten, name).default, x)
+        yield call(aten.bernoulli.p, x, 0.3)
+        yield call(aten.native_dropout.default, x, 0.3, True)
+        yield call(aten.native_dropout_backward.default, torch.randn(24, 40).to(dtype), x > 0, 1.4)
+    y = torch.randn(2, 3, 8, 8).to(dtype)
+    yield call(aten.select_backward.default, y, [2, 3, 4, 8, 8], 2, 1)
+    yield call(aten.slice_backward.default, y, [2, 3, 8, 20], 3, 2, 18, 2)
+    yield call(aten.diagonal_backward.default, torch.randn(6).to(dtype), [6, 6], 0, 0, 1)
+    yield call(aten.unfold.default, y, 3, 2, 2)
+    yield call(aten.unfold_backward.default, torch.randn(2, 3, 8, 4, 2).to(dtype), [2, 3, 8, 8], 3, 2, 2)
+    for image in (y, y.contiguous(memory_format=torch.channels_last), y.transpose(2, 3)):
+        yield call(aten.im2col.default, image, [3, 3], [1, 1], [1, 1], [1, 1])
+    yield call(aten.col2im.default, torch.randn(2, 27, 64).to(dtype), [8, 8], [3, 3], [1, 1], [1, 1], [1, 1])
+    yield call(aten.pixel_shuffle.default, torch.randn(2, 12, 4, 4).to(dtype), 2)
+    yield call(aten.pixel_unshuffle.default, y, 2)
+    yield call(aten.channel_shuffle.default, torch.randn(2, 4, 4, 4).to(dtype), 2)
+    yield call(aten.meshgrid.default, [torch.arange(4), torch.arange(5)])
+    yield call(aten.arange.default, 50)
+    yield call(aten.arange.start_step, 0, 50, 2, dtype=torch.float32)
+    yield call(aten.linspace.default, 0, 1, 50)
+    yield call(aten.full.default, [4, 5], 2.0)
+    yield call(aten.zeros.default, [4, 5])
+    yield call(aten.eye.default, 7)
+    yield call(aten.rand.default, [4, 50])
+    yield call(aten.randn.default, [4, 50])
+    yield call(aten.randint.low, 0, 9, [4, 5])
+    yield call(aten.randperm.default, 60)
+    yield call(aten.randperm.default, 5000)
+    yield call(aten.scalar_tensor.default, 2.0)
+    yield call(aten.lift_fresh_copy.default, torch.tensor(3))
+    yield call(aten.bernoulli.default, torch.rand(4, 5).to(dtype))
+    yield call(aten.multinomial.default, torch.rand(4, 50), 1)
+    yield call(aten.multinomial.default, torch.rand(4, 50), 5, True)
+    yield call(aten.multinomial.default, torch.rand(4, 50), 5)
+    yield call(
+        prims.iota.default, 9, start=0, step=1, dtype=torch.int64, device=torch.device("cpu"), requires_grad=False
+    )
+    for z in (y, y.to(memory_format=torch.channels_last), torch.randn(3, 2, 8, 8).to(dtype).transpose(0, 1)):
+        yield call(aten.clone.default, z)
+        yield call(aten.flip.default, z, [2, 3])
+        yield call(aten.cat.default, [z, z], 1)
+        yield call(aten.roll.default, z, [1, 2], [2, 3])
+
+
+# --- indexing, losses, norms, pools, products, attention, convolution, linear algebra ---
+
+
+def images(dtype: torch.dtype, *shape: int) -> list[Tensor]:
+    """Contiguous, channels last, and two images of every three."""
+    x = torch.randn(shape).to(dtype)
+    return [
+        x,
+        x.to(memory_format=torch.channels_last),
+        torch.randn(shape[1], shape[0], *shape[2:]).to(dtype).transpose(0, 1),
+    ]
+
+
+@family
+def lookups(dtype: torch.dtype) -> Iterator[Call]:
+    table, ids = torch.randn(50, 24).to(dtype), torch.randint(50, (6, 40))
+    for index in (ids, torch.randint(50, (40,)).expand(6, 40), ids.int()):
+        yield call(aten.embedding.default, table, index)
+        for grad in (torch.randn(6, 40, 24).to(dtype), torch.randn(24, 6, 40).to(dtype).permute(1, 2, 0)):
+            yield call(aten.embedding_dense_backward.default, grad, index, 50, -1, False)
+    yield call(aten.embedding_dense_backward.default, torch.randn(6, 40, 24).to(dtype), ids, 50, -1, True)
+    rows, row = torch.randint(24, (50, 3)), torch.randint(50, (40,))
+    source = torch.randn(50, 3).to(dtype)
+    for base in (table, torch.randn(24, 50).to(dtype).t()):
+        yield call(aten.gather.default, base, 1, rows)
+        yield call(aten.gather.default, base, 1, torch.randint(24, (3, 50)).t())
+        yield call(aten.scatter.src, base, 1, rows, source)
+        yield call(aten.scatter.value, base, 1, rows, -1.0)
+        yield call(aten.scatter_add.default, base, 1, rows, source)
+        yield call(aten.scatter_reduce.two, base, 1, rows, source, "amax")
+        yield call(aten.scatter_reduce.two, base, 1, rows, source, "mean", include_self=False)
+        yield call(aten.scatter_reduce.two, base, 1, rows, source, "sum")
+        yield call(aten.index_select.default, base, 0, row)
+        yield call(aten.index_select.default, base, 1, row % 24)
+        yield call(aten.index_add.default, base, 0, row, torch.randn(40, 24).to(dtype))
+        yield call(aten.index_add.default, base, 1, row % 24, torch.randn(50, 40).to(dtype))
+        yield call(aten.index_copy.default, base, 0, row, torch.randn(40, 24).to(dtype))
+        yield call(aten.index_fill.int_Scalar, base, 0, row, 1.0)
+        yield call(aten.index_reduce.default, base, 0, row, torch.randn(40, 24).to(dtype), "prod")
+        yield call(aten.take.default, base, ids)
+        yield call(aten.put.default, base, ids, torch.randn(6, 40).to(dtype), True)
+        yield call(aten.masked_scatter.default, base, torch.rand(50, 24) > 0.5, torch.randn(50, 24).to(dtype))
+        for index in (row, row.int(), torch.randint(50, (80,))[::2]):
+            values = torch.randn(40, 24).to(dtype)
+            yield call(aten.index.Tensor, base, [index])
+            yield call(aten.index.Tensor, base, [None, index % 24])
+            yield call(aten.index.Tensor, base, [index[:, None], index[None, :5] % 24])
+            for accumulate in (False, True):
+                yield call(aten.index_put.default, base, [index], values, accumulate)
+                yield call(aten._unsafe_index_put.default, base, [index], values, accumulate)
+        yield call(aten._unsafe_index.Tensor, base, [row])
+        yield call(aten.index_put.default, base, [torch.rand(50, 24) > 0.5], torch.ones(()).to(dtype))
+    mask, values = torch.rand(6, 40, 1) > 0.5, torch.randn(6, 40, 24).to(dtype)
+    yield call(aten._unsafe_masked_index.default, torch.randn(50).to(dtype), mask[..., 0], [ids], 0)
+    yield call(aten._unsafe_masked_index.default, torch.randn(50, 50).to(dtype), mask[..., 0], [ids, ids], 0.0)
+    yield call(aten._unsafe_masked_index_put_accumulate.default, table, mask, [ids], values)
+    bags, ends = torch.randint(50, (30,)), torch.tensor([0, 10, 20])
+    for mode in (0, 1, 2):
+        yield call(aten._embedding_bag.default, table, bags, ends, False, mode)
+        yield call(aten._embedding_bag_forward_only.default, table, bags, ends, False, mode)
+        for ids, begin in ((bags, ends), (torch.randint(50, (600,)), torch.arange(0, 600, 6))):
+            out, owner, sizes, largest = aten._embedding_bag.default(table, ids, begin, False, mode)
+            args = (torch.randn_like(out), ids, begin, owner, sizes, largest, 50, False, mode, False, None)
+            yield call(aten._embedding_bag_backward.default, *args)
+            if mode:
+                args = (torch.randn_like(out), ids, owner, sizes, largest, 50, False, mode, None)
+                yield call(aten._embedding_bag_dense_backward.default, *args)
+    for num_rows in (50, 5000):
+        grad = torch.randn(num_rows, 24).to(dtype)
+        yield call(aten.masked_scatter_backward.default, grad, torch.rand(num_rows, 24) > 0.3, [num_rows * 24])
+        yield call(aten.masked_scatter_backward.default, grad, torch.rand(num_rows, 1) > 0.3, [num_rows * 24])
+
+
+@family
+def losses(dtype: torch.dtype) -> Iterator[Call]:
+    labels = torch.randint(24, (50,))
+    for logits in layouts(dtype, 50, 24):
+        for weight in (None, torch.rand(24).to(dtype)):
+            for how in (0, 1, 2):
+                loss, total = aten.nll_loss_forward.default(logits, labels, weight, how, -100)
+                yield call(aten.nll_loss_forward.default, logits, labels, weight, how, -100)
+                yield call(
+                    aten.nll_loss_backward.default, torch.ones_like(loss), logits, labels, weight, how, -100, total
+                )
+        yield call(aten.mse_loss_backward.default, torch.ones(()).to(dtype), logits, logits, 1)
+        yield call(aten.smooth_l1_loss_backward.default, torch.ones(()).to(dtype), logits, logits, 1, 1.0)
+        yield call(aten.huber_loss_backward.default, torch.ones(()).to(dtype), logits, logits, 1, 1.0)
+        for d in (0, 1):
+            for forward, backward in (
+                (aten._softmax.default, aten._softmax_backward_data.default),
+                (aten._log_softmax.default, aten._log_softmax_backward_data.default),
+            ):
+                yield call(forward, logits, d, False)
+                yield call(backward, torch.randn(50, 24).to(dtype), logits, d, dtype)
+                yield call(backward, logits, torch.randn(50, 24).to(dtype), d, dtype)
+            yield call(aten._safe_softmax.default, logits, d)
+    maps, classes = torch.randn(2, 5, 6, 6).to(dtype), torch.randint(5, (2, 6, 6))
+    _, total = aten.nll_loss2d_forward.default(maps, classes, None, 1, -100)
+    yield call(aten.nll_loss2d_forward.default, maps, classes, None, 1, -100)
+    yield call(aten.nll_loss2d_backward.default, torch.ones(()).to(dtype), maps, classes, None, 1, -100, total)
+    yield call(
+        aten.binary_cross_entropy_backward.default, torch.ones(()).to(dtype), maps.sigmoid(), maps.sigmoid(), None, 1
+    )
+    yield call(aten.soft_margin_loss_backward.default, torch.ones(()).to(dtype), maps, maps, 1)
+    yield call(aten.multi_margin_loss.default, torch.randn(50, 24).to(torch.float32), labels)
+    yield call(aten.multi_margin_loss_backward.default, torch.ones(()), torch.randn(50, 24), labels, 1, 1, None, 1)
+    spoken = torch.randn(20, 2, 8).log_softmax(-1)
+    targets, lengths, sizes = torch.randint(1, 8, (2, 5)), torch.tensor([20, 18]), torch.tensor([5, 4])
+    yield call(aten._ctc_loss.default, spoken, targets, lengths.tolist(), sizes.tolist())
+    yield call(aten._cdist_forward.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6), 2.0, None)
+    yield call(aten._cdist_forward.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6), 1.0, None)
+    yield call(aten._euclidean_dist.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6))
+    pairs = torch.randn(2, 5, 7)
+    for one, other in itertools.product((torch.randn(2, 5, 6), torch.randn(2, 6, 5).mT), (pairs, pairs.mT.clone().mT)):
+        yield call(aten._cdist_backward.default, other, one, torch.randn(2, 7, 6), 1.0, pairs)
+    yield call(aten._cdist_backward.default, pairs, one, torch.randn(2, 6, 7).mT, 2.0, other)
+    yield call(aten._pdist_forward.default, torch.randn(5, 6))
+
+
+@family
+def norms(dtype: torch.dtype) -> Iterator[Call]:
+    for rows, columns in ((32, 16), (520, 96)):
+        for weight_dtype in {dtype, torch.float32}:
+            weight, bias = torch.ones(columns).to(weight_dtype), torch.zeros(columns).to(weight_dtype)
+            x = torch.randn(rows, columns).to(dtype)
+            _, mean, rstd = aten.native_layer_norm.default(x, [columns], weight, bias, 1e-5)
+            for y in layouts(dtype, rows, columns):
+                yield call(aten.native_layer_norm.default, y, [columns], weight, bias, 1e-5)
+                yield call(aten.native_layer_norm.default, y, [columns], None, None, 1e-5)
+                backward, saved = aten.native_layer_norm_backward.default, ([columns], mean, rstd, weight)
+                for wanted in ([True, True, True], [True, False, False], [True, True, False]):
+                    yield call(backward, y, x, *saved, bias, wanted)
+                yield call(backward, x, y, *saved, None, [True, True, False])
+    for dtypes in {(dtype, dtype), (dtype, torch.float32)}:
+        weight, bias = torch.ones(32).to(dtypes[1]), torch.zeros(32).to(dtypes[1])
+        running = (torch.zeros(32).to(dtypes[1]), torch.ones(32).to(dtypes[1]))
+        grad = torch.randn(4, 32, 9, 9).to(dtype)
+        for x in images(dtype, 4, 32, 9, 9)[:2]:
+            _, mean, rstd = aten.native_group_norm.default(x, weight, bias, 4, 32, 81, 4, 1e-5)
+            yield call(aten.native_group_norm.default, x, weight, bias, 4, 32, 81, 4, 1e-5)
+            yield call(aten.native_group_norm.default, x, None, None, 4, 32, 81, 4, 1e-5)
+            is_last = x.is_contiguous(memory_format=torch.channels_last)
+            y = grad.contiguous(memory_format=torch.channels_last) if is_last else grad
+            args = (y, x, mean, rstd, weight, 4, 32, 81, 4, [True, True, True])
+            yield call(aten.native_group_norm_backward.default, *args)
+        for x in images(dtype, 4, 32, 9, 9):
+            args = (x, weight, bias, *running, True, 0.1, 1e-5)
+            _, mean, rstd, *_ = aten._native_batch_norm_legit_functional.default(*args)
+            yield call(aten._native_batch_norm_legit_functional.default, *args)
+            yield call(aten._native_batch_norm_legit_no_training.default, x, weight, bias, *running, 0.1, 1e-5)
+            yield call(aten._native_batch_norm_legit.no_stats, x, weight, bias, True, 0.1, 1e-5)
+            for y in (grad, grad.to(memory_format=torch.channels_last)):
+                for training in (True, False):
+                    args = (y, x, weight, *running, mean, rstd, training, 1e-5, [True, True, True])
+                    yield call(aten.native_batch_norm_backward.default, *args)
+    for x in layouts(dtype, 24, 40):
+        yield call(aten._fused_rms_norm.default, x, [40], torch.ones(40).to(dtype), 1e-5)
+
+
+@family
+def pools(dtype: torch.dtype) -> Iterator[Call]:
+    for x in images(dtype, 2, 8, 12, 12):
+        pooled, indices = aten.max_pool2d_with_indices.default(x, [2, 2], [2, 2])
+        yield call(aten.max_pool2d_with_indices.default, x, [2, 2], [2, 2])
+        for grad in (pooled, pooled.contiguous()):
+            args = (grad, x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
+            yield call(aten.max_pool2d_with_indices_backward.default, *args)
+            yield call(aten.avg_pool2d_backward.default, grad, x, [2, 2], [], [0, 0], False, True, None)
+        yield call(aten.avg_pool2d.default, x, [2, 2])
+        yield call(aten._adaptive_avg_pool2d.default, x, [3, 3])
+        yield call(aten._adaptive_avg_pool2d_backward.default, torch.ones(2, 8, 3, 3).to(dtype), x)
+        yield call(aten._adaptive_avg_pool2d_backward.default, torch.ones(2, 8, 1, 1).to(dtype).expand(2, 8, 3, 3), x)
+        small, at = aten.adaptive_max_pool2d.default(x, [3, 3])
+        yield call(aten.adaptive_max_pool2d.default, x, [3, 3])
+        yield call(aten.adaptive_max_pool2d_backward.default, small, x, at)
+        of_grown = (torch.randn(2, 8, 24, 24).to(dtype), [24, 24], [2, 8, 12, 12])
+        yield call(aten.upsample_nearest2d.default, x, [24, 24])
+        yield call(aten.upsample_nearest2d_backward.default, *of_grown)
+        yield call(aten.upsample_bilinear2d.default, x, [24, 24], False)
+        yield call(aten.upsample_bilinear2d_backward.default, *of_grown, False)
+        wide = torch.randn(2, 16, 24, 24).to(dtype).to(memory_format=torch.channels_last)
+        for given in (wide, wide[:, :8]):  # a part: of one of several images that were joined
+            to = ([24, 24], [2, given.shape[1], 12, 12])
+            yield call(aten.upsample_nearest2d_backward.default, given, *to)
+            yield call(aten.upsample_bilinear2d_backward.default, given, *to, False)
+            yield call(aten.upsample_bicubic2d_backward.default, given, *to, False)
+            if dtype == torch.float32:
+                yield call(aten._upsample_bilinear2d_aa_backward.default, given, *to, False)
+        yield call(aten.upsample_bicubic2d.default, x, [24, 24], False)
+        yield call(aten.upsample_bicubic2d_backward.default, *of_grown, False)
+        if dtype == torch.float32:
+            yield call(aten._upsample_bilinear2d_aa.default, x, [24, 24], False)
+            yield call(aten._upsample_bicubic2d_aa.default, x, [6, 6], False)
+            yield call(aten._upsample_bilinear2d_aa_backward.default, *of_grown, False)
+        yield call(aten.max_unpool2d.default, pooled, indices, [12, 12])
+        samples = torch.rand(2, 8, 2).to(dtype)
+        args = (x, [3, 3], [6, 6], samples)
+        yield call(aten.fractional_max_pool2d.default, *args)
+        fewer, at = aten.fractional_max_pool2d.default(*args)
+        yield call(aten.fractional_max_pool2d_backward.default, fewer, x, [3, 3], [6, 6], at)
+        yield call(aten.grid_sampler_2d.default, x, torch.rand(2, 5, 5, 2).to(dtype), 0, 0, False)
+        if dtype == torch.float32:
+            args = (torch.randn(2, 8, 5, 5), x, torch.rand(2, 5, 5, 2), 0, 0, False, [True, True])
+            yield call(aten.grid_sampler_2d_backward.default, *args)
+        for op in ("reflection_pad2d", "replication_pad2d"):
+            yield call(getattr(aten, op).default, x, [1, 1, 2, 2])
+            grad = torch.randn(2, 8, 16, 14).to(dtype)
+            yield call(getattr(aten, op + "_backward").default, grad, x, [1, 1, 2, 2])
+        args = (x, [2, 2], [2, 2], [0, 0], [1, 1], False)
+        yield call(prims._low_memory_max_pool_with_offsets.default, *args)
+    line, volume = torch.randn(2, 8, 12).to(dtype), torch.randn(2, 4, 6, 6, 6).to(dtype)
+    for dims, given, shape in ((1, line, (2, 8, 14)), (3, volume, (2, 4, 8, 8, 8))):
+        for op in (f"reflection_pad{dims}d", f"replication_pad{dims}d"):
+            yield call(getattr(aten, op).default, given, [1, 1] * dims)
+            yield call(getattr(aten, op + "_backward").default, torch.randn(shape).to(dtype), given, [1, 1] * dims)
+    yield call(aten.upsample_nearest1d.default, line, [24])
+    yield call(aten.upsample_nearest1d_backward.default, torch.randn(2, 8, 24).to(dtype), [24], [2, 8, 12])
+    yield call(aten.upsample_linear1d.default, line, [24], False)
+    yield call(aten.upsample_linear1d_backward.default, torch.randn(2, 8, 24).to(dtype), [24], [2, 8, 12], False)
+    yield call(aten.upsample_nearest3d.default, volume, [12, 12, 12])
+    yield call(aten.upsample_trilinear3d.default, volume, [12, 12, 12], False)
+    cubes, at = aten.max_pool3d_with_indices.default(volume, [2] * 3, [2] * 3)
+    yield call(aten.max_pool3d_with_indices.default, volume, [2] * 3, [2] * 3)
+    yield call(
+        aten.max_pool3d_with_indices_backward.default, cubes, volume, [2] * 3, [2] * 3, [0] * 3, [1] * 3, False, at
+    )
+    if dtype == torch.float32:
+        yield call(aten.avg_pool3d.default, volume, [2] * 3)
+        yield call(aten.avg_pool3d_backward.default, cubes, volume, [2] * 3, [2] * 3, [0] * 3, False, True, None)
+    yield call(aten._adaptive_avg_pool3d.default, volume, [2] * 3)
+    yield call(aten._adaptive_avg_pool3d_backward.default, torch.randn(2, 4, 2, 2, 2).to(dtype), volume)
+
+
+@family
+def products(dtype: torch.dtype) -> Iterator[Call]:
+    for a in layouts(dtype, 33, 77):
+        for b in layouts(dtype, 77, 129):
+            yield call(aten.mm.default, a, b)
+            yield call(aten.addmm.default, torch.randn(129).to(dtype), a, b)
+        yield call(aten.mv.default, a, torch.randn(77).to(dtype))
+        yield call(aten.addmv.default, torch.randn(33).to(dtype), a, torch.randn(77).to(dtype))
+    for a in layouts(dtype, 8, 16, 24):
+        for b in layouts(dtype, 8, 24, 16):
+            yield call(aten.bmm.default, a, b)
+            yield call(aten.baddbmm.default, torch.randn(8, 16, 16).to(dtype), a, b)
+    yield call(aten.dot.default, torch.randn(50).to(dtype), torch.randn(50).to(dtype))
+    yield call(aten.addr.default, torch.randn(5, 6).to(dtype), torch.randn(5).to(dtype), torch.randn(6).to(dtype))
+
+
+@family
+def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
+    if dtype != torch.float32:
+        return
+    for batch in ((), (3,)):
+        square = torch.randn(*batch, 8, 8)
+        definite = square @ square.mT + 8 * torch.eye(8)
+        right = torch.randn(*batch, 8, 2)
+        yield call(aten.linalg_cholesky_ex.default, definite)
+        yield call(aten.linalg_inv_ex.default, definite)
+        yield call(aten.linalg_lu_factor_ex.default, definite)
+        yield call(aten.linalg_qr.default, square)
+        yield call(aten._linalg_svd.default, square)
+        yield call(aten._linalg_eigh.default, definite)
+        yield from (call(aten.linalg_matrix_exp.default, square * scale) for scale in (1e-6, 0.05, 1.0, 10.0))
+        yield call(aten._linalg_det.default, definite)
+        yield call(aten._linalg_slogdet.default, definite)
+        yield call(aten._linalg_solve_ex.default, definite, right)
+        yield call(aten.linalg_solve_triangular.default, definite.tril(), right, upper=False)
+        yield call(aten.triangular_solve.default, right, definite)
+        factors, pivots, _ = aten.linalg_lu_factor_ex(definite)
+        yield call(aten.linalg_lu_solve.default, factors, pivots, right)
+        yield call(aten.cholesky_solve.default, right, definite)
+        yield call(aten.linalg_cross.default, torch.randn(4, 3), torch.randn(4, 3))
+    yield call(aten._fft_r2c.default, torch.randn(4, 32), [1], 0, True)
+    yield call(aten._fft_c2r.default, torch.randn(4, 17, dtype=torch.complex64), [1], 2, 32)
+    yield call(aten._fft_c2c.default, torch.randn(4, 16, dtype=torch.complex64), [1], 0, True)
+    image, spectrum = torch.randn(3, 4, 10, 12), torch.randn(3, 4, 10, 7, dtype=torch.complex64)
+    for real, numbers in ((image, spectrum), (image.transpose(1, 3), spectrum.transpose(1, 2))):
+        for dims in ([3], [2, 3], [2], [1, 3], [3, 0, 2]):
+            yield call(aten._fft_r2c.default, real, dims, 0, True)
+            yield call(aten._fft_r2c.default, real, dims, 0, False)
+            yield call(aten._fft_c2c.default, numbers, dims, 0, True)
+            yield call(aten._fft_c2r.default, numbers, dims, 2, 2 * (numbers.shape[dims[-1]] - 1))
+    yield call(aten._conj.default, torch.randn(4, 16, dtype=torch.complex64))
+    yield call(aten._conj_physical.default, torch.randn(4, 16, dtype=torch.complex64))
+    yield call(aten.mm.default, torch.randn(4, 16, dtype=torch.complex64), torch.randn(16, 3, dtype=torch.complex64))
+
+
+@family
+def random_numbers(dtype: torch.dtype) -> Iterator[Call]:
+    scalar = torch.ones(()).to(dtype)
+    yield call(aten.normal.float_float, 0.0, 1.0, [64, 32], dtype=dtype)
+    for x in (*layouts(dtype, 64, 32), *layouts(dtype, 80, 90)):
+        positive = x.abs() if x.numel() == x.untyped_storage().nbytes() // x.itemsize else x * 0 + 1
+        for target in (aten.normal_functional, aten.uniform, aten.random, aten.exponential):
+            yield call(target.default, x)
+        yield call(aten.bernoulli.p, x, 0.5)
+        yield call(aten.poisson.default, positive)
+        yield call(aten.normal.Tensor_float, x)
+        yield call(aten.normal.float_Tensor, 0.0, positive)
+        yield call(aten.normal.Tensor_Tensor, x, positive)
+        yield call(aten.normal.Tensor_Tensor, x, scalar)
+        yield call(aten.normal.Tensor_Tensor, scalar, positive)
+        for noise in (torch.rand(x.shape).to(dtype), torch.rand_like(x)):
+            for training in (True, False):
+                yield call(aten.rrelu_with_noise_functional.default, x, noise, 0.1, 0.3, training)
+            yield call(aten.rrelu_with_noise_backward.default, x, x, noise, 0.1, 0.3, True, False)
+        if dtype == torch.float32:
+            yield call(aten._standard_gamma.default, positive)
+            yield call(aten.binomial.default, positive.round(), positive.sigmoid())
+
+
+@family
+def numbers_as_tensors(dtype: torch.dtype) -> Iterator[Call]:
+    for number in (3, 2.5, True):
+        yield call(aten._to_copy.default, number, dtype=dtype)
+
+
+@family
+def weight_norms(dtype: torch.dtype) -> Iterator[Call]:
+    for shape in ((48, 16, 3), (64, 32), (32, 64, 5, 3), (16, 100)):
+        for dim in (0, len(shape) - 1):
+            direction = torch.randn(shape).to(dtype)
+            length = torch.rand([n if i == dim else 1 for i, n in enumerate(shape)]).to(dtype)
+            _, norm = aten._weight_norm_interface.default(direction, length, dim)
+            yield call(aten._weight_norm_interface.default, direction, length, dim)
+            gradient = torch.randn(shape).to(dtype)
+            yield call(aten._weight_norm_interface_backward.default, gradient, direction, length, norm, dim)
+
+
+@family
+def assertions(dtype: torch.dtype) -> Iterator[Call]:
+    true = torch.ones((), dtype=torch.bool)
+    yield call(aten._assert_async.msg, true, "no")
+    yield call(aten._functional_assert_async.msg, true, "no", torch.ones(()))
+
+
+@family
+def bilinear_forms(dtype: torch.dtype) -> Iterator[Call]:
+    left, right, out = (torch.randn(80, size).to(dtype) for size in (48, 40, 6))
+    weight = torch.randn(6, 48, 40).to(dtype)
+    yield call(aten._trilinear.default, left, weight, right, [1, 3], [0], [1, 2], [2, 3])
+    yield call(aten._trilinear.default, out, weight, right, [2, 3], [0], [1, 2], [1, 3])  # the gradient of `left`
+    yield call(aten._trilinear.default, left, out, right, [1, 3], [2, 3], [1, 2], [0])
+    yield call(aten._trilinear.default, left, weight, out, [1, 3], [0], [2, 3], [1, 2])
+
+
+@family
+def positions_and_windows(dtype: torch.dtype) -> Iterator[Call]:
+    for aligned in (False, True):
+        yield call(aten.affine_grid_generator.default, torch.randn(4, 2, 3).to(dtype), [4, 3, 20, 24], aligned)
+        yield call(aten.affine_grid_generator.default, torch.randn(1, 2, 3).to(dtype), [1, 3, 64, 64], aligned)
+        yield call(aten.affine_grid_generator.default, torch.randn(2, 3, 4).to(dtype), [2, 3, 8, 10, 12], aligned)
+    for window in (aten.hann_window, aten.hamming_window, aten.blackman_window, aten.bartlett_window):
+        for length in (64, 4001):
+            yield call(window.default, length)
+            yield call(window.periodic, length, False)
+    x = torch.randn(20, 300).to(dtype)
+    for d in (0, 1):
+        yield call(aten.logcumsumexp.default, x, d)
+    yield call(aten.block_diag.default, [x, x.t()])
+    yield call(aten.segment_reduce.default, x, "sum", lengths=torch.full((4,), 5))
+
+
+@family
+def gradients_of_samples(dtype: torch.dtype) -> Iterator[Call]:
+    if dtype != torch.float32:
+        return
+    positive = torch.rand(50, 20) + 0.1
+    yield call(aten._standard_gamma_grad.default, positive, positive)
+    yield call(aten._dirichlet_grad.default, positive, positive, positive)
+
+
+@family
+def triangles(dtype: torch.dtype) -> Iterator[Call]:
+    """Batches of matrices that lie one after another, and others; in place, those that do not lie in one are written
+    through a copy."""
+    heads = torch.randn(3, 20, 4, 24).to(dtype).transpose(1, 2)
+    every_second, first_rows = torch.randn(8, 20, 24).to(dtype)[::2], torch.randn(3, 4, 30, 24).to(dtype)[:, :, :20]
+    shared = torch.randn(20, 24).to(dtype)
+    for x in (heads, every_second, first_rows, heads.mT, torch.randn(3, 4, 20, 24).to(dtype).mT, heads[:1], shared.t()):
+        for target in (aten.tril, aten.triu):
+            yield call(target.default, x)
+            yield call(getattr(aten, f"{target.__name__}_").default, x.clone(memory_format=torch.preserve_format))
+            yield call(getattr(aten, f"{target.__name__}_").default, x, 1)
+    for x in (shared.expand(4, 20, 24), shared.expand(1, 4, 20, 24), shared.expand(3, 4, 20, 24)):
+        yield call(aten.triu.default, x)
+
+
+@family
+def indices_of_32_bits(dtype: torch.dtype) -> Iterator[Call]:
+    base, source = torch.randn(50, 24).to(dtype), torch.randn(60, 30).to(dtype)
+    for kind in (torch.int32, torch.int64):
+        rows, row = torch.randint(24, (40, 20)).to(kind), torch.randint(24, (20,)).to(kind)
+        yield call(aten.gather.default, base, 1, rows)
+        yield call(aten.scatter.src, base, 1, rows, source)
+        yield call(aten.scatter.value, base, 1, rows, 1.0)
+        yield call(aten.scatter.reduce, base, 1, rows, source, reduce="add")
+        yield call(aten.scatter_add.default, base, 1, rows, source)
+        yield call(aten.scatter_add_.default, base.clone(), 1, rows, source)
+        for reduce in ("sum", "mean", "amax"):
+            yield call(aten.scatter_reduce.two, base, 1, rows, source, reduce)
+        for dim, added in ((0, torch.randn(20, 24)), (1, torch.randn(50, 20))):
+            yield call(aten.index_add.default, base, dim, row, added.to(dtype))
+            for reduce in ("mean", "prod", "amax"):
+                for include_self in (False, True):
+                    keywords = {"include_self": include_self}
+                    yield call(aten.index_reduce.default, base, dim, row, added.to(dtype), reduce, **keywords)
+        for offset_kind in (torch.int32, torch.int64):
+            table, ids = torch.randn(30, 6).to(dtype), torch.randint(30, (40,)).to(kind)
+            begin = torch.arange(0, 40, 5).to(offset_kind)
+            out, owner, *_ = aten._embedding_bag.default(table, ids, begin, False, 0, False, torch.rand(40).to(dtype))
+            yield call(aten._embedding_bag_per_sample_weights_backward.default, out, table, ids, begin, owner, 0)
+
+
+@family
+def steps_of_one_operator(dtype: torch.dtype) -> Iterator[Call]:
+    """Operators that ATen composes of others."""
+    for x in (torch.rand(24, 40).to(dtype) + 5, torch.rand(40, 24).to(dtype).t() + 5, torch.rand(()).to(dtype) + 5):
+        for terms in (1, 3):
+            yield call(aten.mvlgamma.default, x, terms)
+            yield call(aten.mvlgamma_.default, x.clone(), terms)
+        yield call(aten.dist.default, x, torch.rand(x.shape).to(dtype))
+        yield call(aten.dist.default, x, torch.rand(x.shape[-1:]).to(dtype), 1.0)
+    yield call(aten.mvlgamma.default, torch.randint(5, 9, (6, 7)), 3)
+    for x in layouts(dtype, 80, 100):
+        yield call(aten.narrow_copy.default, x, 0, 3, 20)
+    table, ids = torch.rand(50, 16).to(dtype), torch.randint(50, (20, 30))
+    yield call(aten.embedding_renorm.default, table, ids, 1.0, 2.0)
+    yield call(aten.embedding_renorm_.default, table, ids.t(), 1.0, 2.0)
+    yield call(aten._efficientzerotensor.default, [24, 40], dtype=dtype)
+    for target in (aten.squeeze_.default, aten.t_.default, aten.unsqueeze_.default):
+        yield call(target, torch.rand(24, 40).to(dtype), *([0] if target is aten.unsqueeze_.default else []))
+    for first, second in (((2, 1, 30, 6), (3, 40, 6)), ((5, 6), (4, 7, 6)), ((4, 5, 6), (4, 7, 6))):
+        if dtype == torch.float32:
+            left, right = torch.rand(first), torch.rand(second)
+            for norm in (1.0, 2.0):
+                distances = aten._cdist_forward.default(left, right, norm, None)
+                yield call(aten._cdist_forward.default, left, right, norm, None)
+                yield call(aten._cdist_backward.default, distances, left, right, norm, distances)
+    volume, samples = torch.rand(2, 3, 10, 10, 10).to(dtype), torch.rand(2, 3, 3).to(dtype)
+    for x in (volume, volume.mT):
+        yield call(aten.fractional_max_pool3d.default, x, [2] * 3, [5] * 3, samples)
+        pooled, at = aten.fractional_max_pool3d.default(x, [2] * 3, [5] * 3, samples)
+        for grad in (pooled, pooled.mT):
+            yield call(aten.fractional_max_pool3d_backward.default, grad, x, [2] * 3, [5] * 3, at)
+    image, per_channel = torch.rand(4, 8, 10, 10).to(dtype), [torch.rand(8).to(dtype) for _ in range(4)]
+    for x in (image, image.contiguous(memory_format=torch.channels_last)):
+        yield call(aten._batch_norm_with_update_functional.default, x, *per_channel, 0.1, 1e-5)
+    rows, offsets = torch.rand(100, 8).to(dtype), torch.arange(0, 101, 5)
+    for reduce in ("sum", "mean", "max"):
+        reduced = aten.segment_reduce.default(rows, reduce, offsets=offsets)
+        yield call(aten._segment_reduce_backward.default, reduced, reduced, rows, reduce, offsets=offsets)
+
+
+@family
+def decompositions(dtype: torch.dtype) -> Iterator[Call]:
+    """Of square, high and wide matrices, also complex ones, of sizes for which LAPACK wants more and less."""
+    if dtype != torch.float32:
+        return
+    for kind in (torch.float32, torch.complex64):
+        for shape in ((8, 8), (80, 80), (3, 24, 24), (4, 60, 20), (4, 20, 60)):
+            x = torch.randn(shape, dtype=kind)
+            yield call(aten.linalg_pinv.atol_rtol_tensor, x)
+            for mode in ("reduced", "complete", "r"):
+                yield call(aten.linalg_qr.default, x, mode)
+            yield call(aten.geqrf.default, x)
+            yield call(aten.linalg_lu.default, x)
+            factors, pivots, _ = aten.linalg_lu_factor_ex.default(x)
+            yield call(aten.lu_unpack.default, factors, pivots)
+            reflectors, scales = aten.geqrf.default(x)
+            yield call(aten.ormqr.default, reflectors, scales, x)
+            yield call(aten.ormqr.default, reflectors.contiguous(), scales, x)
+            if shape[-1] <= shape[-2]:
+                yield call(aten.linalg_householder_product.default, reflectors, scales)
+            if shape[-1] != shape[-2]:
+                continue
+            definite = x @ x.mH + shape[-1] * torch.eye(shape[-1])
+            yield call(aten.linalg_eig.default, x)
+            yield call(aten.linalg_eigvals.default, x)
+            yield call(aten._linalg_eigvals.default, x)
+            yield call(aten.linalg_ldl_factor_ex.default, definite)
+            yield call(aten.cholesky.default, definite)
+            yield call(aten.cholesky_inverse.default, definite)
+            yield call(aten.cholesky_solve.default, x, definite)

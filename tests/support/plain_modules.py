@@ -1,0 +1,212 @@
+"""Small plain PyTorch modules, each with one thing that a planner may stumble over.
+
+Every `forward` returns the scalar loss; the batches are in `zoo.py`.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WIDTH, LAYERS, HEADS, VOCAB, SEQUENCE = 128, 3, 4, 500, 32
+
+
+class ConvNet(nn.Module):
+    """Convolutions with batch normalisation: buffers that a training step updates, one of them an integer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 32, 64, 128)
+        self.stages = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+            for a, b in pairwise(widths)
+        )
+        self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        for stage in self.stages:
+            images = stage(images)
+        return F.cross_entropy(self.head(images.mean((2, 3))), labels)
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block without biases, in the manner of nanoGPT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(WIDTH, bias=False), nn.LayerNorm(WIDTH, bias=False)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
+        self.proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, WIDTH // HEADS)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class ByteGPT(nn.Module):
+    """A byte-level GPT; `tied` shares embedding and head."""
+
+    def __init__(self, *, num_layers: int = LAYERS, tied: bool = False) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(2 * SEQUENCE, WIDTH)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+        if tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.score(hidden, y)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
+
+    def score(self, hidden: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
+
+
+class GraphBreaks(ByteGPT):
+    """A graph break after two of the blocks: three graphs, and a weight tied across the outer two."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.blocks[0](self.embed(x))
+        torch._dynamo.graph_break()
+        hidden = self.blocks[1](hidden)
+        torch._dynamo.graph_break()
+        return self.score(self.blocks[2](hidden), y)
+
+
+class BreaksInLoop(ByteGPT):
+    """Graph breaks inside a loop: Dynamo runs the loop as it stands and captures `embed`, `score` and ONE
+    graph for all blocks, called once per block with that block's parameters as inputs."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks:
+            hidden = block(hidden)
+            torch._dynamo.graph_break()
+        return self.score(hidden, y)
+
+
+class Stack(nn.Module):
+    """Equal layers, one chunk each where chunks are small; biases too small to move."""
+
+    def __init__(
+        self, num_layers: int = 4, *, width: int = 64, bias: bool = True, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=bias, dtype=dtype) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.float().square().mean()
+
+
+class FeedForward(nn.Module):
+    """A residual block: norm, up, GELU, down, and dropout if it is said how much."""
+
+    def __init__(self, width: int, *, times: int = 4, dropout: float | None = None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, times * width), nn.Linear(times * width, width)
+        self.dropout = nn.Identity() if dropout is None else nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(F.gelu(self.up(self.norm(x)))))
+
+
+class Residual(nn.Module):
+    """Blocks on rows of 64, each added to what it is given; the loss is the square of the last result."""
+
+    def __init__(self, num_blocks: int = 3, kind: type[nn.Sequential] = nn.Sequential) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            kind(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(num_blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+class FrozenMLP(nn.Module):
+    """An MLP whose first and third layers, and one bias, are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(2 * WIDTH, 2 * WIDTH) for _ in range(4))
+        for frozen in (self.layers[0], self.layers[2], self.layers[3].bias):
+            frozen.requires_grad_(False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return F.mse_loss(x, y)
+
+
+class CalledTwice(nn.Module):
+    """One block called twice, and an embedding that is also the head: two kinds of shared weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.block, self.middle = Block(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.block(torch.relu(self.middle(self.block(self.embedding(x)))))
+        return F.cross_entropy(F.linear(hidden, self.embedding.weight).flatten(0, 1) / WIDTH, y.flatten())
+
+
+class Encoder(nn.Module):
+    """`nn.TransformerEncoderLayer`s, hence `nn.MultiheadAttention` with its packed projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.encoder(x), y)
+
+
+class SometimesUnused(nn.Module):
+    """A branch that takes part only where `branch` is true, and one parameter that never does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.side = nn.Linear(4 * WIDTH, 4 * WIDTH)
+        self.never = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor, branch: bool) -> Tensor:
+        hidden = torch.relu(self.first(x))
+        if branch:
+            hidden = hidden + torch.relu(self.side(hidden))
+        return F.mse_loss(self.last(hidden), y)
+
+
+class BigEmbedding(nn.Module):
+    """One tensor, 4 MiB, far larger than all others together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8192, WIDTH)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 32))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.layers(self.embedding(x)).flatten(0, 1), y.flatten())

@@ -1,0 +1,166 @@
+"""Scripts that train one model in ordinary PyTorch, run under a small budget, a large one, and eagerly.
+
+The first two must agree in every bit, the third closely.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from harness import HUGE, Optimizer, array, budget_nbytes, compile_case, differences
+from torch import Tensor, nn
+from zoo import CASES, Case
+
+CASE = CASES["short_gpt"]
+"""The model of all tests that run a script."""
+
+
+class Way(NamedTuple):
+    """Where the model's home is, and what its segments are compiled to."""
+
+    home: str = "cpu"
+    codegen: str = "eager"
+
+    def __str__(self) -> str:
+        return "-".join(self)
+
+
+WAYS = [
+    Way(),
+    pytest.param(Way("disk"), marks=pytest.mark.second_tier),
+    pytest.param(Way("disk", "inductor"), marks=pytest.mark.slow),
+]
+
+_way = Way()
+
+
+@pytest.fixture(params=WAYS, ids=str)
+def every_way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    """What the scripts of a test do not choose themselves: each of `WAYS` in turn."""
+    global _way
+    _way = request.param
+    yield _way
+    _way = Way()
+
+
+def slowly_on_disks(test: Callable[..., None]) -> Callable[..., None]:
+    """In every way, with homes on disks in slow tests alone: there `test_user_actions` does the same in any order."""
+    ways = [Way(), *(pytest.param(Way("disk", codegen), marks=pytest.mark.slow) for codegen in ("eager", "inductor"))]
+    indirectly = pytest.mark.parametrize("every_way", ways, ids=str, indirect=True)
+    return pytest.mark.usefixtures("every_way")(indirectly(test))
+
+
+Script = Callable[[nn.Module, Callable[..., Tensor]], Any]
+"""Gets the model and the callable to train with (compiled or the model itself); returns arrays."""
+
+
+def sgd(parameters: Any) -> Optimizer:
+    """A plain optimizer whose steps do not amplify rounding, as Adam's first ones do."""
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+def small_budget(home: str | None = None, room: float = 1.05) -> int:
+    """Bytes: nearly the minimum, or `room` times it."""
+    return int(room * budget_nbytes("short_gpt", 0, home or _way.home, _way.codegen))
+
+
+def compile_small(home: str | None = None, case: Case = CASE, room: float = 1.05) -> tuple[nn.Module, nn.Module]:
+    """The model and its compiled self, cut into segments, under `small_budget`."""
+    budget, way = small_budget(home, room), _way._replace(home=home or _way.home)
+    return compile_case(case, memory_budget=budget, whole_graph="never", **way._asdict())
+
+
+def compile_large() -> tuple[nn.Module, nn.Module]:
+    """The model and its compiled self, cut into segments, where everything fits."""
+    return compile_case(CASE, memory_budget=HUGE, whole_graph="never", **_way._asdict())
+
+
+def run_three_ways(script: Script, *, home: str | None = None, room: float = 1.05) -> Any:
+    """What `script` returns under a small budget, after checking it against a large one and eager PyTorch.
+
+    A script that holds more than one call's values at once needs `room` for them.
+    """
+    small = script(*compile_small(home, room=room))
+    large = script(*compile_large())
+    found = differences(small, large)
+    assert not found, "\n".join(found[:20])
+    model = CASE.build(0)
+    assert_close(small, script(model, model))
+    return small
+
+
+def as_test(
+    script: Callable[..., Any], run: Callable[..., object], *, given: int, asks: str = ""
+) -> Callable[..., None]:
+    """A test with the script's name. `run` gets the script, bound to what pytest has for its arguments.
+
+    Args:
+        given: how many of them, the first, `run` itself gives.
+        asks: a fixture that `run` wants, too.
+    """
+    names = list(inspect.signature(script).parameters)[given:]
+
+    @functools.wraps(script)
+    def test(**found: Any) -> None:
+        run(functools.partial(script, **{name: found[name] for name in names}), *(found[name] for name in asks.split()))
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*names, *asks.split())]
+    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return test
+
+
+def three_ways(room: float = 1.05) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Of a script, a test that runs it in three ways."""
+    return lambda script: as_test(script, functools.partial(run_three_ways, room=room), given=2)
+
+
+def assert_close(left: Any, right: Any) -> None:
+    """Nested arrays agree up to the rounding of another order of operations; NaN equals NaN."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        left, right = list(left.values()), [right[key] for key in left]
+    if isinstance(left, list | tuple):
+        assert len(left) == len(right)
+        for pair in zip(left, right):
+            assert_close(*pair)
+        return
+    np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-5)
+
+
+def backward(call: Callable[..., Tensor], step: int) -> np.ndarray:
+    """One forward and backward; returns the loss."""
+    loss = call(**CASE.batch(step))
+    loss.backward()
+    return array(loss)
+
+
+def train_steps(call: Callable[..., Tensor], optimizer: Optimizer, steps: range) -> list[np.ndarray]:
+    """Ordinary training steps; returns the losses."""
+    losses = []
+    for step in steps:
+        losses.append(backward(call, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def two_alike(model: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
+    """Two large parameters of one shape."""
+    shape = None
+    for parameter in model.parameters():
+        if parameter.dim() == 2 and parameter.numel() > 4096:
+            if shape is not None and shape.shape == parameter.shape:
+                return shape, parameter
+            shape = shape if shape is not None else parameter
+    raise AssertionError("no two parameters are alike")
+
+
+def weight_of(model: nn.Module) -> nn.Parameter:
+    """A parameter that lives in a chunk under a small budget."""
+    return max(model.parameters(), key=lambda p: p.numel())
