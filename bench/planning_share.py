@@ -26,7 +26,7 @@ from torch._inductor.utils import fresh_cache
 
 import chunkc
 from chunkc import compile as compilation
-from chunkc.optim import update
+from chunkc.optim import step as optimizer_step
 from chunkc.optim.update_mode import BACKWARD
 from chunkc.session import compiled_step as graph
 
@@ -34,8 +34,8 @@ PLANNING = (
     (compilation, "decide"),
     (graph, "decide"),
     (graph, "step_plan"),
-    (update, "decide"),
-    (update, "update_plan"),
+    (optimizer_step, "decide"),
+    (optimizer_step, "update_plan"),
 )
 """Where a step asks for decisions and plans; none of these calls another."""
 

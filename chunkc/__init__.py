@@ -26,7 +26,7 @@ from chunkc.ir.errors import (
 )
 from chunkc.ir.explanation import Explanation
 from chunkc.optim.gradient_scaling import GradScaler
-from chunkc.optim.running_updates import synchronize
+from chunkc.optim.update_scheduler import synchronize
 from chunkc.passes.memory.scratch.declared import declare_scratch
 from chunkc.report import Report, report
 from chunkc.session.init import init

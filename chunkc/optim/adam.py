@@ -1,4 +1,4 @@
-"""Adam and AdamW, chunk by chunk."""
+"""Update chunk by chunk by Adam and AdamW."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ DECOUPLED = "decoupled_weight_decay"
 
 @dataclass(frozen=True)
 class AdamRule(ElementwiseRule):
-    """Adam's. There is room for the largest second moments of all parameters of an optimizer, or, where no group has
-    `amsgrad`, for none."""
+    """Adam's rule. Chunks have room for the largest second moments of all parameters of an optimizer; for none if no
+    group has `amsgrad`."""
 
     moments = (*MOMENTS, MAX_EXP_AVG_SQ)
     optional = (MAXIMIZE, AMSGRAD, DECOUPLED, DIFFERENTIABLE, *WITHOUT_EFFECT)
@@ -78,20 +78,20 @@ class AdamW(Adam):
     Args:
         params: parameters, or groups of them with their own `lr`, `betas`, `eps`, `weight_decay`, `maximize`.
         update_on: where parameters at home are updated: `"device"`: in slots on the compute tier; `"cpu"`: at home, by
-            the CPU, so that states never cross the link (only with `home="cpu"`); `"auto"`: on a CUDA device some here
-            and some there, such that both are done the soonest, on the CPU in slots. The two kernels may differ in the
+            the CPU, so that states never cross the link (only with `home="cpu"`); `"auto"`: on a CUDA device divided
+            between both such that all is done the soonest, on the CPU in slots. The two kernels may differ in the
             last bit, so with `"auto"` results may depend on the budget.
-        overlap: what updates by the CPU (`update_on="cpu"` or `"auto"`) run beside; the bits are the same.
-            `"none"`: nothing; `step()` returns when all is updated.
+        overlap: during which other work updates by the CPU (`update_on="cpu"` or `"auto"`) run; the bits are the same.
+            `"none"`: none; `step()` returns when everything is updated.
             `"forward"`: the next forward. `step()` returns at once, and the compiled model waits for each chunk when it
-            needs it. Until then, anything else that reads or writes parameters or gradients must call `synchronize()`
-            first; the model's `state_dict` waits by itself, and the optimizer's own `state`, `state_dict`,
+            needs it. Until then, any other code that reads or writes parameters or gradients must call `synchronize()`
+            first; the model's `state_dict` waits by itself, and so do the optimizer's own `state`, `state_dict`,
             `load_state_dict` and `zero_grad`.
             `"backward"`: a chunk's update begins when the backward has made its gradients; from the second step on.
-            `step()` waits for the rest, so afterwards all is ordinary again, but between `backward()` and `step()`
-            nothing may change gradients, parameters or hyper-parameters, or read parameters: no clipping, no
-            GradScaler. Each `backward()` is followed by `step()`, but for those inside `with
-            optimizer.accumulating():`. What is changed all the same raises, at the latest in `step()`.
+            `step()` waits for the rest, so afterwards everything is ordinary again, but between `backward()` and
+            `step()` nothing may change gradients, parameters or hyperparameters, or read parameters: no clipping, no
+            GradScaler. Each `backward()` is followed by `step()`, except those inside `with
+            optimizer.accumulating():`. A change that is made all the same raises, at the latest in `step()`.
             `"both"`: both, with the rules of both.
 
         moments_dtype: how `state[p]["exp_avg"]` and `["exp_avg_sq"]` are stored: `torch.float32`, `torch.bfloat16`, or
@@ -100,22 +100,22 @@ class AdamW(Adam):
         master_weights: whether bf16 and fp16 parameters have fp32 masters. None: they do, unless `stochastic_rounding`
             makes up for it. Without one, fp16 is not possible, nor is rounding to nearest. `"float32"`: a copy,
             `state[p]["master"]`, 4 bytes per parameter. `"split"`: `state[p]["master_low"]` has the lower 16 bits of
-            the master of a bf16 parameter, which has the others: 2 bytes, the same master (but for one place in the
-            last bit where a tie is rounded, see `chunkc.kernels.split`), and fewer bytes to move. True: split where
+            the master of a bf16 parameter, which has the others: 2 bytes, the same master (except for one unit in the
+            last place where a tie is rounded, see `chunkc.kernels.split`), and fewer bytes to move. True: split where
             that is possible, for bf16 parameters rounded to nearest with moments that are not 8-bit; else fp32.
-            Saved states have fp32 masters either way. Whoever writes to a parameter with a split master, writes the
-            master. With an fp32 one the next update writes the parameter anew from the master.
+            Saved states have fp32 masters either way. Code that writes to a parameter with a split master writes the
+            master. With an fp32 master the next update writes the parameter anew from the master.
         stochastic_rounding: round what is stored in bf16 (parameters, moments) up or down with the probability of the
-            distance. The random bits depend on the seed, the step and the element's place alone: not on the budget, the
+            distance. The random bits depend on the seed, the step and the element's index alone: not on the budget, the
             home, `update_on` or what ran before. Fp32 is not rounded.
-        rounding_seed: of those bits.
-        amsgrad: divide by the largest second moment so far, `state[p]["max_exp_avg_sq"]`. Where a group has it, chunks
-            have room for those of all.
+        rounding_seed: the seed of those bits.
+        amsgrad: divide by the largest second moment so far, `state[p]["max_exp_avg_sq"]`. If a group has it, chunks
+            have room for those of all parameters.
         foreach, fused: as in `torch.optim`, and without effect: an update is one fused pass whatever they say.
         capturable: without effect: `step()` runs on the host, and no CUDA graph can capture it.
         differentiable: refused if true.
 
-    Where a gradient is None, nothing happens to that parameter. With `torch.amp.GradScaler` gradients are unscaled
+    A parameter without a gradient is left as it is. With `torch.amp.GradScaler` gradients are unscaled
     inside the update. Parameters in fp64 are updated in fp64; complex ones as `torch.view_as_real` shows them.
     """
 
@@ -138,4 +138,4 @@ class AdamW(Adam):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:
-            group[DECOUPLED] = True  # whatever a state of Adam's says, as in torch.optim
+            group[DECOUPLED] = True  # even if a state of Adam's says otherwise, as in torch.optim

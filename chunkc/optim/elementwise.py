@@ -1,7 +1,7 @@
-"""The updates of rules that change each element by itself: tiles of chunk groups, and tensors where they are.
+"""Update tiles of chunk groups, and tensors in place, by rules that change each element by itself.
 
 On a GPU by Triton; on the CPU by one pass over memory for each span of elements. Complex elements are two real ones
-each, as in `torch.optim`. What has no code in Triton (fp64, `amsgrad`) is updated by plain PyTorch on a GPU.
+each, as in `torch.optim`. Formats without code in Triton (fp64, `amsgrad`) are updated by plain PyTorch on a GPU.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from chunkc.optim.on_device import (
     SentPointerOffsets,
     StepScalars,
     batches,
-    goes_along,
+    can_be_batched,
     upload,
 )
 from chunkc.optim.rule import Extent, Groups, GroupWork, ResidentTensor, Rule, Spans, TileUpdate, Updater, flag, shown
@@ -54,33 +54,33 @@ PIECE_NUM_ELEMENTS = 1 << 24
 """Elements that are updated with one table: it is then a fifth of `TABLE_NBYTES` whatever a tensor's size."""
 
 PIECE_BY_REFERENCE = 1 << 13
-"""Elements that plain PyTorch updates at a time: some 15 temporary tensors of them, 8 bytes an element, fit
+"""Elements that plain PyTorch updates at a time: about 15 temporary tensors of them, 8 bytes an element, fit
 `TEMPORARIES_NBYTES`."""
 
 
 @dataclass(frozen=True)
 class ElementwiseRule(Rule):
-    """A rule that changes each element by itself, in any format that its kernels have."""
+    """A rule that changes each element by itself, in any format that its kernels support."""
 
     formats: Formats
 
     @abstractmethod
     def kernel(self, kinds: Iterable[str]) -> type[UpdateFormat]:
-        """What updates parameters that have these kinds of states."""
+        """Return the kernels' format class for parameters that have these kinds of states."""
 
     def states(self, groups: Groups) -> StateFormat:
         return self.formats.states
 
     def format(self, param_dtype: torch.dtype, grad_dtype: torch.dtype, kinds: Iterable[str]) -> UpdateFormat:
-        """What kernels update for parameters of a dtype that have these kinds of states.
+        """Return the kernels' format for parameters of a dtype that have these kinds of states.
 
         Raises:
-            OptionsError: there is no such kernel; says what there is.
+            OptionsError: there is no such kernel; the message names those that exist.
         """
         return self.formats.of_kernel(self.kernel(kinds), param_dtype, grad_dtype, tuple(kinds))
 
     def slots(self, flat: Mapping[str, torch.Tensor]) -> tuple[UpdateFormat, Slots]:
-        """What kernels take of flat tensors by kind."""
+        """Return the format and the kernels' arguments for flat tensors by kind."""
         fmt = self.format(flat[PARAM].dtype, flat[GRAD].dtype, [kind for kind in flat if kind not in (PARAM, GRAD)])
         return fmt, fmt.slots.of(flat)
 
@@ -99,14 +99,14 @@ class ElementwiseRule(Rule):
 
 
 class Elementwise(Updater):
-    """What both have in common: a span of elements is updated wherever it lies."""
+    """Updates by an elementwise rule, of spans of elements wherever they lie."""
 
     def __init__(self, rule: ElementwiseRule) -> None:
         self.rule = rule
 
     @abstractmethod
     def update(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent) -> None:
-        """Update spans of elements of flat tensors by kind."""
+        """Update spans of elements of flat tensors, which are given by kind."""
 
     def of_group(self, work: GroupWork) -> TileUpdate:
         def update(flat: Mapping[str, torch.Tensor], tile: Tile) -> None:
@@ -138,7 +138,8 @@ class OnCpu(Elementwise):
         if scale is not NO_SCALE or formats.stochastic or formats.states.moments != FLOAT32:
             super().of_tensors(tensors, scale)
             return
-        # The quick way: a model may have many small parameters.
+        # A shorter way, since a model may have many small parameters: prepare once for equal formats and
+        # hyperparameters.
         updates: dict[Any, tuple[Any, list[str], Callable[[list[torch.Tensor]], None]]] = {}
         written: list[torch.Tensor] = []
         for tensor in tensors:
@@ -160,8 +161,8 @@ class ByTriton(Elementwise):
 
     Attributes:
         tables: of work on the device, by their spans, or by the tensors of a launch.
-        order: of all launches, which share tables, pointer offsets and scalars.
-        pointer_offsets: of the tensors of a launch (see `together`).
+        order: the order of all launches, which share tables, pointer offsets and scalars.
+        sent_pointer_offsets: those of the tensors of a launch.
     """
 
     def __init__(self, rule: ElementwiseRule, device: torch.device) -> None:
@@ -176,35 +177,35 @@ class ByTriton(Elementwise):
         self._scalars = StepScalars(self.device)
 
     def of_group(self, work: GroupWork) -> TileUpdate:
-        for _, _, hyper in work.spans:  # before the first tile: one table of scalars for all that is to come
+        for _, _, hyper in work.spans:  # before the first tile: one table of scalars for all tiles
             self._scalars.row(hyper)
         return super().of_group(work)
 
     def of_tensors(self, tensors: Iterable[ResidentTensor], scale: GradScale) -> None:
-        """In launches of many tensors, but for odd ones."""
-        along: list[tuple[ResidentTensor, UpdateFormat]] = []
-        alone: list[ResidentTensor] = []
+        """Update tensors in place: those that can be batched in launches of many."""
+        batched: list[tuple[ResidentTensor, UpdateFormat]] = []
+        single: list[ResidentTensor] = []
         for tensor in tensors:
             gradient = tensor.parameter.grad
             assert gradient is not None
-            if goes_along(tensor):
+            if can_be_batched(tensor):
                 fmt = self.rule.format(tensor.parameter.dtype, gradient.dtype, tuple(tensor.states))
                 if fmt.by_reference:
-                    alone.append(tensor)
+                    single.append(tensor)
                     continue
-                along.append((tensor, fmt))
+                batched.append((tensor, fmt))
                 self._scalars.row(tensor.hyper)  # before the first launch: one table of scalars for all
             else:
-                alone.append(tensor)
-        for batch in batches(along):
+                single.append(tensor)
+        for batch in batches(batched):
             with self.order.turn():
-                self._update_together(batch, scale)
-        super().of_tensors(alone, scale)
+                self._update_batch(batch, scale)
+        super().of_tensors(single, scale)
 
-    def _update_together(self, batch: Batch, scale: GradScale) -> None:
-        sizes = tuple((of.parameter.numel(), self._scalars.row(of.hyper)) for of in batch.tensors)
+    def _update_batch(self, batch: Batch, scale: GradScale) -> None:
+        sizes = tuple((tensor.parameter.numel(), self._scalars.row(tensor.hyper)) for tensor in batch.tensors)
         work = self._kept(sizes, lambda: work_of_tensors(sizes, batch.fmt), batch.fmt)
-        seeds = [self._rounding_seed(of) for of in batch.tensors] if batch.fmt.stochastic else []
+        seeds = [self._rounding_seed(tensor) for tensor in batch.tensors] if batch.fmt.stochastic else []
         pointer_offsets = self.order.reads(self.sent_pointer_offsets.of(batch, sizes, seeds))
         slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self.order.reads(self._scalars.table(batch.fmt))
         first, key = seeds[0] if seeds else (0, None)
@@ -213,29 +214,29 @@ class ByTriton(Elementwise):
         )
         torch.autograd.graph.increment_version(batch.written)
 
-    def _rounding_seed(self, of: ResidentTensor) -> RoundingSeed:
-        extent = of.extent
-        return RoundingSeed(extent.first_element, rounding_key(self.rule.formats.seed, of.hyper.step, extent.chunk))
+    def _rounding_seed(self, tensor: ResidentTensor) -> RoundingSeed:
+        extent = tensor.extent
+        return RoundingSeed(extent.first_element, rounding_key(self.rule.formats.seed, tensor.hyper.step, extent.chunk))
 
     def table_of(self, spans: Sequence[Span], fmt: UpdateFormat) -> WorkTable:
-        """The table of work for these spans, made on the first call."""
+        """Return the table of work for these spans, made on the first call."""
         return self._kept(tuple(spans), lambda: work_table(spans, fmt), fmt)
 
     def _kept(self, key: tuple, make: Callable[[], WorkTable], fmt: UpdateFormat) -> WorkTable:
-        """A table on the device, made on the first call."""
+        """Return a table on the device, made on the first call."""
         key = (fmt.span_alignment, *key)
-        found = self.tables.find(key)
-        if found is None:
-            made = make()
-            found = self.tables.keep(key, replace(made, rows=upload(made.rows, self.device)))
-        self.order.reads(found.rows)
-        return found
+        table = self.tables.find(key)
+        if table is None:
+            on_host = make()
+            table = self.tables.keep(key, replace(on_host, rows=upload(on_host.rows, self.device)))
+        self.order.reads(table.rows)
+        return table
 
     def update(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent) -> None:
-        """Update spans of elements, in one launch; in as many as steps if rounding depends on them.
+        """Update spans of elements, in one launch; in one for each step number if rounding depends on it.
 
-        What has more elements than `PIECE_NUM_ELEMENTS`, such as a large parameter that stays, goes piece by piece. So
-        does what plain PyTorch updates, in smaller ones; then the host waits for the device.
+        More elements than `PIECE_NUM_ELEMENTS`, as a large resident parameter has, go piece by piece. So do elements
+        that plain PyTorch updates, in smaller pieces; then the host waits for the device.
         """
         fmt, slots = self.rule.slots(flat)
         numel, at_most = slots.param.numel(), PIECE_BY_REFERENCE if fmt.by_reference else PIECE_NUM_ELEMENTS
@@ -275,7 +276,7 @@ def update_on_cpu(
 def launches(
     rule: ElementwiseRule, fmt: UpdateFormat, spans: Spans, extent: Extent
 ) -> Iterator[tuple[Spans, RoundingKey | None]]:
-    """Spans that one launch may update; with stochastic rounding those of one step, which is part of the key."""
+    """Yield spans that one launch may update; with stochastic rounding those of one step, which is part of the key."""
     if not fmt.stochastic:
         yield spans, None
         return
@@ -284,13 +285,13 @@ def launches(
 
 
 def clipped(spans: Spans, at: int, until: int) -> Spans:
-    """The part of the spans in the elements `[at, until)`, counted from `at`."""
+    """Cut spans to the elements `[at, until)`, counted from `at`."""
     return [(max(b - at, 0), min(e, until) - at, hyper) for b, e, hyper in spans if e > at and b < until]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the constructors of elementwise rules take by keyword, see `AdamW`."""
+    """Keyword arguments of the constructors of elementwise rules, see `AdamW`."""
 
     maximize: bool = False
     update_on: str = DEVICE
@@ -309,7 +310,7 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def with_options(init: Init) -> Init:
-    """A constructor whose `**options` are `Options`: `help` and `inspect.signature` name each of them."""
+    """Show a constructor's `**options` as the single `Options` in `help` and `inspect.signature`."""
     signature = inspect.signature(init)
     named = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     keywords = inspect.signature(Options).parameters.values()
@@ -325,16 +326,16 @@ MOMENTS_FORMATS: Mapping[torch.dtype | str, str] = {
     BFLOAT16: BFLOAT16,
     INT8: INT8,
 }
-"""What a user may call the moments' format."""
+"""A user's name for the moments' format -> the format."""
 
 
 @dataclass(frozen=True)
 class Formats:
-    """How states are kept and values rounded.
+    """The formats of states, and the rounding of values.
 
     Attributes:
-        stochastic: round what is stored in bf16 (parameters without a master, moments) stochastically.
-        seed: of those random bits.
+        stochastic: round values stored in bf16 (parameters without a master, moments) stochastically.
+        seed: the seed of those random bits.
     """
 
     states: StateFormat
@@ -348,7 +349,7 @@ class Formats:
         stochastic_rounding: bool,
         rounding_seed: int,
     ) -> Formats:
-        """The formats that a user asks for.
+        """Return the formats that a user asks for.
 
         Raises:
             OptionsError: there is no such format of moments or masters, or not with the other options.
@@ -380,10 +381,10 @@ class Formats:
     def of_kernel(
         self, kernel: type[UpdateFormat], param_dtype: torch.dtype, grad_dtype: torch.dtype, kinds: tuple[str, ...]
     ) -> UpdateFormat:
-        """What a kernel updates for parameters of a dtype that have these kinds of states.
+        """Return a kernel's format for parameters of a dtype that have these kinds of states.
 
         Raises:
-            OptionsError: there is no such kernel; says what there is.
+            OptionsError: there is no such kernel; the message names those that exist.
         """
         has_moments = set(kinds) - {MASTER, MASTER_LOW} and param_dtype != torch.float64
         moments = self.states.moments if has_moments else FLOAT32
@@ -403,7 +404,7 @@ class Formats:
 
 
 def formats_in(options: Mapping[str, Any]) -> tuple[Formats, dict[str, Any]]:
-    """The formats that a constructor's `Options` ask for, and the others of them.
+    """Split a constructor's `Options` into the formats that they ask for and the remaining options.
 
     Raises:
         OptionsError: there is no such format (see `Formats.of`).

@@ -1,8 +1,8 @@
-"""Clipping by the norm of all gradients, at no traffic: the norm comes from sums that the backward took in slots (see
-`norms`), and gradients are multiplied inside the update.
+"""Clip and unscale gradients without traffic: they are multiplied inside the update.
 
-So `.grad` keeps what the backward computed. A factor holds for the gradients that it was made of, as they were: whoever
-changes them after that, by a backward, by hand or otherwise, is told at the step.
+The norm of all gradients comes from sums that the backward took in slots (see `norms`), and so does whether one
+overflowed. `.grad` keeps what the backward computed. A clipping factor holds for the gradients it was computed from: if
+they are changed afterwards, by a backward, by hand or otherwise, the step raises.
 """
 
 from __future__ import annotations
@@ -29,73 +29,83 @@ from chunkc.session.session import Session, managing, sessions_of
 from chunkc.torch_private.grad_scaler import OverflowsElsewhere
 
 EPS = 1e-6
-"""What is added to a norm before it divides, in PyTorch."""
+"""The number added to a norm before it divides, as in PyTorch."""
 
-SAME, CHANGED, ANOTHER = "same", "changed", "another"
-"""What has become of a gradient that was clipped: nothing; there are other values in it; another one is there."""
+SAME, CHANGED, REPLACED = "same", "changed", "replaced"
+"""States of a gradient since it was clipped: unchanged; with other values; another tensor."""
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """A gradient, and how often it had been written: by what counts versions, and by backwards into its home."""
+class _ClippedGradient:
+    """A gradient, and how often it had been written when it was clipped: by its version counter, and by backwards into
+    its home."""
 
     gradient: weakref.ref[torch.Tensor]
     version: int
-    written: int
+    num_written: int
 
     @staticmethod
-    def of(parameter: torch.Tensor, gradient: torch.Tensor) -> _Seen:
-        return _Seen(weakref.ref(gradient), gradient._version, _written(parameter))
+    def of(parameter: torch.Tensor, gradient: torch.Tensor) -> _ClippedGradient:
+        return _ClippedGradient(weakref.ref(gradient), gradient._version, _num_written(parameter))
 
-    def now(self, parameter: torch.Tensor, gradient: torch.Tensor) -> str:
+    def status(self, parameter: torch.Tensor, gradient: torch.Tensor) -> str:
         if self.gradient() is not gradient:
-            return ANOTHER
-        return SAME if (self.version, self.written) == (gradient._version, _written(parameter)) else CHANGED
+            return REPLACED
+        return SAME if (self.version, self.num_written) == (gradient._version, _num_written(parameter)) else CHANGED
 
 
-def _written(parameter: torch.Tensor) -> int:
-    """How often gradients of the parameter's group went home."""
+def _num_written(parameter: torch.Tensor) -> int:
+    """Return how often gradients of the parameter's group were written home."""
     home = managing(parameter)
     return 0 if home is None else home[0].store.sums.written[home[0].store.group_index(home[1])]
 
 
 @dataclass
 class _Clipped:
-    """A factor, and the gradients that it is for.
+    """A clipping factor, and the gradients that it is for, by the id of their parameter.
 
     Attributes:
-        norm: of the gradients, before they are clipped.
+        norm: the norm of the gradients, before they are clipped.
         factor: 0-dim fp32.
-        stepped: whether a step has multiplied them.
+        stepped: whether a step has multiplied the gradients.
     """
 
     norm: torch.Tensor
     factor: torch.Tensor
-    gradients: dict[int, _Seen]
+    gradients: dict[int, _ClippedGradient]
     stepped: bool = False
 
-    def now(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> set[str]:
-        """What has become of the gradients there are."""
-        seen = [(self.gradients.get(id(parameter)), parameter, gradient) for parameter, gradient in found]
-        return {ANOTHER if one is None else one.now(parameter, gradient) for one, parameter, gradient in seen}
+    def statuses(self, gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> set[str]:
+        """Return the statuses of gradients, which are given with their parameters."""
+        clipped = [(self.gradients.get(id(parameter)), parameter, gradient) for parameter, gradient in gradients]
+        return {REPLACED if c is None else c.status(parameter, gradient) for c, parameter, gradient in clipped}
 
 
 class ClipsGradients(Optimizer):
-    """An optimizer whose updates multiply gradients by what `clip_grad_norm_` found."""
+    """An optimizer whose updates multiply gradients by the factor of `clip_grad_norm_`.
+
+    Attributes:
+        assumed_scale: the scale of gradients with which updates in a backward begin that can be undone.
+    """
 
     overlap: UpdateMode
     assumed_scale: AssumedScale
     _clipped: _Clipped | None = None
-    _looked_at: int = 0
-    _asked: bool = False
+    _groups_read_at: int = 0
+    _norm_requested: bool = False
 
     @property
     def param_groups(self) -> Any:
-        """As in `torch.optim`. Whoever reads it may change gradients in a way that nobody counts, as
-        `torch.amp.GradScaler.unscale_` does: sums of gradients that were taken before are not used any more."""
-        if "param_groups" not in self.__dict__:  # a wrapper, as Lightning's, which asks what it wraps then
+        """The parameter groups, as in `torch.optim`.
+
+        Code that reads them may change gradients without a count, as `torch.amp.GradScaler.unscale_` does. So sums of
+        gradients that were taken before are not used any more.
+        """
+        if (
+            "param_groups" not in self.__dict__
+        ):  # a wrapper, as Lightning's, which then asks the optimizer that it wraps
             raise AttributeError("param_groups")
-        self._looked_at = next(clock)
+        self._groups_read_at = next(clock)
         return self.__dict__["param_groups"]
 
     @param_groups.setter
@@ -107,13 +117,13 @@ class ClipsGradients(Optimizer):
     def clip_grad_norm_(
         self, max_norm: float, *, error_if_nonfinite: bool = False, loss_scale: float | torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_` of all parameters of this optimizer, but the next `step()` multiplies.
+        """Clip all gradients of this optimizer as `torch.nn.utils.clip_grad_norm_` does, but in the next `step()`.
 
-        Nothing is copied for it where gradients are as the backward left them. `.grad` stays as it is.
+        Nothing is copied for it if gradients are as the backward left them. `.grad` stays as it is.
 
         Args:
-            error_if_nonfinite: raise an error where the norm is not finite; waits for the device.
-            loss_scale: by what the loss was multiplied, and what `GradScaler.step` will divide gradients by.
+            error_if_nonfinite: raise an error if the norm is not finite; waits for the device.
+            loss_scale: the factor of the loss, by which `GradScaler.step` will divide gradients.
 
         Returns:
             The norm of all gradients, divided by the loss scale: 0-dim fp32.
@@ -122,13 +132,13 @@ class ClipsGradients(Optimizer):
             RuntimeError: see `error_if_nonfinite`.
             UnsupportedError: gradients have been added to some that were clipped, or updates begin in the backward.
         """
-        found = self._gradients()
-        before = self._clipped if self._is_clipped(found) else None
+        gradients = self._gradients()
+        before = self._clipped if self._is_clipped(gradients) else None
         if before is None:
-            whole = self.grad_norm() if loss_scale is None else self.grad_norm() / loss_scale
-            norm = whole
+            unclipped = self.grad_norm() if loss_scale is None else self.grad_norm() / loss_scale
+            norm = unclipped
         else:
-            whole, norm = before.norm, before.norm * before.factor
+            unclipped, norm = before.norm, before.norm * before.factor
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(
                 "The total norm of order 2 for gradients from `parameters` is non-finite, so it cannot be clipped: "
@@ -137,36 +147,36 @@ class ClipsGradients(Optimizer):
         factor = torch.clamp(max_norm / (norm + EPS), max=1.0).float()
         if before is not None:
             factor = factor * before.factor
-        whole, factor, told = _kept(whole), _kept(factor), _kept(norm.float())
+        unclipped, factor, result = _kept(unclipped), _kept(factor), _kept(norm.float())
         for session in sessions_of(self._all_parameters()):
-            session.live.watch(value for value in (whole, factor, told) if value.device.type != "cpu")
-        self._clipped = _Clipped(whole, factor, {id(p): _Seen.of(p, g) for p, g in found})
-        return told
+            session.live.watch(value for value in (unclipped, factor, result) if value.device.type != "cpu")
+        self._clipped = _Clipped(unclipped, factor, {id(p): _ClippedGradient.of(p, g) for p, g in gradients})
+        return result
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
-        """The Euclidean norm of all gradients as they are: 0-dim fp64, finite if and only if each element is.
+        """Return the Euclidean norm of all gradients as they are: 0-dim fp64, finite if and only if each element is.
 
-        From the next backward on, sums of squares are taken where gradients are in slots; they are for as long as each
-        step is preceded by a call of this, or of what calls it.
+        From the next backward on, sums of squares are taken while gradients are in slots, for as long as each step
+        is preceded by a call of this method, directly or by another one.
 
         Raises:
-            UnsupportedError: gradients are somewhere where nobody can read them.
+            UnsupportedError: gradients cannot be read, or were consumed by updates.
         """
         if self.overlap.is_final:
             raise UnsupportedError(
                 f'overlap="{self.overlap.mode}" updates during the backward, before the norm of all gradients is '
                 'known; use undoable=True beside it, or overlap="forward" or "none"'
             )
-        found = self._gradients()
-        self._asked = True
+        gradients = self._gradients()
+        self._norm_requested = True
         for session in sessions_of(self._all_parameters()):
             request_sums(self, [session.store.sums], summing_on(session.device))
-        return sum_of_squares(Gradients(found, self._looked_at)).sqrt()
+        return sum_of_squares(Gradients(gradients, self._groups_read_at)).sqrt()
 
     @torch.no_grad()
     def overflows(self) -> torch.Tensor:
-        """Whether an element of a gradient is not finite: 0-dim fp32, 1 or 0.
+        """Return whether an element of a gradient is not finite: 0-dim fp32, 1 or 0.
 
         Raises:
             UnsupportedError: as `clip_grad_norm_`.
@@ -185,14 +195,14 @@ class ClipsGradients(Optimizer):
         return all(id(local_shard_of(parameter)) in own for parameter in parameters if parameter.grad is not None)
 
     def clip_factor(self) -> torch.Tensor | None:
-        """What the gradients of this step are to be multiplied by: 0-dim fp32; None: nothing.
+        """Return the factor of the gradients of this step: 0-dim fp32; None: they are not clipped.
 
         Raises:
-            UnsupportedError: some of them are not what was clipped.
+            UnsupportedError: some gradients are not those that were clipped.
         """
-        clipped, found = self._clipped, self._gradients(read=False)
-        if clipped is None or not found or not self._is_clipped(found):
-            if clipped is not None and found and not clipped.stepped:
+        clipped, gradients = self._clipped, self._gradients(read=False)
+        if clipped is None or not gradients or not self._is_clipped(gradients):
+            if clipped is not None and gradients and not clipped.stepped:
                 raise UnsupportedError(
                     "the gradients are not those that clip_grad_norm_ has clipped: call optimizer.zero_grad() where "
                     "gradients are dropped, and clip_grad_norm_ after the last backward of each step"
@@ -203,38 +213,38 @@ class ClipsGradients(Optimizer):
         return None if is_one else clipped.factor
 
     def end_of_step(self, sessions: list[Session]) -> None:
-        """Take no more sums where nobody has asked for a norm since the step before."""
-        if not self._asked:
+        """Stop taking sums if no norm was requested since the step before."""
+        if not self._norm_requested:
             for session in sessions:
                 session.store.sums.requesters.pop(self, None)
-        self._asked = False
+        self._norm_requested = False
 
-    def _is_clipped(self, found: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    def _is_clipped(self, gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
         """Whether these gradients are those that were clipped last.
 
         Raises:
-            UnsupportedError: some are, or were before somebody changed them.
+            UnsupportedError: only some are, or some have been changed since.
         """
-        now = set() if self._clipped is None else self._clipped.now(found)
-        if CHANGED in now or len(now) > 1:
+        statuses = set() if self._clipped is None else self._clipped.statuses(gradients)
+        if CHANGED in statuses or len(statuses) > 1:
             raise UnsupportedError(
                 "gradients were changed, or added to, after clip_grad_norm_ of their optimizer, which multiplies them "
                 "in step() only: clip after the last change, call zero_grad() after each step, or use "
                 "torch.nn.utils.clip_grad_norm_, which multiplies at once"
             )
-        return now == {SAME}
+        return statuses == {SAME}
 
     def _all_parameters(self) -> Iterator[torch.Tensor]:
-        groups = self.__dict__["param_groups"]  # not a look at them, see `param_groups`
+        groups = self.__dict__["param_groups"]  # does not count as reading them, see `param_groups`
         return (local_shard_of(parameter) for group in groups for parameter in group["params"])
 
     def _gradients(self, *, read: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters with their gradients, where there are any.
+        """Return the parameters that have a gradient, with it.
 
         Raises:
-            UnsupportedError: one is sparse, or has no values that could be `read`.
+            UnsupportedError: a gradient is sparse, or cannot be `read`.
         """
-        found = []
+        gradients = []
         for parameter in self._all_parameters():
             gradient = parameter.grad
             if gradient is None:
@@ -242,20 +252,20 @@ class ClipsGradients(Optimizer):
             if read and isinstance(gradient, GradientPlaceholder):
                 raise gradient.refusal()
             check_memory(self, parameter, gradient)
-            found.append((parameter, gradient))
-        return found
+            gradients.append((parameter, gradient))
+        return gradients
 
 
 def _kept(value: torch.Tensor) -> torch.Tensor:
-    """A number that outlives this call: on the CPU in none of torch's memory, which may be planned to the byte."""
+    """Copy a CPU number that outlives this call out of torch's memory, which may be planned to the byte."""
     return host_tensor(value.numpy(), value.numpy().dtype) if value.device.type == "cpu" else value
 
 
 def grad_scale_of(optimizer: Any, clip: torch.Tensor | None = None) -> GradScale:
-    """What the scaler has set on an optimizer for the step under way, as its kernels want it.
+    """Return what a scaler has set on an optimizer for the present step, as kernels take it.
 
     Args:
-        clip: what gradients are multiplied by after that: 0-dim fp32.
+        clip: the factor of gradients after they are unscaled: 0-dim fp32.
     """
     scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
     if scale is None and found_inf is None and clip is None:
@@ -265,7 +275,7 @@ def grad_scale_of(optimizer: Any, clip: torch.Tensor | None = None) -> GradScale
 
 
 def inverted(scale: torch.Tensor) -> torch.Tensor:
-    """What undoes a loss's scale, inverted as `GradScaler.unscale_` does it, in double precision: 0-dim fp32."""
+    """Invert a loss's scale as `GradScaler.unscale_` does it, in double precision: 0-dim fp32."""
     return scale.detach().double().reciprocal().float().reshape(())
 
 
@@ -275,7 +285,7 @@ def is_skipped(scale: GradScale) -> bool:
 
 
 def on_the_cpu(scale: GradScale) -> GradScale:
-    """The same, for an update on the CPU; waits for the device."""
+    """Copy a scale for an update on the CPU; waits for the device."""
 
     def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None if tensor is None else tensor.cpu()
@@ -284,11 +294,11 @@ def on_the_cpu(scale: GradScale) -> GradScale:
 
 
 class AssumedScale:
-    """By what the next gradients are taken to be too large: by what the last ones were, or what a scaler has told.
+    """The scale that the next gradients are assumed to have: that of the last ones, or one that a scaler has announced.
 
     Attributes:
-        is_likely: whether the next update will stand, if the next gradients are like the last ones: those overflowed
-            nowhere, and were not clipped. A backward whose updates will be undone only loses time by them.
+        is_likely: whether the next staged updates will be committed if the next gradients are like the last ones: those
+            overflowed nowhere, and were not clipped. A backward whose updates will be undone only loses time by them.
     """
 
     def __init__(self) -> None:
@@ -296,28 +306,28 @@ class AssumedScale:
         self.is_likely = True
 
     def expect(self, unscale: torch.Tensor | None) -> None:
-        """Gradients will be multiplied by this first, 0-dim fp32; None: by nothing."""
+        """Assume that gradients will first be multiplied by this, 0-dim fp32; None: by nothing."""
         self._scale = NO_SCALE if unscale is None else GradScale(unscale.cpu())
 
     def on(self, device: torch.device) -> GradScale:
-        """The scale, for kernels there."""
+        """Return the scale for kernels on a device."""
         unscale = self._scale.unscale
         return self._scale if unscale is None or device.type == "cpu" else GradScale(unscale.to(device))
 
     def is_what_was(self, scale: GradScale) -> bool:
-        """Whether an update with the assumed scale is one with that of the step, which is expected from now on.
+        """Whether an update with the assumed scale equals one with the step's, which is assumed from now on.
 
         Waits for the device.
         """
-        known, assumed = on_the_cpu(scale), self._scale
-        self.expect(known.unscale)
-        overflows = known.found_inf is not None and float(known.found_inf) != 0
-        self.is_likely = not overflows and _factor(known.clip) == 1
-        return self.is_likely and _factor(known.unscale) == _factor(assumed.unscale)
+        actual, assumed = on_the_cpu(scale), self._scale
+        self.expect(actual.unscale)
+        overflows = actual.found_inf is not None and float(actual.found_inf) != 0
+        self.is_likely = not overflows and _factor(actual.clip) == 1
+        return self.is_likely and _factor(actual.unscale) == _factor(assumed.unscale)
 
 
-def _factor(of: torch.Tensor | None) -> float:
-    return 1.0 if of is None else float(of)
+def _factor(factor: torch.Tensor | None) -> float:
+    return 1.0 if factor is None else float(factor)
 
 
 class GradScaler(OverflowsElsewhere):
@@ -328,18 +338,18 @@ class GradScaler(OverflowsElsewhere):
         scaler.step(optimizer)
         scaler.update()
 
-    PyTorch's own reads and writes every gradient to see whether one overflows, through the link where they are at home.
-    This one does so only in `unscale_`, and for optimizers that are not of `chunkc.optim`.
+    PyTorch's own scaler reads and writes every gradient to see whether one overflows, over the link if they are at
+    home. This one does so only in `unscale_`, and for optimizers that are not of `chunkc.optim`.
     """
 
     @staticmethod
     def like(scaler: Any, device: str) -> Any:
-        """One that is as PyTorch's own on a device; whatever is another kind of scaler, or scales nothing, as it is."""
+        """Return a copy of PyTorch's own scaler; one of another type, or a disabled one, as it is."""
         if type(scaler) is not torch.amp.GradScaler or not scaler.is_enabled():
             return scaler
-        made = GradScaler(device)
-        made.load_state_dict(scaler.state_dict())
-        return made
+        copy = GradScaler(device)
+        copy.load_state_dict(scaler.state_dict())
+        return copy
 
     _stepped: weakref.WeakSet[ClipsGradients]
 
@@ -350,14 +360,15 @@ class GradScaler(OverflowsElsewhere):
         return optimizer.overflows()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """As PyTorch's. Optimizers whose updates can be undone are told the new scale, which waits for the device."""
+        """Update the scale, as PyTorch's does. Announcing it to optimizers whose updates can be undone waits for the
+        device."""
         super().update(new_scale)
         for optimizer in self.__dict__.get("_stepped", ()):
             if optimizer.overlap.undoable:
                 optimizer.assumed_scale.expect(inverted(torch.tensor(self.get_scale(), device="cpu")))
 
     def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:
-        """Clip what the step will divide: see `clip_grad_norm_` of chunkc's optimizers.
+        """Clip gradients that the step will unscale: see `clip_grad_norm_` of chunkc's optimizers.
 
         Returns:
             The norm of all gradients, divided by the loss's scale.

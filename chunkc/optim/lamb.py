@@ -1,4 +1,8 @@
-"""LAMB, chunk by chunk."""
+"""Update chunk by chunk by LAMB: tiles of chunk groups in two stages, and tensors in place.
+
+Rows of elements that are summed up together end at multiples of 16,384 of the group's elements, in slots, at home and
+for a resident tensor, so that sums and results have the same bits wherever the update happens.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, LambWork, lamb_work, lamb_work_of_tensors, new_partials
-from chunkc.optim.on_device import TABLE_NBYTES, Batch, LaunchOrder, SentPointerOffsets, batches, goes_along, upload
+from chunkc.optim.on_device import TABLE_NBYTES, Batch, LaunchOrder, SentPointerOffsets, batches, can_be_batched, upload
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.optim.over_ranks import sums_of_tensors
 from chunkc.optim.pending_steps import decided
@@ -42,7 +46,7 @@ from chunkc.utils.recent import Recent
 
 @dataclass(frozen=True)
 class LambRule(Rule):
-    """LAMB's."""
+    """LAMB's rule."""
 
     num_stages = 2
     optional = (*Rule.optional, "min_coeff", "max_coeff")
@@ -96,10 +100,10 @@ class LAMB(ChunkedOptimizer):
 class LambUpdater(Updater):
     """LAMB's updates on a device. Spans of a group are its tensors.
 
-    How tensors are cut into rows is kept from step to step: the work used last, `TABLE_NBYTES` of it.
+    Tables of work, which cut tensors into rows, are kept from step to step: the latest `TABLE_NBYTES` of them.
 
     Attributes:
-        order: of all launches, which share that work.
+        order: the order of all launches, which share those tables.
     """
 
     def __init__(self, device: torch.device, *, by_triton: bool) -> None:
@@ -111,7 +115,7 @@ class LambUpdater(Updater):
         self.order = LaunchOrder(device)
 
     def get(self, tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
-        """The work of each tile, made on the first call."""
+        """Return the work of each tile, made on the first call."""
         spans, ranges = tuple(tensors), tuple(tiles)
         return self._kept((spans, ranges), lambda: lamb_work(spans, ranges))
 
@@ -126,26 +130,26 @@ class LambUpdater(Updater):
         return GroupLamb(self, work).update
 
     def of_tensors(self, tensors: Iterable[ResidentTensor], scale: GradScale) -> None:
-        """By Triton two launches for many tensors, but for odd ones."""
-        along: list[ResidentTensor] = []
-        alone: list[ResidentTensor] = []
+        """Update tensors in place: by Triton two launches for many tensors that can go in one batch."""
+        batched: list[ResidentTensor] = []
+        single: list[ResidentTensor] = []
         for tensor in tensors:
-            (along if self.by_triton and goes_along(tensor) else alone).append(tensor)
-        if along:
+            (batched if self.by_triton and can_be_batched(tensor) else single).append(tensor)
+        if batched:
             with self.order.turn():
-                rows, scalars = self.scalars([tensor.hyper for tensor in along])
-                for batch in batches((tensor, _format(tensor)) for tensor in along):
-                    self._update_together(batch, [rows[of.hyper] for of in batch.tensors], scalars, scale)
-        if alone:
-            self._update_one_by_one(alone, scale)
+                rows, scalars = self.scalars([tensor.hyper for tensor in batched])
+                for batch in batches((tensor, _format(tensor)) for tensor in batched):
+                    self._update_batch(batch, [rows[tensor.hyper] for tensor in batch.tensors], scalars, scale)
+        if single:
+            self._update_one_by_one(single, scale)
 
     def scalars(self, hypers: Iterable[Any]) -> tuple[dict[Any, int], torch.Tensor]:
-        """Rows of scalars on the device, and which of them is whose."""
+        """Return the row of each set of hyperparameters in a table of scalars on the device, and the table."""
         rows = {hyper: row for row, hyper in enumerate(dict.fromkeys(hypers))}
         return rows, decided(list(rows), scalar_table, lambda table: upload(table, self.device))
 
-    def _update_together(self, batch: Batch, rows: Sequence[int], scalars: torch.Tensor, scale: GradScale) -> None:
-        """Both stages of a batch, whose tensors are updated with these rows of scalars."""
+    def _update_batch(self, batch: Batch, rows: Sequence[int], scalars: torch.Tensor, scale: GradScale) -> None:
+        """Run both stages of a batch. `rows` are its tensors' rows in the table of scalars."""
         spans = tuple(Span(*where, row) for where, row in zip(_ranges(batch.tensors), rows, strict=True))
         (work,) = self._kept((spans,), lambda: (lamb_work_of_tensors(spans),))
         work = replace(work, pointer_offsets=self.order.reads(self._pointer_offsets.of(batch, spans)))
@@ -155,12 +159,12 @@ class LambUpdater(Updater):
             stage(batch.fmt, slots, work, scalars, partials, scale=scale)
         torch.autograd.graph.increment_version(batch.written)
 
-    def _update_one_by_one(self, staying: Sequence[ResidentTensor], scale: GradScale) -> None:
-        ranges = _ranges(staying)
-        spans = [(*where, tensor.hyper) for where, tensor in zip(ranges, staying, strict=True)]
-        sums = sums_of_tensors({begin: tensor.parameter for (begin, _), tensor in zip(ranges, staying, strict=True)})
+    def _update_one_by_one(self, tensors: Sequence[ResidentTensor], scale: GradScale) -> None:
+        ranges = _ranges(tensors)
+        spans = [(*where, tensor.hyper) for where, tensor in zip(ranges, tensors, strict=True)]
+        sums = sums_of_tensors({begin: tensor.parameter for (begin, _), tensor in zip(ranges, tensors, strict=True)})
         lamb = GroupLamb(self, GroupWork(0, spans, ranges, scale, sums))
-        for where, tensor in zip(ranges, staying, strict=True):
+        for where, tensor in zip(ranges, tensors, strict=True):
             flats = tensor.flats()
             for stage in range(2):
                 lamb.update(flats, Tile(0, *where, stage, 2))
@@ -180,12 +184,7 @@ def _nbytes(works: Sequence[LambWork]) -> int:
 
 
 class GroupLamb:
-    """One step of LAMB over some elements: tiles of a chunk group, or tensors. Stage by stage, tile by tile.
-
-    Args:
-        updater: of the device that updates.
-        work: tiles of the group, or tensors.
-    """
+    """One step of LAMB over tiles of a chunk group, or over tensors; stage by stage, tile by tile."""
 
     def __init__(self, updater: LambUpdater, work: GroupWork) -> None:
         self._order = updater.order
@@ -200,14 +199,14 @@ class GroupLamb:
         self._ranges = [(begin, end) for begin, end, _ in work.spans]
 
     def update(self, slots: Mapping[str, torch.Tensor], tile: Tile) -> None:
-        """One stage of one tile; `slots` has the kinds that the stage needs."""
+        """Run one stage of one tile; `slots` has the kinds that the stage needs."""
         if tile.stage and self._sums is not None:
             self._sum_over_ranks(self._sums)
             self._sums = None
         work = self._works[tile.begin, tile.end]
         if not work.pieces:
             return
-        # A gradient has its parameter's dtype: each stands in for the other where it is not touched.
+        # A gradient has its parameter's dtype: each stands in for the other in the stage that does not touch it.
         param, grad = slots.get(PARAM, slots.get(GRAD)), slots.get(GRAD, slots.get(PARAM))
         assert param is not None
         assert grad is not None
@@ -220,9 +219,9 @@ class GroupLamb:
             stage(fmt, of_tile, work, self._scalars, self._partials, scale=self._scale)
 
     def _sum_over_ranks(self, sums: OverRanks) -> None:
-        """Once this rank's partial sums are all there: each tensor's becomes the sum of all ranks', as one number.
+        """Replace each tensor's partial sums, once this rank's are complete, by the sum over all ranks, as one number.
 
-        Every rank adds up the same numbers in the same order, so all scale their parts alike.
+        Every rank adds up the same numbers in the same order, so all scale their shards alike.
         """
         partials = sorted({(p.first_partial, p.last_partial) for work in self._works.values() for p in work.pieces})
         places = [index for index, (begin, end) in enumerate(self._ranges) if begin < end]
@@ -237,16 +236,16 @@ class GroupLamb:
 
 
 def _ranges(tensors: Sequence[ResidentTensor]) -> list[tuple[int, int]]:
-    """Of tensors that are updated where they are, see `rows_apart`."""
+    """Return the ranges of tensors that are updated in place, see `rows_apart`."""
     return rows_apart([of.extent.first_element for of in tensors], [of.parameter.numel() for of in tensors])
 
 
 def rows_apart(offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int]]:
-    """Ranges for tensors that are updated one by one, such that the rows of each end where they do in its group.
+    """Choose ranges for tensors that are updated one by one, so that the rows of each end where they do in its group.
 
     Args:
         offsets: of each tensor's first element in its group; 0 where it has none.
-        sizes: elements of each tensor.
+        sizes: number of elements of each tensor.
     """
     ranges, end = [], 0
     for offset, numel in zip(offsets, sizes, strict=True):

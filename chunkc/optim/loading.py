@@ -1,34 +1,38 @@
-"""A state that is to be loaded, checked against an optimizer: all of it, before any of it is written."""
+"""Load optimizer states: check all of them against the optimizer, before any is written."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.states import MASTER, MASTER_LOW, is_scale, num_entries, scale_of
+from chunkc.ir.states import MASTER, MASTER_LOW, StateFormat, is_scale, num_entries, scale_of
 from chunkc.ir.strides import dense_strides, is_dense, overlaps_itself
+from chunkc.optim.group_updates import SteppingOptimizer
 from chunkc.optim.memory_checks import title_of
 from chunkc.optim.over_ranks import of_this_rank
 from chunkc.optim.rule import plain, shown
+from chunkc.optim.split_masters import NotedContents
 from chunkc.optim.split_masters import load as load_master
-from chunkc.optim.states import converted, empty_state, names_at_home
+from chunkc.optim.states import converted, empty_state
 from chunkc.runtime.storage.maps import drop_pages, evict_pages
 from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, unassigned_memory_of_parameter
 from chunkc.runtime.store.shards import local_shard_of
-from chunkc.session.pending_readers import await_readers
 from chunkc.session.session import managing
 
-if TYPE_CHECKING:
-    from chunkc.optim.optimizer import ChunkedOptimizer
+
+class LoadingOptimizer(SteppingOptimizer, Protocol):
+    """An optimizer as loading sees it."""
+
+    defaults: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What is to be loaded for one parameter.
+    """The states to load for one parameter.
 
     Attributes:
         step: a whole number.
@@ -40,8 +44,8 @@ class LoadedState:
     tensors: Mapping[str, torch.Tensor]
 
 
-def checked_state_dict(optimizer: ChunkedOptimizer, state_dict: Mapping[str, Any]) -> list[LoadedState]:
-    """The states of a state dict in the order of the optimizer's parameters; nothing is changed.
+def checked_state_dict(optimizer: LoadingOptimizer, state_dict: Mapping[str, Any]) -> list[LoadedState]:
+    """Return the states of a state dict in the order of the optimizer's parameters; nothing is changed.
 
     Raises:
         OptionsError: the state does not fit the optimizer; the message names the parameter, or the parameter group.
@@ -53,46 +57,21 @@ def checked_state_dict(optimizer: ChunkedOptimizer, state_dict: Mapping[str, Any
     unknown = [number for number in states if number not in ids]
     if unknown:
         raise OptionsError(f"the loaded state has states of {shown(unknown[0])}, which no loaded parameter group names")
-    found = zip(ids, ids.values(), parameters, strict=True)
-    return [_checked(optimizer, p, states[number], group) for number, group, p in found if states.get(number)]
+    triples = zip(ids, ids.values(), parameters, strict=True)
+    return [_checked(optimizer, p, states[number], group) for number, group, p in triples if states.get(number)]
 
 
-def prepared_to_load(
-    optimizer: ChunkedOptimizer, groups: Sequence[Mapping[str, Any]], found: Sequence[LoadedState]
-) -> list[LoadedState]:
-    """The same once there is room at home, and nobody uses the present states; put aside where loading writes.
+def load(states: StateFormat, contents: NotedContents, loaded: LoadedState) -> dict[str, Any]:
+    """Write loaded states where a parameter's states are kept in a format, and return these.
 
-    Raises:
-        OptionsError: chunks cannot have states of this optimizer's format.
-        HomeError: there is no room.
+    Args:
+        contents: where a loaded master is noted.
     """
-    parameters = [loaded.parameter for loaded in found]
-    await_readers(parameters)
-    optimizer.follow(groups)
-    optimizer.lay_out(parameters)
-    optimizer.pending_steps.resolve(wait=True)
-    optimizer.under_way.finish()
-    for (session, group), names in names_at_home(parameters).items():
-        session.keepers.keep(optimizer, group, names)
-        session.store.reserve_states(group)
-    optimizer.in_backward.forget()
-    places = {
-        state[kind].data_ptr(): (parameter, kind)
-        for parameter, state in optimizer.state.items()
-        if managing(parameter) is not None
-        for kind in optimizer.states.dtypes(parameter.dtype)
-        if kind in state
-    }
-    return [put_aside(loaded, places) for loaded in found]
-
-
-def load(optimizer: ChunkedOptimizer, loaded: LoadedState) -> dict[str, Any]:
-    """Write what was loaded where a parameter's states are, and return these."""
     parameter = loaded.parameter
     state: dict[str, Any] = {"step": torch.tensor(loaded.step, dtype=torch.float32, device="cpu")}
-    lacking = {kind for kind in optimizer.states.kinds if kind not in loaded.tensors}
+    lacking = {kind for kind in states.kinds if kind not in loaded.tensors}
     lacking |= set(map(scale_of, lacking))
-    dtypes = {kind: dtype for kind, dtype in optimizer.states.dtypes(parameter.dtype).items() if kind not in lacking}
+    dtypes = {kind: dtype for kind, dtype in states.dtypes(parameter.dtype).items() if kind not in lacking}
     home = managing(parameter)
 
     def room(kind: str) -> torch.Tensor:
@@ -112,44 +91,48 @@ def load(optimizer: ChunkedOptimizer, loaded: LoadedState) -> dict[str, Any]:
         evict_pages(source)
     if MASTER_LOW in dtypes:
         state[MASTER_LOW] = room(MASTER_LOW)
-        load_master(optimizer.contents, loaded.tensors.get(MASTER), parameter, state[MASTER_LOW])
+        load_master(contents, loaded.tensors.get(MASTER), parameter, state[MASTER_LOW])
     elif MASTER in dtypes:
-        optimizer.contents.loaded(parameter, changed=False)
+        contents.loaded(parameter, changed=False)
     return state
 
 
 def _room_before_chunks(parameter: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """Room for a state of a parameter that has none in chunks: at home, if the parameter was built there.
+    """Allocate a state of a parameter that is in no chunk: at home, if the parameter was built there.
 
     Raises:
         HomeError: the home has no room.
     """
-    born = unassigned_memory_of_parameter(parameter)
-    if born is None or is_scale(kind) or parameter.numel() * dtype.itemsize < SMALLEST_NBYTES:
+    unassigned_memory = unassigned_memory_of_parameter(parameter)
+    if unassigned_memory is None or is_scale(kind) or parameter.numel() * dtype.itemsize < SMALLEST_NBYTES:
         return empty_state(parameter, kind, dtype)
-    return born.room_for_state(dtype, parameter.shape, dense_strides(parameter))
+    return unassigned_memory.room_for_state(dtype, parameter.shape, dense_strides(parameter))
 
 
-def put_aside(loaded: LoadedState, places: Mapping[int, tuple[torch.Tensor, str]]) -> LoadedState:
-    """The same, with a copy of each tensor that lies where loading writes something else.
+def put_aside(loaded: LoadedState, written: Mapping[int, tuple[torch.Tensor, str]]) -> LoadedState:
+    """Copy each tensor to load that lies where loading writes another one.
 
-    So does an optimizer's own state whose parameters have changed their order.
+    The optimizer's own state does, if its parameters have changed their order.
 
     Args:
-        places: the parameter and the kind of the states that are written over, by address.
+        written: the parameter and the kind of the states that are overwritten, by address.
     """
 
     def lies_apart(kind: str, tensor: torch.Tensor) -> bool:
-        owner, found = places.get(tensor.data_ptr(), (None, kind))
-        if owner is None:
+        parameter, written_kind = written.get(tensor.data_ptr(), (None, kind))
+        if parameter is None:
             return True
-        return owner is loaded.parameter and found == kind and tensor.stride() == dense_strides(loaded.parameter)
+        return (
+            parameter is loaded.parameter
+            and written_kind == kind
+            and tensor.stride() == dense_strides(loaded.parameter)
+        )
 
     tensors = {kind: t if lies_apart(kind, t) else t.clone() for kind, t in loaded.tensors.items()}
     return replace(loaded, tensors=tensors)
 
 
-def _checked_groups(optimizer: ChunkedOptimizer, loaded: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _checked_groups(optimizer: LoadingOptimizer, loaded: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     own = optimizer.param_groups
     if len(loaded) != len(own):
         raise OptionsError(f"the loaded state has {len(loaded)} parameter groups, the optimizer has {len(own)}")
@@ -172,7 +155,7 @@ def _checked_groups(optimizer: ChunkedOptimizer, loaded: Sequence[Mapping[str, A
 
 
 def _checked(
-    optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
+    optimizer: LoadingOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
 ) -> LoadedState:
     try:
         return _checked_state(optimizer, parameter, loaded, group)
@@ -181,7 +164,7 @@ def _checked(
 
 
 def _checked_state(
-    optimizer: ChunkedOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
+    optimizer: LoadingOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
 ) -> LoadedState:
     if not isinstance(loaded, Mapping):
         raise OptionsError(f"it is {shown(loaded)}, not a dict")

@@ -1,4 +1,4 @@
-"""Where the parameters and gradients of a step lie in memory: what no update can follow is refused before it begins."""
+"""Refuse parameters and gradients whose memory layout no update can follow, before a step begins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bs
 
 
 def title_of(optimizer: Any, parameter: torch.Tensor) -> str:
-    """A parameter as its user knows it: by name where a model or the optimizer has one, else by its number."""
+    """Return a parameter's title for messages: its name in a model or the optimizer, else its number."""
     _, name = owner(parameter) or (None, "")
     if name:
         return f"the parameter {name}"
@@ -32,7 +32,7 @@ def title_of(optimizer: Any, parameter: torch.Tensor) -> str:
 
 
 def check_memory(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Refuse what kernels cannot read: they take one pointer and strides.
+    """Refuse memory that kernels cannot read: they take one pointer and strides.
 
     Raises:
         UnsupportedError: the parameter or its gradient has no such memory.
@@ -43,8 +43,8 @@ def check_memory(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor
             f"{title_of(optimizer, parameter)}; make the embedding with sparse=False"
         )
     readable = gradient_of(parameter)
-    of_both = [("", parameter), *([] if readable is None else [("the gradient of ", readable)])]
-    for prefix, tensor in of_both:
+    tensors = [("", parameter), *([] if readable is None else [("the gradient of ", readable)])]
+    for prefix, tensor in tensors:
         if (reason := without_memory(tensor)) is not None:
             raise UnsupportedError(
                 f"{prefix}{title_of(optimizer, parameter)} {reason}; {type(optimizer).__name__} updates dense tensors "
@@ -53,11 +53,11 @@ def check_memory(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor
 
 
 def check_in_place(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Refuse what cannot be updated where it is.
+    """Refuse a parameter that cannot be updated in place.
 
     Raises:
-        UnsupportedError: several elements of the parameter are one place in memory, its states have another shape, or
-            no kernel takes the gradient.
+        UnsupportedError: several elements of the parameter share one memory location, its states have another shape,
+            or no kernel takes the gradient.
     """
     if overlaps_itself(parameter):
         raise UnsupportedError(
@@ -82,15 +82,17 @@ def check_in_place(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tens
 
 
 def aliased_by_gradients(optimizer: Any, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of the parameters, which all have gradients, whose gradient is their own memory, element by element or in
-    another order.
+    """Return the parameters whose gradient is their own memory, element by element or in another order.
+
+    Args:
+        parameters: all have a gradient.
 
     Raises:
-        UnsupportedError: a gradient has only a part of a parameter's memory, or that of another parameter.
+        UnsupportedError: a gradient overlaps only a part of its parameter's memory, or another parameter.
     """
     parameters = [parameter for parameter in parameters if gradient_of(parameter) is not None]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not _rendezvous([span_of(parameter) for parameter in parameters], [span_of(gradient) for gradient in gradients]):
+    if not _overlap([span_of(parameter) for parameter in parameters], [span_of(gradient) for gradient in gradients]):
         return []
     aliased = []
     for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -107,14 +109,14 @@ def aliased_by_gradients(optimizer: Any, parameters: Sequence[torch.Tensor]) -> 
 
 
 def _same_memory(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether both have the same places in memory, if in another order."""
+    """Whether both occupy the same memory, possibly in another order."""
     if gradient.dtype != parameter.dtype or gradient.data_ptr() != parameter.data_ptr():
         return False
     return gradient.stride() == parameter.stride() or (is_dense(gradient) and is_dense(parameter))
 
 
-def _rendezvous(spans: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
-    """Whether one of the spans of addresses `[begin, end)` may share one with one of the others."""
+def _overlap(spans: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+    """Whether a span of addresses `[begin, end)` may overlap one of the others."""
     begins, ends = np.array([*spans, *others], dtype=np.int64).reshape(-1, 2).T
     order = np.argsort(begins, kind="stable")
     is_other = (np.arange(len(begins)) >= len(spans))[order]

@@ -1,10 +1,11 @@
-"""What updates on a GPU need besides kernels: tables of work that stay there, and scalars that are sent at each step.
+"""Keep the data that updates on a GPU need besides kernels: tables of work, scalars, and pointers of many tensors.
 
-A table of work says who updates what; it depends on a tile's spans alone. Scalars change with every step; they are a
-few hundred bytes, copied from pinned memory behind the host's back. Nothing here waits for the device.
+A table of work says which program updates which elements; it depends on a tile's spans alone. Scalars change with every
+step; they are a few hundred bytes, copied from pinned memory asynchronously. Tensors that do not move are updated in
+launches of many (`batches`). Nothing here waits for the device.
 
 A user may take steps on several streams, and backwards that update on others. Then these tables are made on one stream,
-and read, written anew and freed on another, of which the user knows nothing (see `LaunchOrder`).
+and read, rewritten and freed on another, without the user's knowledge (see `LaunchOrder`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ TABLE_NBYTES = 2 << 20
 """Tables of work that are kept on a device, in bytes: those used last (`machines.devices.TABLES_NBYTES` has room)."""
 
 POINTER_OFFSETS_NBYTES = 1 << 20
-"""Distances between tensors that one launch updates, in bytes: those used last, beside the tables."""
+"""Pointer offsets of tensors that one launch updates, in bytes: those used last; in addition to the tables."""
 
 TEMPORARIES_NBYTES = 1 << 20
-"""Temporary tensors of an update without a kernel, in bytes, beside the tables and pointer offsets."""
+"""Temporary tensors of an update without a kernel, in bytes; in addition to the tables and pointer offsets."""
 
 
 def computes_by_triton(device: torch.device) -> bool:
@@ -42,17 +43,17 @@ def computes_by_triton(device: torch.device) -> bool:
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on the device, by a copy that nobody waits for: torch keeps pinned memory until it is done."""
+    """Copy a CPU tensor to the device asynchronously: torch keeps the pinned memory until the copy is done."""
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class LaunchOrder:
-    """Orders an updater's launches on a device, whichever streams they are on: they have tables in common.
+    """The order of an updater's launches on a device, on any streams: they have tables in common.
 
         with order.turn():                       # after the launch before, of another stream
-            launch(order.reads(table))           # whose memory is not another's before this stream has read it
+            launch(order.reads(table))           # the table's memory is not reused before this stream has read it
 
     On the CPU, and as long as all launches are on one stream, nothing waits for anything.
     """
@@ -65,7 +66,7 @@ class LaunchOrder:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """What is enqueued inside comes after all that was in earlier turns."""
+        """Order the work enqueued inside after that of all earlier turns."""
         if self._device.type == "cpu":
             yield
             return
@@ -78,11 +79,11 @@ class LaunchOrder:
         try:
             yield
         finally:
-            self._end.record(stream)  # what waited for it waits for what it was recorded for by then
+            self._end.record(stream)  # a stream that waits for the event waits for what it was last recorded for
             self._stream = stream
 
     def reads(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor that this turn's launches read, and that may be freed on another stream."""
+        """Keep a tensor, which may be freed on another stream, until this turn's launches have read it."""
         if self._are_several and tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(self._device))
         return tensor
@@ -90,20 +91,20 @@ class LaunchOrder:
 
 @dataclass(eq=False)
 class Sent:
-    """A tensor of the CPU, and its copy on the device."""
+    """A CPU tensor and its copy on the device."""
 
     here: torch.Tensor
     on_device: torch.Tensor
 
     def follow(self, now: torch.Tensor) -> None:
-        """Send another one in its place, in the stream's order: work that was enqueued before reads the former."""
+        """Replace the tensor, in the stream's order: work that was enqueued before reads the former one."""
         if not torch.equal(now, self.here):
             self.here = now
             self.on_device.copy_(now if self.on_device.device.type == "cpu" else now.pin_memory(), non_blocking=True)
 
 
 class StepScalars:
-    """The hyper-parameters of one step of an optimizer, as rows of one table on the device."""
+    """The hyperparameters of one step of an optimizer, as rows of one table on the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -111,15 +112,15 @@ class StepScalars:
         self._tables: dict[tuple[type, torch.dtype], torch.Tensor] = {}
 
     def row(self, hyper: Any) -> int:
-        """The row of these hyper-parameters, which may be in doubt; a new one if need be."""
-        found = self._rows.get(hyper)
-        if found is None:
-            found = self._rows[hyper] = len(self._rows)
+        """Return the row of these hyperparameters, possibly of pending steps; a new row if need be."""
+        row = self._rows.get(hyper)
+        if row is None:
+            row = self._rows[hyper] = len(self._rows)
             self._tables.clear()
-        return found
+        return row
 
     def table(self, fmt: UpdateFormat) -> torch.Tensor:
-        """All rows so far, `[num_rows, num_scalars]`, as updates of a format read them."""
+        """Return all rows so far, `[num_rows, num_scalars]`, as updates of a format read them."""
         key = fmt.scalars, fmt.wide_dtype
         if key not in self._tables:
             self._tables[key] = decided(list(self._rows), fmt.scalar_table, lambda table: upload(table, self._device))
@@ -128,12 +129,12 @@ class StepScalars:
 
 MAX_NUM_ELEMENTS = 1 << 23
 MAX_NUM_TENSORS = 1 << 11
-"""Of one launch: its tables are then a quarter of what is kept (`chunkc.optim.on_device.TABLE_NBYTES`)."""
+"""Limits of one launch: its tables are then a quarter of what is kept (`TABLE_NBYTES`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What one launch updates.
+    """The tensors that one launch updates.
 
     Attributes:
         addresses: int64 `[num_tensors, num_kinds]`, see `chunkc.kernels.pointer_offsets.pointer_offsets_of`.
@@ -145,14 +146,14 @@ class Batch:
 
     @property
     def written(self) -> list[torch.Tensor]:
-        """The parameters and states of all."""
-        return [tensor for of in self.tensors for tensor in (of.parameter, *of.states.values())]
+        """The parameters and states of all tensors."""
+        return [written for tensor in self.tensors for written in (tensor.parameter, *tensor.states.values())]
 
 
 class SentPointerOffsets:
-    """Distances on a device; those used last are kept, `POINTER_OFFSETS_NBYTES` of them.
+    """Pointer offsets on a device; those used last are kept, `POINTER_OFFSETS_NBYTES` of them.
 
-    Gradients may lie elsewhere in each step, and what pointer offsets take on the device stays the same.
+    Gradients may lie elsewhere in each step; the offsets on the device are then rewritten, in the same memory.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -160,10 +161,10 @@ class SentPointerOffsets:
         self._sent: Recent[tuple, Sent] = Recent(POINTER_OFFSETS_NBYTES, lambda sent: sent.on_device.nbytes)
 
     def of(self, batch: Batch, sizes: tuple, seeds: Sequence[RoundingSeed] = ()) -> torch.Tensor:
-        """Those of a batch, as they are now.
+        """Return the present offsets of a batch.
 
         Args:
-            sizes: what tells the batch from others of its format.
+            sizes: distinguishes the batch from others of its format.
             seeds: see `chunkc.kernels.pointer_offsets.pointer_offsets_of`.
         """
         key, now = (batch.fmt, *sizes), pointer_offsets_of(batch.addresses, batch.fmt, seeds)
@@ -172,8 +173,8 @@ class SentPointerOffsets:
         return sent.on_device
 
 
-def goes_along(tensor: ResidentTensor) -> bool:
-    """Whether a parameter can be updated with others: its data lie alike, without gaps, and are not too many."""
+def can_be_batched(tensor: ResidentTensor) -> bool:
+    """Whether a launch can update a parameter with others: its data have one dense layout, and are not too large."""
     parameter, gradient = tensor.parameter, tensor.parameter.grad
     assert gradient is not None
     if not 0 < parameter.numel() <= MAX_NUM_ELEMENTS or gradient.is_neg() or not is_dense(parameter):
@@ -184,45 +185,45 @@ def goes_along(tensor: ResidentTensor) -> bool:
 
 
 def batches(tensors: Iterable[tuple[ResidentTensor, UpdateFormat]]) -> list[Batch]:
-    """Tensors that go along, as few launches: those of one format whose addresses are aligned alike go together.
+    """Divide tensors into few launches: those of one format whose addresses are aligned alike share launches.
 
     Parameters that share memory are updated one after the other, as in `torch.optim`.
     """
     alike: dict[tuple, list[tuple[ResidentTensor, list[int]]]] = {}
     for tensor, fmt in tensors:
         addresses = _addresses(tensor, fmt)
-        places = tuple(address % unit for address, unit in zip(addresses, alignment_of(fmt).tolist()))
-        alike.setdefault((fmt, places), []).append((tensor, addresses))
-    found = []
+        remainders = tuple(address % unit for address, unit in zip(addresses, alignment_of(fmt).tolist()))
+        alike.setdefault((fmt, remainders), []).append((tensor, addresses))
+    launches: list[Batch] = []
     for (fmt, _), members in alike.items():
-        for part in _parts(members):
-            batch = Batch(fmt, [tensor for tensor, _ in part], np.array([addresses for _, addresses in part]))
-            found += [batch] if _are_apart(batch) else _one_by_one(batch)
-    return found
+        for run in _runs(members):
+            batch = Batch(fmt, [tensor for tensor, _ in run], np.array([addresses for _, addresses in run]))
+            launches += [batch] if _share_no_memory(batch) else _one_by_one(batch)
+    return launches
 
 
 def _addresses(tensor: ResidentTensor, fmt: UpdateFormat) -> list[int]:
-    """In bytes, by `kinds_of` the format; 0 for what there is not."""
+    """Return a tensor's addresses in bytes, by `kinds_of` the format; 0 for kinds that it lacks."""
     buffers = {PARAM: tensor.parameter, GRAD: tensor.parameter.grad, **tensor.states}
     buffers[MASTER] = buffers.get(MASTER, buffers.get(MASTER_LOW))
     return [0 if (buffer := buffers.get(kind)) is None else buffer.data_ptr() for kind in kinds_of(fmt)]
 
 
-def _parts(members: Sequence[tuple[ResidentTensor, list[int]]]) -> Iterable[list[tuple[ResidentTensor, list[int]]]]:
-    """Runs of them that are not too many for a launch."""
-    part: list[tuple[ResidentTensor, list[int]]] = []
+def _runs(members: Sequence[tuple[ResidentTensor, list[int]]]) -> Iterable[list[tuple[ResidentTensor, list[int]]]]:
+    """Yield runs of tensors that keep to the limits of a launch."""
+    run: list[tuple[ResidentTensor, list[int]]] = []
     num_elements = 0
     for member in members:
         numel = member[0].parameter.numel()
-        if part and (num_elements + numel > MAX_NUM_ELEMENTS or len(part) == MAX_NUM_TENSORS):
-            yield part
-            part, num_elements = [], 0
-        part.append(member)
+        if run and (num_elements + numel > MAX_NUM_ELEMENTS or len(run) == MAX_NUM_TENSORS):
+            yield run
+            run, num_elements = [], 0
+        run.append(member)
         num_elements += numel
-    yield part
+    yield run
 
 
-def _are_apart(batch: Batch) -> bool:
+def _share_no_memory(batch: Batch) -> bool:
     """Whether no two of the parameters share memory."""
     begins = batch.addresses[:, 0]
     order = np.argsort(begins)

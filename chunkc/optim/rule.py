@@ -1,8 +1,8 @@
-"""What one optimizer of `chunkc.optim` has that another has not: its rule, and the rule's updates on one device.
+"""Define what differs between optimizers: the rule, its hyperparameters, and the rule's updates on one device.
 
-Everything else is `chunked_optimizer`'s: parameter groups, states at home or beside a parameter, the step, its plan,
-what updates run beside, `state_dict`. A new rule is a `Rule` and an `Updater` (`elementwise` has the one of all rules
-that change each element by itself), kernels, and a class with a constructor.
+Everything else is in `optimizer`: parameter groups, states, the step, its plan, the schedule of updates, `state_dict`.
+A new rule is a `Rule` and an `Updater` (`elementwise` has the updater of all rules that change each element by itself),
+kernels, and a class with a constructor.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ WITHOUT_EFFECT = {
     "fused": "an update is one fused pass whatever it says",
     "capturable": "step() runs on the host, and no CUDA graph can capture it",
 }
-"""Arguments of `torch.optim` that groups have as there, and that change nothing; why."""
+"""Arguments of `torch.optim` that groups have as there, but that change nothing -> why."""
 
 Groups = Sequence[Mapping[str, Any]]
 """Parameter groups, as `torch.optim` has them."""
 
 Spans = Sequence[tuple[int, int, Any]]
-"""Elements `[begin, end)` of a group with their hyper-parameters, in order."""
+"""Elements `[begin, end)` of a group with their hyperparameters, in order."""
 
 OverRanks = Callable[[torch.Tensor, Sequence[int]], None]
-"""Adds up numbers of tensors over the ranks, in place: on each the same bits. All that have parts of them come to it.
+"""A sum of tensors' numbers over the ranks, in place, with the same bits on each. All ranks with shards of them call
+it.
 
 It takes a CPU tensor `[..., num_tensors]`, and the first element of each of these tensors, as the spans have it.
 """
@@ -54,7 +55,7 @@ It takes the tile's elements as flat tensors, those of the kinds that the stage 
 
 @dataclass(frozen=True)
 class Extent:
-    """Which elements a flat tensor has.
+    """The elements of a chunk group that a flat tensor has.
 
     Attributes:
         chunk: the index of the chunk group; for a parameter that is in none, -1 less its number in the optimizer.
@@ -67,7 +68,7 @@ class Extent:
 
 @dataclass(frozen=True, eq=False)
 class ResidentTensor:
-    """A parameter to be updated where it is, with its hyper-parameters, its states by kind, and its number."""
+    """A parameter to update in place, with its hyperparameters, its states by kind, and its index in the optimizer."""
 
     parameter: torch.Tensor
     hyper: Any
@@ -79,19 +80,20 @@ class ResidentTensor:
         return Extent(*(place_in_group(self.parameter) or (-1 - self.number, 0)))
 
     def flats(self) -> dict[str, torch.Tensor]:
-        """All that the update needs, as flat tensors; afterwards `put_back` the parameter's."""
+        """Return all that the update needs, as flat tensors; `put_back` the parameter's afterwards."""
         return flats_of(self.parameter, self.states)
 
 
 @dataclass(frozen=True)
 class GroupWork:
-    """What a step is to update of a chunk group.
+    """The elements of a chunk group that a step updates.
 
     Attributes:
-        index: the group's.
+        index: the group's index.
         tiles: ranges of the group's elements that are updated at one time.
-        scale: of the gradients.
-        sums: where other ranks have parts of the group's tensors: adds up what is to be of the whole ones.
+        scale: the scale of the gradients.
+        sums: where other ranks have shards of the group's tensors: the sum over ranks of what the rule needs of whole
+            tensors.
     """
 
     index: int
@@ -105,30 +107,30 @@ class Updater(ABC):
     """A rule's updates on one device, and what is kept there from step to step."""
 
     def begin_step(self) -> None:
-        """Forget the former step's hyper-parameters."""
+        """Forget the former step's hyperparameters."""
         return
 
     @abstractmethod
     def of_group(self, work: GroupWork) -> TileUpdate:
-        """The update of a chunk group, tile by tile."""
+        """Return the update of a chunk group, tile by tile."""
 
     @abstractmethod
     def of_tensors(self, tensors: Iterable[ResidentTensor], scale: GradScale) -> None:
-        """Update parameters that do not move. Each is made ready when the iterable comes to it."""
+        """Update parameters that do not move. The iterable prepares each one when it yields it."""
 
     @abstractmethod
     def compile_ahead(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale) -> None:
-        """Compile whatever an update of a group on the CPU may run: for these flat tensors by kind."""
+        """Compile all code that an update of a group on the CPU may run, for these flat tensors by kind."""
 
 
 class Rule(ABC):
-    """How elements change. A frozen record: it has no parameters and no tensors.
+    """The arithmetic of an update. A frozen record: it has no parameters and no tensors.
 
     Attributes:
-        num_stages: of an update (see `chunkc.ir.updates`). Of two, the first takes norms of whole tensors, and the
-            spans of a group are its tensors.
-        moments: all kinds of states that there may be besides masters and the moments' scales.
-        optional: hyper-parameters that a saved parameter group may lack, which then has this optimizer's own.
+        num_stages: number of stages of an update (see `chunkc.ir.updates`). Of two, the first takes norms of whole
+            tensors, and the spans of a group are its tensors.
+        moments: all kinds of states that may exist besides masters and the moments' scales.
+        optional: hyperparameters that a saved parameter group may lack; it then has this optimizer's own.
     """
 
     num_stages: ClassVar[int] = 1
@@ -137,17 +139,17 @@ class Rule(ABC):
 
     @abstractmethod
     def states(self, groups: Groups) -> StateFormat:
-        """In what form states are kept of parameters in these groups."""
+        """Return the format in which states of parameters in these groups are kept."""
 
     def idle(self, group: Mapping[str, Any]) -> tuple[str, ...]:
-        """Kinds of states that parameters of a group need not have, though others' have them."""
+        """Return the kinds of states that parameters of a group need not have, though those of other groups do."""
         return ()
 
     def loaded(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        """A saved state, which may be `torch.optim`'s, of a parameter of a saved group, as this rule keeps it.
+        """Convert a saved state, possibly `torch.optim`'s, of a parameter of a saved group to what this rule keeps.
 
         Raises:
-            OptionsError: something is missing.
+            OptionsError: a kind is missing.
         """
         idle = self.idle(group)
         missing = [kind for kind in ("step", *self.moments) if kind not in state and kind not in idle]
@@ -157,7 +159,7 @@ class Rule(ABC):
 
     @abstractmethod
     def hyper(self, group: Mapping[str, Any], step: int) -> Any:
-        """The hyper-parameters of one update, hashable.
+        """Return the hyperparameters of one update, hashable.
 
         Raises:
             ValueError: one is out of range, or no number.
@@ -165,7 +167,7 @@ class Rule(ABC):
 
     @abstractmethod
     def updater(self, device: torch.device, *, by_triton: bool) -> Updater:
-        """The updates on a device, with nothing kept yet."""
+        """Return new updates on a device."""
 
     @property
     def must_know_steps(self) -> bool:
@@ -176,28 +178,28 @@ class Rule(ABC):
         """Refuse parameters that have no kernel.
 
         Args:
-            title: the optimizer's, for people.
+            title: the optimizer's name, for the message.
 
         Raises:
-            OptionsError, UnsupportedError: there is none with these options, or none at all.
+            OptionsError, UnsupportedError: no kernel takes the dtype with these options, or with any.
         """
         if dtype not in GRAD_DTYPES:
             raise UnsupportedError(f"{title} updates fp32, bf16 and fp16, not {dtype}")
 
     def gradient_apart(self, gradient: torch.Tensor, hyper: Any) -> torch.Tensor:
-        """What the rule reads of a gradient that is the parameter's own memory, of which this is a copy."""
+        """Return what the rule reads of a gradient that is the parameter's own memory; `gradient` is a copy."""
         return gradient
 
 
 def adam_hyper(group: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """What the hyper-parameters of Adam and of LAMB have in common, by name."""
+    """Read the hyperparameters that Adam and LAMB have in common, by name."""
     beta1, beta2 = pair(group, "betas")
-    found = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
-    return found | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": flag(group, "maximize")}
+    numbers = {name: number(group, name) for name in ("lr", "eps", "weight_decay")}
+    return numbers | {"beta1": beta1, "beta2": beta2, "step": step, "maximize": flag(group, "maximize")}
 
 
 def number(group: Mapping[str, Any], name: str) -> float:
-    """A number of a parameter group: a real number, or a tensor of one element with a real dtype.
+    """Read a number of a parameter group: a real number, or a tensor of one element with a real dtype.
 
     Raises:
         OptionsError: the group has none of that name, or something else.
@@ -208,7 +210,7 @@ def number(group: Mapping[str, Any], name: str) -> float:
 
 
 def pair(group: Mapping[str, Any], name: str) -> tuple[float, float]:
-    """Two numbers of a parameter group.
+    """Read two numbers of a parameter group.
 
     Raises:
         OptionsError: the group has none of that name, or something else.
@@ -222,7 +224,7 @@ def pair(group: Mapping[str, Any], name: str) -> tuple[float, float]:
 
 
 def flag(group: Mapping[str, Any], name: str) -> bool:
-    """A flag of a parameter group; False where the group has none of that name.
+    """Read a flag of a parameter group; False if the group has none of that name.
 
     Raises:
         OptionsError: it is not a bool.
@@ -234,7 +236,7 @@ def flag(group: Mapping[str, Any], name: str) -> bool:
 
 
 def plain(value: object, name: str) -> float:
-    """A real number, or a tensor of one, as a float.
+    """Convert a real number, or a tensor of one, to a float.
 
     Raises:
         OptionsError: it is something else.
@@ -255,5 +257,5 @@ def plain(value: object, name: str) -> float:
 
 
 def shown(value: object) -> str:
-    """A value on one short line, with its type."""
+    """Format a value on one short line, with its type."""
     return f"{short(value)} ({type(value).__name__})"

@@ -1,4 +1,4 @@
-"""SGD, chunk by chunk."""
+"""Update chunk by chunk by SGD."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, Groups, flag, number
 
 @dataclass(frozen=True)
 class SgdRule(ElementwiseRule):
-    """SGD's. There is a buffer for all parameters of an optimizer, or, where no group has momentum, for none."""
+    """SGD's rule. All parameters of an optimizer have a buffer; none has if no group has momentum."""
 
     moments = (MOMENTUM_BUFFER,)
     optional = (MAXIMIZE, DIFFERENTIABLE, "foreach", "fused")
 
     def states(self, groups: Groups) -> StateFormat:
-        asked = self.formats.states
+        states = self.formats.states
         if any(number(group, "momentum") != 0 for group in groups):
-            return replace(asked, kinds=(MOMENTUM_BUFFER,))
-        return replace(asked, kinds=(), moments=FLOAT32)
+            return replace(states, kinds=(MOMENTUM_BUFFER,))
+        return replace(states, kinds=(), moments=FLOAT32)
 
     def idle(self, group: Mapping[str, Any]) -> tuple[str, ...]:
         return () if number(group, "momentum") != 0 else (MOMENTUM_BUFFER, scale_of(MOMENTUM_BUFFER))
 
     def loaded(self, state: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-        """`torch.optim.SGD` counts no steps, and its buffer is None until the first one."""
-        found = {kind: value for kind, value in state.items() if kind != MOMENTUM_BUFFER or value is not None}
-        return {"step": float(MOMENTUM_BUFFER in found)} | found
+        """Read a saved state. `torch.optim.SGD` counts no steps, and its buffer is None until the first step."""
+        kept = {kind: value for kind, value in state.items() if kind != MOMENTUM_BUFFER or value is not None}
+        return {"step": float(MOMENTUM_BUFFER in kept)} | kept
 
     def kernel(self, kinds: Iterable[str]) -> type[UpdateFormat]:
         return MomentumFormat if MOMENTUM_BUFFER in kinds else SgdFormat
@@ -51,9 +51,9 @@ class SGD(ChunkedOptimizer):
     Args:
         params: parameters, or groups of them with their own values of all that follows, up to `maximize`.
         momentum, dampening, nesterov: of the buffer of past gradients, `state[p]["momentum_buffer"]`, which the first
-            update makes the gradient. Where no group has momentum, there is none. Where one has, chunks have room for
+            update sets to the gradient. If no group has momentum, there is none. If one has, chunks have room for
             the buffers of all.
-        weight_decay: joins the gradient.
+        weight_decay: added to the gradient, times the parameter.
         moments_dtype: how the buffer is stored.
         update_on, overlap, master_weights, stochastic_rounding, rounding_seed, foreach, fused, differentiable: as for
             `AdamW`. `state[p]["step"]` counts the updates since the states began.

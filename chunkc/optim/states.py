@@ -1,4 +1,4 @@
-"""What an optimizer keeps for a parameter: made, and converted from one form into another."""
+"""Make the states that an optimizer keeps for a parameter, and convert them from one format into another."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from chunkc.kernels.quant import dequantise, quantise
 from chunkc.session.session import Session, owner
 
 Dtypes = Mapping[str, torch.dtype]
-"""The kinds of states that a parameter has, with their dtypes (see `chunkc.ir.states.StateFormat.dtypes`)."""
+"""Kinds of states of a parameter -> their dtypes (see `chunkc.ir.states.StateFormat.dtypes`)."""
 
 
 def tensor_of(value: Any) -> torch.Tensor:
-    """A state as it was loaded: a tensor where it is, anything else as a tensor on the CPU.
+    """Return a loaded state as a tensor: a tensor as it is, anything else on the CPU.
 
     `torch.as_tensor` would move tensors to the default device.
     """
@@ -26,36 +26,36 @@ def tensor_of(value: Any) -> torch.Tensor:
 
 
 def empty_state(parameter: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """Room for a state beside its parameter, uninitialised; dense in the parameter's order, or flat for scales."""
+    """Allocate a state on its parameter's device, uninitialised; dense in the parameter's order, or flat for scales."""
     if is_scale(kind):
         return torch.empty(num_entries(kind, parameter.numel()), dtype=dtype, device=parameter.device)
     return torch.empty_strided(parameter.shape, dense_strides(parameter), dtype=dtype, device=parameter.device)
 
 
 def initialise(kind: str, state: torch.Tensor, parameter: torch.Tensor) -> None:
-    """The state before the first update: a master is the parameter, all else zeros."""
+    """Fill a state as before the first update: a master with the parameter, all else with zeros."""
     if kind == MASTER:
         state.copy_(parameter)
     else:
         state.zero_()
 
 
-def is_kept(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> bool:
-    """Whether a state is there in these kinds and dtypes, dense in the parameter's order."""
+def has_states(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> bool:
+    """Whether a parameter's states exist in these kinds and dtypes, dense in the parameter's order."""
     if len(state) != 1 + len(dtypes):
         return False
     shape, strides = parameter.shape, dense_strides(parameter)
     for kind, dtype in dtypes.items():
-        found = state.get(kind)
-        if found is None or found.dtype != dtype:
+        tensor = state.get(kind)
+        if tensor is None or tensor.dtype != dtype:
             return False
-        if not is_scale(kind) and (found.shape != shape or found.stride() != strides):
+        if not is_scale(kind) and (tensor.shape != shape or tensor.stride() != strides):
             return False
     return True
 
 
-def made_on_tier(state: dict[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> dict[str, Any]:
-    """The state of a parameter that does not move, in place: made on its first update, converted where it differs."""
+def make_states_on_tier(state: dict[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> None:
+    """Make the states of a parameter that does not move, in place; convert those that have another format."""
     if "step" not in state:
         state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
     kept = {kind: dtype for kind, dtype in dtypes.items() if kind in state or kind in (MASTER, MASTER_LOW)}
@@ -66,19 +66,18 @@ def made_on_tier(state: dict[str, Any], parameter: torch.Tensor, dtypes: Dtypes)
             state[kind].copy_(sources[kind])
         else:
             initialise(kind, state[kind], parameter)
-    return state
 
 
 def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes) -> dict[str, torch.Tensor]:
-    """A state in any form as one of these kinds: what is to be copied, which may still round to the dtypes.
+    """Convert a state of any format to these kinds, for the caller to copy; copying may still round to the dtypes.
 
-    8-bit moments stay as they are if they stay 8-bit moments of a parameter laid out alike. Lower bits of a master are
-    taken as they are, or left to `chunkc.optim.split_masters.load`.
+    8-bit moments are returned as they are where 8-bit moments of the same memory layout are asked for. Lower bits of a
+    master are returned as they are, or left to `chunkc.optim.split_masters.load`.
 
     Raises:
         ValueError: a kind is missing.
     """
-    found: dict[str, torch.Tensor] = {}
+    sources: dict[str, torch.Tensor] = {}
     for kind, dtype in dtypes.items():
         if is_scale(kind) or (kind == MASTER_LOW and kind not in state):
             continue
@@ -89,7 +88,7 @@ def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes)
         scale = state.get(scale_of(kind))
         signed = kind not in UNSIGNED
         if dtype == torch.uint8 and scale is not None and source.stride() == dense_strides(parameter):
-            found |= {kind: source, scale_of(kind): tensor_of(scale)}
+            sources |= {kind: source, scale_of(kind): tensor_of(scale)}
             continue
         if scale is not None:
             values = dequantise(flat(source), torch.as_tensor(scale, device=source.device), signed=signed)
@@ -97,19 +96,19 @@ def converted(state: Mapping[str, Any], parameter: torch.Tensor, dtypes: Dtypes)
         if dtype == torch.uint8:
             wide = empty_state(parameter, kind, torch.float32).copy_(source)
             codes, scales = quantise(flat(wide), signed=signed)
-            found |= {kind: codes.as_strided(wide.shape, wide.stride()), scale_of(kind): scales}
+            sources |= {kind: codes.as_strided(wide.shape, wide.stride()), scale_of(kind): scales}
         else:
-            found[kind] = source
-    return found
+            sources[kind] = source
+    return sources
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A dense tensor's elements in memory order, as a flat view."""
+    """Return a dense tensor's elements in memory order, as a flat view."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """The elements of the parameter, or of its gradient, in the order that its states have: a view where it can be."""
+    """Return the elements of the parameter or its gradient in the order of its states, as a view where possible."""
     strides = dense_strides(parameter)
     if tensor.stride() == strides and not tensor.is_neg() and not tensor.is_conj():
         return flat(tensor)
@@ -117,19 +116,19 @@ def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def real_parts(elements: torch.Tensor) -> torch.Tensor:
-    """Complex elements in a flat tensor as a view of twice as many real ones; others as they are."""
+    """View complex elements of a flat tensor as twice as many real ones; return others as they are."""
     return torch.view_as_real(elements).view(-1) if elements.is_complex() else elements
 
 
 def flats_of(parameter: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All that an update of a parameter needs, as flat tensors of real numbers; `put_back` the parameter's after it."""
+    """Return all that an update of a parameter needs, as flat real tensors; `put_back` the parameter's after it."""
     assert parameter.grad is not None
     flats = {PARAM: flat_like(parameter, parameter), GRAD: flat_like(parameter.grad, parameter)}
     return {kind: real_parts(tensor) for kind, tensor in (flats | {k: flat(s) for k, s in states.items()}).items()}
 
 
 def put_back(elements: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Write the parameter's elements as `flat_like` gave them, where they are not the parameter's own memory."""
+    """Write elements that `flat_like` returned back to the parameter, if they are a copy."""
     if elements.data_ptr() != parameter.data_ptr():
         if parameter.is_complex():
             elements = torch.view_as_complex(elements.view(-1, 2))
@@ -137,7 +136,7 @@ def put_back(elements: torch.Tensor, parameter: torch.Tensor) -> None:
 
 
 def place_in_group(parameter: torch.Tensor) -> tuple[int, int] | None:
-    """The parameter's chunk group and its first element in it; None if it is in none."""
+    """Return the parameter's chunk group and its first element in it; None if it is in no group."""
     session, name = owner(parameter) or (None, "")
     if session is None or name not in session.store.layout.offsets:
         return None
@@ -145,10 +144,10 @@ def place_in_group(parameter: torch.Tensor) -> tuple[int, int] | None:
 
 
 def names_at_home(parameters: Iterable[torch.Tensor]) -> dict[tuple[Session, int], list[str]]:
-    """The names of those parameters that are at home, by session and chunk group."""
-    found: dict[tuple[Session, int], list[str]] = {}
+    """Return the names of those parameters that are at home, by session and chunk group."""
+    names: dict[tuple[Session, int], list[str]] = {}
     for parameter in parameters:
         session, name = owner(parameter) or (None, "")
         if session is not None and session.store.is_managed(name):
-            found.setdefault((session, session.store.group_index(name)), []).append(name)
-    return found
+            names.setdefault((session, session.store.group_index(name)), []).append(name)
+    return names

@@ -1,46 +1,71 @@
-"""The optimizer's side of updates that begin in the backward.
+"""Schedule an optimizer's updates outside of `step()`: in the backward before it, and during the forward after it.
 
-An update at home begins when its chunk group is settled (`chunkc.session.in_backward`), and `step()` waits for it, or
-with "both" the next forward. Updates in slots are `slot_updates`'s. What a user may change between `backward()` and
-`step()` is noted when an update begins and compared by `step()`.
+In the backward, a chunk group is updated as soon as its gradients are complete:
+- in slots: the update is part of the backward's plan, so eligibility is decided before the backward runs;
+- resident: likewise, but nothing moves: the same kernels run earlier than in `step()`;
+- at home, by a thread of the CPU: the update begins when the group's gradients are complete at home. `step()` waits
+  for it, or with overlap="both" the next forward.
+
+What a user may change between `backward()` and `step()` is noted when an update begins, and compared by `step()`. An
+update in slots or of a resident group consumes the gradients, and counts the steps, when it begins.
+
+With `undoable=True`, updates are staged: they write to shadow copies (see `chunkc.runtime.store.shadow_copies`), and
+the gradients are written back, too. `step()` commits them if no gradient, parameter or hyperparameter was changed
+since, no gradient overflowed and the norm asks for no clipping. Otherwise it rolls them back and updates the group as
+if the backward had not; the next backward does not try. So the bits are always those of overlap="none".
+(SuperOffload, arXiv:2509.21271, speculates and validates like this, and computes backwards to undo, which is not
+exact.)
+
+After `step()`, with overlap="forward" or "both", updates at home go on in a thread of their own; the next forward waits
+for each group when it fetches it.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import nn
 
 from chunkc.ir.errors import OptionsError, StreamError, UnsupportedError
+from chunkc.ir.layout import GRAD, PARAM, ChunkGroup
+from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE, GradScale
-from chunkc.optim.gradient_scaling import AssumedScale
-from chunkc.optim.group_spans import Task
-from chunkc.optim.running_updates import UpdatesUnderWay, label_of
-from chunkc.optim.step import group_spans, job_of
-from chunkc.optim.undo import NotCounted, count
-from chunkc.optim.update_mode import UpdateMode, groups_at_home
-from chunkc.runtime.device.updates import HomeUpdate
-from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed_error
+from chunkc.optim.gradient_scaling import is_skipped, on_the_cpu
+from chunkc.optim.group_updates import (
+    SteppingOptimizer,
+    Task,
+    compiled_home_update,
+    make_states,
+    spans_of,
+    update_in_place,
+    update_tile,
+)
+from chunkc.optim.memory_checks import check_in_place
+from chunkc.optim.rule import GroupWork, Spans, TileUpdate
+from chunkc.optim.update_mode import groups_at_home
+from chunkc.passes.planning.update_placement import can_update_resident
+from chunkc.runtime.device.updates import HomeUpdate, finish_all
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed_error, gradient_of
 from chunkc.runtime.store.shards import local_shard_of
+from chunkc.session.declared_states import declared
 from chunkc.session.pending_readers import await_readers
-from chunkc.session.protocols import Starter
-from chunkc.session.session import Session, managing
-
-if TYPE_CHECKING:
-    from chunkc.optim.resident_updates import ResidentGroups
+from chunkc.session.session import Session, managing, owner, sessions_of
 
 _CPU = torch.device("cpu")
 
-Entry = tuple[torch.Tensor, str, Mapping[str, Any]]
-"""A chunked parameter, its name, its parameter group."""
+_CHANGED_LATE = (
+    'after its update had begun: overlap="backward" is for gradients that one compiled backward makes and nothing '
+    'changes (no clipping, no unscaling, no use of the parameter outside compiled code); use overlap="forward"'
+)
 
 
 @dataclass(frozen=True)
-class Begun:
+class NotedParameter:
     """A parameter whose update has begun, as it was then."""
 
     parameter: torch.Tensor
@@ -51,56 +76,487 @@ class Begun:
     hyper: Any
 
 
-class Beginning(Protocol):
-    """An update that is about to begin in a backward."""
-
-    def has_begun(self) -> bool:
-        """Whether it has: it might have been interrupted before."""
-
-    def check(self) -> None:
-        """Raise StreamError if it was interrupted since, and will not end."""
-
-
-def interrupted(label: str) -> StreamError:
-    """The error for an update that a backward did not bring to its end."""
-    return StreamError(f"the update of {label} was interrupted in the backward and is half done: load a checkpoint")
-
-
-class BackwardUpdates:
-    """The updates that one optimizer begins in the backward.
+@dataclass(eq=False)
+class BegunUpdate:
+    """A group's update in the backward, kept from before it begins until the optimizer's step.
 
     Attributes:
-        accumulating: whether more gradients will be added, so that no update may begin.
-        assumed: with which scale updates begin that can be undone.
+        label: the group as its user knows it.
+        noted: its parameters.
+        tiles: an update's tiles in slots that are still to come.
+        at_home: the CPU's update; None: the device's.
+        begun: whether the device's has begun: it may be interrupted before.
+        enqueued: whether all of an update of a resident group is enqueued.
     """
 
-    def __init__(
-        self,
-        overlap: UpdateMode,
-        under_way: UpdatesUnderWay,
-        starter: Callable[[Session], Starter],
-        assumed: AssumedScale,
-    ) -> None:
-        self._overlap, self._under_way, self._new_starter = overlap, under_way, starter
-        self.accumulating, self.assumed = False, assumed
-        self._starters: weakref.WeakKeyDictionary[Session, Starter] = weakref.WeakKeyDictionary()
-        self._sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._resident_groups: weakref.WeakKeyDictionary[Session, ResidentGroups] = weakref.WeakKeyDictionary()
-        self._known: weakref.WeakKeyDictionary[Session, dict[int, list[Entry]]] = weakref.WeakKeyDictionary()
-        self._looked_up: weakref.WeakKeyDictionary[Session, tuple[object, ...]] = weakref.WeakKeyDictionary()
-        self._at_home: weakref.WeakKeyDictionary[Session, frozenset[int]] = weakref.WeakKeyDictionary()
-        self._begun: weakref.WeakKeyDictionary[Session, dict[int, tuple[Sequence[Begun], Beginning]]]
-        self._begun = weakref.WeakKeyDictionary()
+    label: str
+    noted: Sequence[NotedParameter] = ()
+    update: TileUpdate | None = None
+    tiles: set[Tile] = field(default_factory=set)
+    at_home: HomeUpdate | None = None
+    begun: bool = False
+    enqueued: bool = True
 
-    def starter_in(self, session: Session) -> Starter:
-        """Return the object by which a session's graphs begin this optimizer's updates."""
-        if session not in self._starters:
-            self._starters[session] = self._new_starter(session)
-        return self._starters[session]
+    def check_complete(self) -> None:
+        """Raise if the backward did not come to the update's end. One at home that fails raises where it is awaited.
+
+        Raises:
+            StreamError: it did not.
+        """
+        if self.tiles or not self.enqueued:
+            raise StreamError(
+                f"the update of {self.label} was interrupted in the backward and is half done: load a checkpoint"
+            )
+
+
+class SessionUpdates:
+    """One optimizer's updates in the backwards of one session's graphs (a `chunkc.session.protocols.Starter`).
+
+    The optimizer owns it, and the session calls it: both exist whenever a method runs.
+    """
+
+    def __init__(self, scheduler: UpdateScheduler, optimizer: SteppingOptimizer, session: Session) -> None:
+        self._references = weakref.ref(scheduler), weakref.ref(optimizer), weakref.ref(session)
+        self._tasks: dict[int, list[Task]] | None = None  # by group; None: before the first step, or forgotten
+        self._at_home: frozenset[int] = frozenset()  # those of these groups that the CPU updates
+        self._looked_up: tuple[object, ...] | None = None  # layout and residents when `_tasks` was made before a step
+        self._residents: dict[int, list[Task]] = {}
+        self._residents_of: tuple[object, ...] | None = None  # layout and residents when `_residents` was made
+        self._numbers: dict[torch.Tensor, int] = {}  # each parameter's index among all of the optimizer's
+        self.begun: dict[int, BegunUpdate] = {}
+
+    @property
+    def _scheduler(self) -> UpdateScheduler:
+        scheduler = self._references[0]()
+        assert scheduler is not None
+        return scheduler
+
+    @property
+    def _optimizer(self) -> SteppingOptimizer:
+        optimizer = self._references[1]()
+        assert optimizer is not None
+        return optimizer
+
+    @property
+    def _session(self) -> Session:
+        session = self._references[2]()
+        assert session is not None
+        return session
+
+    # --- which groups may be updated in the backward ---
+
+    def forget(self) -> None:
+        """Forget groups and updates, since parameter groups or states have changed: none begins before the next step
+        has ended."""
+        self.take_back()
+        self.begun.clear()
+        self._tasks, self._at_home, self._looked_up = None, frozenset(), None
+        self._residents, self._residents_of = {}, None
+
+    def prepare(self, groups: frozenset[int], at_home: frozenset[int]) -> None:
+        """Let updates of these groups begin in the next backward, those of `at_home` at home: states and kernels are
+        ready."""
+        self._looked_up = None
+        if self._tasks is not None and self._tasks.keys() == groups and self._at_home == at_home:
+            return
+        session = self._session
+        tasks: dict[int, list[Task]] = {index: [] for index in groups}
+        self._tasks, self._at_home = tasks, at_home
+        for group in self._optimizer.param_groups:
+            for parameter in map(local_shard_of, group["params"]):
+                managed_by, name = managing(parameter) or (None, "")
+                if managed_by is session and (index := session.store.group_index(name)) in tasks:
+                    tasks[index].append(Task(parameter, name, group))
+        self._scheduler.watch(session)
+        session.in_backward.join(self)
+
+    def expects(self, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
+        """Return the stages of an update, the groups of these to update in slots, and those to update as residents."""
+        optimizer, indices = self._optimizer, frozenset(group.index for group in groups)
+        num_stages = optimizer.rule.num_stages
+        home = groups_at_home(self._session, groups, optimizer.overlap.update_on, num_stages)
+        may_update_residents = not self.undoable and can_update_resident(optimizer.states, num_stages)
+        return num_stages, indices - home, indices if may_update_residents else frozenset()
+
+    def stages_in_slots(self, group: int) -> int:
+        """Return the stages of a group's update if the next backward may run it, in slots or resident, else 0."""
+        return self._optimizer.rule.num_stages if self._is_eligible(group) else 0
+
+    def _is_eligible(self, index: int) -> bool:
+        """Whether the next backward may update a group, in slots or resident.
+
+        All of the group is this optimizer's, in a state that the update can begin with. Where it is not, or arguments
+        are wrong, `step()` updates the group or raises.
+        """
+        optimizer, session = self._optimizer, self._session
+        is_resident = index in session.store.resident
+        tasks: Sequence[Task]
+        if is_resident:
+            tasks = () if self.undoable else self._resident_tasks().get(index, ())
+        else:
+            self._look_up()
+            tasks = self._tasks_in_slots(index)
+        if self._scheduler.accumulating or not tasks:
+            return False
+        if not all(task.parameter.requires_grad for task in tasks):
+            return False
+        if not set(optimizer.rule.states(optimizer.param_groups).kinds) <= set(optimizer.states.kinds):
+            return False
+        try:
+            for group in {id(task.group): task.group for task in tasks}.values():
+                optimizer.check_group(group)
+            for parameter in {task.parameter.dtype: task.parameter for task in tasks}.values():
+                optimizer.check_dtype(parameter)
+        except (OptionsError, UnsupportedError):
+            return False
+        if is_resident:
+            others = session.store.trainers.trained_by_others()  # whose gradients this thread may not look at
+            return (
+                can_update_resident(optimizer.states, optimizer.rule.num_stages)
+                and not any(task.name in others for task in tasks)
+                and all(gradient_of(task.parameter) is None for task in tasks)
+            )
+        if not self._is_whole(index, tasks):
+            return False
+        if self.undoable:
+            return self._can_be_staged(index, tasks)
+        names = [task.name for task in tasks]
+        if session.keepers.has(optimizer, names):
+            return all(self._has_states(task) for task in tasks)
+        return session.keepers.has_none(names) and all(self._can_make_states(task) for task in tasks)
+
+    def _look_up(self) -> None:
+        """Before the first step, let parameters that are declared to be this optimizer's be updated in slots.
+
+        Staged updates wait for that step: shadow copies exist only once states do.
+        """
+        store = self._session.store
+        version = store.layout.version, store.resident
+        if self.undoable or (self._tasks is not None and self._looked_up in (None, version)):
+            return
+        optimizer, fixed = self._optimizer, store.resident | store.layout.cut
+        groups = [group for group in store.layout.groups if group.trainable and group.index not in fixed]
+        home = groups_at_home(self._session, groups, optimizer.overlap.update_on, optimizer.rule.num_stages)
+        self.prepare(frozenset(group.index for group in groups) - home, frozenset())
+        self._looked_up = version
+
+    def _tasks_in_slots(self, index: int) -> Sequence[Task]:
+        """Return the parameters of a group whose update may be made in slots in the next backward; else nothing."""
+        is_likely = self._optimizer.assumed_scale.is_likely
+        if self._scheduler.accumulating or not is_likely or index in self._at_home:
+            return ()
+        return (self._tasks or {}).get(index, ())
+
+    def _resident_tasks(self) -> Mapping[int, list[Task]]:
+        """Return the parameters of resident groups that are all this optimizer's to update, by group."""
+        session, optimizer = self._session, self._optimizer
+        layout, resident = session.store.layout, session.store.resident
+        if self._residents_of == (layout.version, resident):
+            return self._residents
+        tasks: dict[int, list[Task]] = {}
+        self._numbers, group_of = {}, layout.group_of()
+        for group in optimizer.param_groups:
+            for parameter in map(local_shard_of, group["params"]):
+                self._numbers[parameter] = len(self._numbers)
+                owned_by, name = owner(parameter) or (None, "")
+                if owned_by is session and (index := group_of.get(name)) in resident:
+                    tasks.setdefault(index, []).append(Task(parameter, name, group))
+        self._residents = {
+            index: of_group
+            for index, of_group in tasks.items()
+            if self._is_whole(index, of_group) and all(self._updates_in_place(task.parameter) for task in of_group)
+        }
+        self._residents_of = layout.version, resident
+        return self._residents
+
+    def _updates_in_place(self, parameter: torch.Tensor) -> bool:
+        """Whether this optimizer updates a resident parameter, and can; where it cannot, `step()` says why."""
+        optimizer, declaration = self._optimizer, declared(parameter)
+        if declaration is None or declaration.keeper is None or declaration.keeper() is not optimizer:
+            return False
+        try:
+            check_in_place(optimizer, parameter, parameter)
+        except UnsupportedError:
+            return False
+        return True
+
+    def _is_whole(self, index: int, tasks: Iterable[Task]) -> bool:
+        """Whether these are all parameters of a group."""
+        return {task.name for task in tasks} == {s.spec.name for s in self._session.store.layout.groups[index].slices}
+
+    def _can_be_staged(self, index: int, tasks: Sequence[Task]) -> bool:
+        """Whether a group has shadow copies, and all of it, with all states that it needs, is at home."""
+        store = self._session.store
+        return (
+            self._is_whole(index, tasks)
+            and store.shadow_copies.has(store.layout, index)
+            and all(self._has_states(task) for task in tasks)
+        )
+
+    def _has_states(self, task: Task) -> bool:
+        """Whether all states that an update of a parameter needs are at home already."""
+        optimizer, store = self._optimizer, self._session.store
+        state, needed = optimizer.states_of(task.parameter), optimizer.dtypes_of(task.parameter, task.group)
+        if "step" not in state:
+            return False
+        kinds = [kind for kind in store.layout.groups[store.group_index(task.name)].state_kinds if kind in needed]
+        return all(kind in state and store.is_home_view(state[kind], kind, task.name) for kind in kinds)
+
+    def _can_make_states(self, task: Task) -> bool:
+        """Whether a parameter has no states yet, and chunks have room for all that it needs."""
+        optimizer, store = self._optimizer, self._session.store
+        kinds = store.layout.groups[store.group_index(task.name)].state_kinds
+        needed = optimizer.dtypes_of(task.parameter, task.group)
+        return not optimizer.kept_states_of(task.parameter) and set(needed) <= set(kinds)
+
+    # --- updates in slots, and of resident groups ---
+
+    def make_ready(self, group: int) -> None:
+        """Prepare a group for the backward that is about to run and update it: its parameters have no readers left,
+        its states exist, and masters are of what parameters contain."""
+        optimizer, session = self._optimizer, self._session
+        is_resident = group in session.store.resident
+        tasks = self._resident_tasks()[group] if is_resident else self._tasks_in_slots(group)
+        await_readers(task.parameter for task in tasks)
+        if not is_resident:
+            session.store.updates.wait(group)
+            names = [task.name for task in tasks]
+            if not session.keepers.has(optimizer, names):
+                session.store.reserve_states(group)
+                session.keepers.keep(optimizer, group, names)
+                with torch.no_grad():
+                    make_states(optimizer, session, group, tasks)
+        for task in tasks:
+            optimizer.contents.follow(task.parameter, optimizer.kept_states_of(task.parameter))
+
+    def update(self, tile: Tile, tiles: Sequence[Tile]) -> None:
+        """Update a tile of a group whose gradients are complete; the first of `tiles` begins the group's update."""
+        session = self._session
+        if tile.group in session.store.resident:
+            self._update_resident(tile.group)
+            return
+        begun = self.begun.get(tile.group) or self._begin_in_slots(tile.group, tiles)
+        assert begun.update is not None
+        update_tile(session.store, begun.update, tile, whole=(PARAM, GRAD))
+        begun.tiles.remove(tile)
+
+    def _begin_in_slots(self, index: int, tiles: Sequence[Tile]) -> BegunUpdate:
+        optimizer, store, undoable = self._optimizer, self._session.store, self.undoable
+        tasks = self._tasks_in_slots(index)
+        spans = spans_of(optimizer, self._session, index, tasks, counted=not undoable)
+        ranges = [(tile.begin, tile.end) for tile in tiles if tile.stage == 0]
+        scale = optimizer.assumed_scale.on(store.tier.device) if undoable else NO_SCALE
+        update = optimizer.updater(store.tier.device).of_group(GroupWork(index, spans, ranges, scale))
+        begun = BegunUpdate(label_of(self._session, index), update=update, tiles=set(tiles))
+        if undoable:
+            store.shadow_copies.begin(index)
+            begun.noted, begun.begun = [self._note(task) for task in tasks], True
+            self.begun[index] = begun
+            return begun
+        stand_ins = {task.name: ConsumedGradient(task.parameter, task.name) for task in tasks}
+        begun.noted = [self._note(task, stand_ins[task.name]) for task in tasks]
+        self.begun[index] = begun  # before the update begins: it may be interrupted
+        begun.begun = True
+        store.consume_gradients(index, stand_ins)
+        return begun
+
+    def _update_resident(self, index: int) -> None:
+        """Enqueue the update of a resident group behind what has computed its gradients, which it gives back."""
+        tasks, numbers = self._resident_tasks()[index], self._numbers
+        begun = BegunUpdate(label_of(self._session, index), begun=True, enqueued=False)
+        self.begun[index] = begun  # before the update begins: it may be interrupted
+        optimizer, note = self._optimizer, self._note
+
+        def update() -> None:
+            update_in_place(optimizer, tasks, NO_SCALE, numbers)
+            noted = []
+            for task in tasks:
+                task.parameter.grad = stand_in = ConsumedGradient(task.parameter, task.name)
+                noted.append(note(task, stand_in))
+            begun.noted, begun.enqueued = noted, True
+
+        self._session.store.tier.enqueue(update)
+
+    # --- updates at home ---
+
+    def begin_update(self, group: int) -> bool:
+        """Begin the update at home of a group whose gradients are complete. Return whether it is this optimizer's and
+        began: it does not if that would wait for anything."""
+        optimizer, session, store = self._optimizer, self._session, self._session.store
+        if group not in self._at_home or self._tasks is None:
+            return False
+        tasks = [task for task in self._tasks[group] if task.parameter.grad is not None]
+        if self._scheduler.accumulating or not tasks:
+            return False
+        if not session.keepers.has(optimizer, [task.name for task in tasks]):
+            return False
+        undoable, assumed = self.undoable, optimizer.assumed_scale
+        if undoable and not (assumed.is_likely and self._can_be_staged(group, self._tasks[group])):
+            return False
+        await_readers(task.parameter for task in tasks)
+        store.updates.wait(group)
+        with torch.no_grad():
+            if undoable:
+                for task in tasks:
+                    optimizer.contents.follow(task.parameter, optimizer.states_of(task.parameter))
+            spans = spans_of(optimizer, session, group, tasks, counted=not undoable)
+        if undoable:
+            store.shadow_copies.begin(group)
+        job = compiled_home_update(optimizer, session, group, spans, assumed.on(_CPU), staged=undoable)
+        label = label_of(session, group)
+        update = HomeUpdate(job, label, store.home_marks(group))
+        noted = [self._note(task) for task in tasks]
+        self.begun[group] = BegunUpdate(label, noted, at_home=update)  # before it begins: it may be interrupted
+        store.updates.enter(group, update)
+        return True
+
+    # --- what becomes of begun updates ---
+
+    @property
+    def undoable(self) -> bool:
+        """Whether updates leave gradients as they are, and can be undone."""
+        return self._optimizer.overlap.undoable
+
+    def begun_groups(self) -> Container[int]:
+        """Return the groups whose updates have begun in a backward since the last step."""
+        return self.begun
+
+    def has_begun(self, index: int) -> bool:
+        """Whether a noted update of a group has begun: it may have been interrupted before."""
+        begun = self.begun[index]
+        return begun.begun if begun.at_home is None else self._session.store.updates.has(index, begun.at_home)
+
+    def take_back(self, groups: Collection[int] | None = None) -> None:
+        """Undo the updates of these groups (None: of all) that have begun, if they can be undone.
+
+        Raises:
+            StreamError: one at home had failed.
+        """
+        store = self._session.store
+        for index in list(self.begun) if self.undoable else ():
+            if groups is None or index in groups:
+                store.updates.wait(index)
+                store.shadow_copies.roll_back(index)
+                del self.begun[index]
+
+    def settle(self, is_as_assumed: bool) -> None:
+        """Undo the staged updates that would differ now: all, unless the scale of gradients is as was assumed."""
+        self.take_back([index for index in self.begun if not is_as_assumed or not self._stands(index)])
+
+    def _stands(self, index: int) -> bool:
+        """Whether nothing has changed since a staged update of a group began, and the update is complete."""
+        begun, store = self.begun[index], self._session.store
+        tasks = {id(task.parameter): task for task in (self._tasks or {}).get(index, ())}
+        with_gradients = {key for key, task in tasks.items() if task.parameter.grad is not None}
+        if index in store.resident or with_gradients != {id(noted.parameter) for noted in begun.noted}:
+            return False
+        try:
+            for noted in begun.noted:
+                self._check_unchanged(noted, tasks[id(noted.parameter)])
+            begun.check_complete()
+        except (UnsupportedError, OptionsError, StreamError):
+            return False
+        return self.has_begun(index) and not store.replaced([task.name for task in tasks.values()])
+
+    def commit(self) -> None:
+        """Make staged updates count: shadow copies become home."""
+        optimizer, store = self._optimizer, self._session.store
+        for index, begun in self.begun.items() if self.undoable else ():
+            for noted in begun.noted:
+                state = optimizer.states_of(noted.parameter)
+                optimizer.begin_update_of(noted.parameter, state)
+                state["step"].fill_(int(state["step"]) + 1)
+            tasks = (self._tasks or {}).get(index, ())
+            store.commit_shadow_copies(index, {task.name: optimizer.kept_states_of(task.parameter) for task in tasks})
+
+    def end_step(self) -> None:
+        """Leave what has begun to the optimizer's step, so that the next updates may begin."""
+        self.begun.clear()
+        self._session.in_backward.stepped(self)
+
+    def collect(self, by_group: dict[int, list[Task]], in_place: dict[int, Task]) -> None:
+        """Take the groups whose updates have begun out of what a step is to update.
+
+        Args:
+            in_place: parameters outside of chunks, by id.
+
+        Raises:
+            OptionsError, UnsupportedError, StreamError: see `UpdateScheduler.collect`.
+        """
+        for index, begun in list(self.begun.items()):
+            if self.undoable:  # `settle` has undone all others
+                del by_group[index]
+                continue
+            if not self.has_begun(index):
+                for noted in begun.noted:  # steps that were counted for it are still to come
+                    self._optimizer.states_of(noted.parameter)["step"].sub_(1)
+                del self.begun[index]
+                continue
+            tasks = {id(task.parameter): task for task in by_group.pop(index, ())}
+            for noted in begun.noted:
+                key = id(noted.parameter)
+                self._check_unchanged(noted, in_place.pop(key, None) or tasks.get(key))
+                tasks.pop(key, None)
+            for task in tasks.values():
+                raise UnsupportedError(f"{task.name} got its gradient {_CHANGED_LATE}")
+            begun.check_complete()
+
+    def _note(self, task: Task, gradient: torch.Tensor | None = None) -> NotedParameter:
+        """Note a parameter whose update begins, with its gradient or what stands in for that."""
+        gradient = task.parameter.grad if gradient is None else gradient
+        assert gradient is not None
+        version = task.parameter._version
+        return NotedParameter(task.parameter, task.name, gradient, gradient._version, version, self._hyper(task))
+
+    def _hyper(self, task: Task) -> Any:
+        """Return the hyperparameters of a parameter's update in the backward."""
+        optimizer = self._optimizer
+        if self.undoable:
+            return optimizer.hyper_at(task.group, int(optimizer.states_of(task.parameter)["step"]) + 1)
+        return optimizer.hyper_now(task.group, task.parameter)
+
+    def _check_unchanged(self, noted: NotedParameter, task: Task | None) -> None:
+        name, gradient = noted.name, noted.parameter.grad
+        if task is None or gradient is not noted.gradient or gradient._version != noted.gradient_version:
+            raise UnsupportedError(f"the gradient of {name} was changed {_CHANGED_LATE}")
+        if noted.parameter._version != noted.parameter_version:
+            raise UnsupportedError(f"the parameter {name} was changed {_CHANGED_LATE}")
+        if self._hyper(task) != noted.hyper:
+            raise OptionsError(
+                f"the hyper-parameters of {name} were changed between backward() and step(), after its update had "
+                'begun; change them after step(), or use overlap="forward"'
+            )
+
+
+class UpdateScheduler:
+    """All updates of one optimizer that run outside of its step.
+
+    Attributes:
+        accumulating: whether more gradients will be added, so that no update may begin in a backward.
+    """
+
+    def __init__(self, optimizer: SteppingOptimizer) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._mode = optimizer.overlap
+        self.accumulating = False
+        self._sessions: weakref.WeakKeyDictionary[Session, SessionUpdates] = weakref.WeakKeyDictionary()
+        self._watched: weakref.WeakSet[Session] = weakref.WeakSet()
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def in_session(self, session: Session) -> SessionUpdates:
+        """Return the optimizer's updates in the backwards of a session's graphs."""
+        if session not in self._sessions:
+            optimizer = self._optimizer()
+            assert optimizer is not None
+            self._sessions[session] = SessionUpdates(self, optimizer, session)
+        return self._sessions[session]
+
+    def _items(self) -> list[tuple[Session, SessionUpdates]]:
+        return list(self._sessions.items())  # keeps the sessions alive meanwhile
 
     @contextmanager
     def announced(self) -> Iterator[None]:
-        """Inside, more gradients will be added to those of each backward."""
+        """Begin no update in backwards inside: more gradients will be added to theirs."""
         before, self.accumulating = self.accumulating, True
         try:
             yield
@@ -108,291 +564,151 @@ class BackwardUpdates:
             self.accumulating = before
 
     def forget(self) -> None:
-        """Parameter groups or states are others from now on: nothing begins early before the next step has ended."""
-        for session in list(self._begun):
-            self.take_back(session)
-        self._known.clear()
-        self._looked_up.clear()
-        self._at_home.clear()
-        self._resident_groups.clear()
+        """Forget what may be updated in backwards: parameter groups or states have changed. Staged updates are undone.
+
+        None begins before the next step has ended.
+        """
+        for _, updates in self._items():
+            updates.forget()
         self.end()
 
-    def prepare(self, optimizer: Any, session: Session, groups: frozenset[int], at_home: frozenset[int]) -> None:
-        """From the next backward on, these groups' updates may begin there, those of some of them at home: states and
-        kernels are there now."""
-        self._looked_up.pop(session, None)
-        known = self._known.get(session)
-        if known is not None and known.keys() == groups and self._at_home[session] == at_home:
-            return
-        known, self._at_home[session] = {index: [] for index in groups}, at_home
-        self._known[session] = known
-        for group in optimizer.param_groups:
-            for parameter in map(local_shard_of, group["params"]):
-                found, name = managing(parameter) or (None, "")
-                if found is session:
-                    index = session.store.group_index(name)
-                    if index in known:
-                        known[index].append((parameter, name, group))
-        self._sessions.add(session)
-        self._under_way.watch(session)
-        session.in_backward.join(self.starter_in(session))
+    # --- from the backward to the step ---
 
-    def look_up(self, optimizer: Any, session: Session) -> None:
-        """Before the first step: what is declared to be this optimizer's may be updated in slots in the first backward.
-
-        Not what can be undone: it has twins only once it has states.
-        """
-        layout = session.store.layout
-        there = layout.version, session.store.resident
-        if self._overlap.undoable or (session in self._known and self._looked_up.get(session, there) == there):
-            return
-        groups = [g for g in layout.groups if g.trainable and g.index not in session.store.resident | layout.cut]
-        home = groups_at_home(session, groups, self._overlap.update_on, optimizer.rule.num_stages)
-        self.prepare(optimizer, session, frozenset(g.index for g in groups if g.index not in home), frozenset())
-        self._looked_up[session] = there
-
-    def in_slots(self, session: Session, index: int) -> Sequence[Entry]:
-        """The parameters of a group whose update may be made in slots, in the backward that is next; else nothing."""
-        if self.accumulating or not self.assumed.is_likely or index in self._at_home.get(session, frozenset()):
-            return ()
-        return self._known.get(session, {}).get(index, ())
-
-    def staying(self, session: Session) -> ResidentGroups | None:
-        """What `keep_resident_groups` was told last."""
-        return self._resident_groups.get(session)
-
-    def keep_resident_groups(self, session: Session, groups: ResidentGroups) -> None:
-        """Keep which groups of a session stay, and are this optimizer's to update where they are."""
-        self._resident_groups[session] = groups
-        self._sessions.add(session)
-
-    def note(self, session: Session, index: int, noted: Sequence[Begun], update: Beginning) -> None:
-        """The update of a group begins now, of these parameters."""
-        self._begun.setdefault(session, {})[index] = noted, update
-
-    def beginning(self, session: Session, index: int) -> Beginning | None:
-        """The update of a group that has been noted since the last step, if one has."""
-        _, update = self._begun.get(session, {}).get(index, (None, None))
-        return update
-
-    def begin(self, optimizer: Any, session: Session, index: int) -> bool:
-        """Begin the update of a settled group; whether it is this optimizer's, and nothing is waited for."""
-        if index not in self._at_home.get(session, frozenset()):
-            return False
-        entries = [e for e in self._known[session][index] if e[0].grad is not None]
-        if self.accumulating or not entries or not session.keepers.has(optimizer, [name for _, name, _ in entries]):
-            return False
-        store, undoable = session.store, self._overlap.undoable
-        known, is_likely = self._known[session][index], self.assumed.is_likely
-        if undoable and not (is_likely and can_be_undone(optimizer, session, index, known)):
-            return False
-        await_readers(entry[0] for entry in entries)
-        store.updates.wait(index)
-        stepping = NotCounted(optimizer) if undoable else optimizer
-        with torch.no_grad():
-            if undoable:
-                for parameter, _, _ in entries:
-                    optimizer.contents.follow(parameter, optimizer.states_of(parameter))
-            spans = group_spans(optimizer, session, index, [Task(stepping, *entry) for entry in entries])
-        if undoable:
-            store.shadow_copies.begin(index)
-        job = job_of(optimizer, session, index, spans, self.assumed.on(_CPU), in_shadow_copies=undoable)
-        update = HomeUpdate(job, label_of(session, index), store.home_marks(index))
-        noted = [noted_of(optimizer, *entry) for entry in entries]
-        self.note(session, index, noted, _AtHome(session, index, update))  # before it begins: it may be interrupted
-        store.updates.enter(index, update)
-        return True
-
-    def begun_in(self, session: Session) -> Container[int]:
-        """The groups whose updates have begun in the backward, since the last step."""
-        return self._begun.get(session, {})
-
-    def collect(
-        self,
-        optimizer: Any,
-        chunked: dict[Session, dict[int, list[Task]]],
-        in_place: list[tuple[torch.Tensor, int]],
-    ) -> dict[Session, frozenset[int]]:
-        """The groups whose updates began in the backward, taken out of `chunked` and `in_place` (see `Due`); they count
-        until `end`.
+    def settle(self, scale: GradScale) -> None:
+        """Undo what would not have been updated as it was, now that a step's scale of gradients is known.
 
         Raises:
-            UnsupportedError: gradients or parameters were changed since, or a gradient was used up by a step before.
+            UnsupportedError: gradients have a scale, and updates cannot be undone.
+        """
+        sessions = self._items()
+        if self._mode.is_final and scale is not NO_SCALE:
+            has_begun = any(updates.begun for _, updates in sessions)
+            raise UnsupportedError(
+                "a GradScaler must see all gradients before the first update, but "
+                f'overlap="{self._mode.mode}" updates during the backward; use undoable=True beside it, or overlap='
+                '"forward"' + (", and load parameters that this backward has updated anew" if has_begun else "")
+            )
+        if self._mode.undoable:
+            optimizer = self._optimizer()
+            assert optimizer is not None
+            is_as_assumed = optimizer.assumed_scale.is_what_was(scale)
+            for _, updates in sessions:
+                updates.settle(is_as_assumed)
+
+    def collect(
+        self, chunked: dict[Session, dict[int, list[Task]]], in_place: list[Task]
+    ) -> dict[Session, frozenset[int]]:
+        """Take the groups whose updates began in the backward out of `chunked` and `in_place` (see `step.Due`).
+
+        Returns:
+            These groups. They count as begun until `end`.
+
+        Raises:
+            UnsupportedError: gradients or parameters were changed since, or a gradient was consumed by a former step.
                 Nothing counts as begun any more.
-            OptionsError: hyper-parameters were.
+            OptionsError: hyperparameters were changed.
             StreamError: an update was interrupted.
         """
-        staying = {id(parameter): (parameter, number) for parameter, number in in_place}
+        tasks_in_place = {id(task.parameter): task for task in in_place}
         try:
-            for session, groups in self._begun.items():
-                by_group = chunked.setdefault(session, {})
-                for index, (noted, update) in list(groups.items()):
-                    if self._overlap.undoable:  # those that `settle` has left
-                        del by_group[index]
-                        continue
-                    if not update.has_begun():
-                        _take_back(optimizer, noted)
-                        del groups[index]
-                        continue
-                    tasks = {id(task.parameter): task for task in by_group.pop(index, ())}
-                    for note in noted:
-                        if (found := staying.pop(id(note.parameter), None)) is not None:
-                            group = optimizer.param_groups[found[1]]
-                            tasks[id(note.parameter)] = Task(optimizer, note.parameter, note.name, group)
-                        _check_unchanged(optimizer, note, tasks.pop(id(note.parameter), None))
-                    for task in tasks.values():
-                        raise UnsupportedError(f"{task.name} got its gradient {_LATE}")
-                    update.check()
+            for session, updates in self._items():
+                if updates.begun:
+                    updates.collect(chunked.setdefault(session, {}), tasks_in_place)
             for by_group in chunked.values():
-                for tasks_left in by_group.values():
-                    for task in tasks_left:
+                for tasks in by_group.values():
+                    for task in tasks:
                         if isinstance(task.parameter.grad, ConsumedGradient):
                             raise consumed_error(task.name)
-            for parameter, _ in staying.values():
-                if isinstance(parameter.grad, ConsumedGradient):
-                    raise parameter.grad.refusal()
+            for task in tasks_in_place.values():
+                if isinstance(task.parameter.grad, ConsumedGradient):
+                    raise task.parameter.grad.refusal()
         except (UnsupportedError, OptionsError, StreamError):
             self.end()
             raise
-        in_place[:] = staying.values()
-        return {session: frozenset(groups) for session, groups in self._begun.items()}
+        in_place[:] = tasks_in_place.values()
+        return {session: frozenset(updates.begun) for session, updates in self._items() if updates.begun}
 
-    def settle(self, optimizer: Any, scale: GradScale) -> None:
-        """Take back what would not have been updated as it was (see `undo`), now that a step's scale is known.
-
-        Raises:
-            UnsupportedError: there is one, and nothing can be taken back.
-        """
-        if self._overlap.is_final and scale is not NO_SCALE:
-            raise UnsupportedError(
-                "a GradScaler must see all gradients before the first update, but "
-                f'overlap="{self._overlap.mode}" updates during the backward; use undoable=True beside it, or overlap='
-                '"forward"' + (", and load parameters that this backward has updated anew" if self._begun else "")
-            )
-        if not self._overlap.undoable:
-            return
-        stands = self.assumed.is_what_was(scale)
-        for session, groups in list(self._begun.items()):
-            changed = [index for index in groups if not stands or not self._stands(optimizer, session, index)]
-            self.take_back(session, changed)
-
-    def _stands(self, optimizer: Any, session: Session, index: int) -> bool:
-        noted, update = self._begun[session][index]
-        entries, store = self._known.get(session, {}).get(index, ()), session.store
-        if index in store.resident or {id(p) for p, _, _ in entries if p.grad is not None} != {
-            id(note.parameter) for note in noted
-        }:
-            return False
-        groups = {id(parameter): (name, group) for parameter, name, group in entries}
-        try:
-            for note in noted:
-                name, group = groups[id(note.parameter)]
-                _check_unchanged(optimizer, note, Task(optimizer, note.parameter, name, group))
-            update.check()
-        except (UnsupportedError, OptionsError, StreamError):
-            return False
-        return update.has_begun() and not store.replaced([name for name, _ in groups.values()])
-
-    def take_back(self, session: Session, groups: Iterable[int] | None = None) -> None:
-        """Undo the updates that have begun of these groups, if they can be undone; None: of all.
-
-        Raises:
-            StreamError: one at home had failed.
-        """
-        begun = self._begun.get(session, {}) if self._overlap.undoable else {}
-        for index in [index for index in begun if groups is None or index in groups]:
-            session.store.updates.wait(index)
-            session.store.shadow_copies.roll_back(index)
-            del begun[index]
-
-    def adopt(self, optimizer: Any) -> None:
-        """What has begun stands from now on, and the next may begin. What could be undone is at home, and counts."""
-        for session, groups in self._begun.items() if self._overlap.undoable else ():
-            for index, (noted, _) in groups.items():
-                for note in noted:
-                    count(optimizer, note.parameter)
-                states = {name: optimizer.kept_states_of(p) for p, name, _ in self._known[session][index]}
-                session.store.commit_shadow_copies(index, states)
+    def commit(self) -> None:
+        """Make staged updates count, and let the next ones begin."""
+        for _, updates in self._items():
+            updates.commit()
         self.end()
 
     def end(self) -> None:
-        """What began in the backward is the optimizer's step's from now on: the next may begin."""
-        self._begun.clear()
-        for session in list(self._sessions):
-            session.in_backward.stepped(self.starter_in(session))
+        """Leave what began in the backward to the optimizer's step, so that the next updates may begin."""
+        for _, updates in self._items():
+            updates.end_step()
+
+    # --- updates at home that go on after the step ---
+
+    def watch(self, session: Session) -> None:
+        """Make `finish` wait for a session's updates from now on, and so the `state_dict` of its models if updates may
+        go on after `step()`."""
+        self._watched.add(session)
+        for model in session.modules - self._hooked if self._mode.in_forward else ():
+            for module in model.modules():  # `state_dict()` of each module with parameters of its own waits, too
+                has_parameters = any(True for _ in module.parameters(recurse=False))
+                if (module is model or has_parameters) and module not in self._hooked:
+                    self._hooked.add(module)
+                    module.register_state_dict_pre_hook(_finish_updates)
+
+    def finish(self) -> None:
+        """Block until no update of this optimizer's models is running.
+
+        Raises:
+            StreamError: one failed; named.
+        """
+        finish_all(session.store.updates for session in list(self._watched))
+
+    def submit(self, session: Session, spans: Mapping[int, Spans], scale: GradScale, after: Sequence[Any]) -> None:
+        """Begin the update of groups at home, those that the next forward needs soonest first.
+
+        Waits for a loss scale: whether anything changes is known only when all gradients are.
+        """
+        if not spans or is_skipped(scale := on_the_cpu(scale)):
+            return
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        self.watch(session)
+        updates = session.store.updates
+        jobs = {index: compiled_home_update(optimizer, session, index, spans[index], scale) for index in spans}
+        for index in updates.in_order_of_use(list(spans)):
+            updates.begin(index, jobs[index], label=label_of(session, index), after=after)
+
+    def end_step(self, session: Session, at_home: frozenset[int]) -> None:
+        """Wait for the updates that may not go on after the step: all, or those of groups that code reads which is not
+        compiled.
+
+        Raises:
+            StreamError: an update failed.
+        """
+        updates = session.store.updates
+        if not self._mode.in_forward:
+            updates.finish()
+            return
+        for index in sorted(at_home):
+            names = {s.spec.name for s in session.store.layout.groups[index].slices}
+            if not names <= session.trained:
+                updates.wait(index)
 
 
-_LATE = (
-    'after its update had begun: overlap="backward" is for gradients that one compiled backward makes and nothing '
-    'changes (no clipping, no unscaling, no use of the parameter outside compiled code); use overlap="forward"'
-)
+def label_of(session: Session, index: int) -> str:
+    """Return a group's title for the error of an update that fails."""
+    return f"chunk param:{index} ({session.store.layout.groups[index].title})"
 
 
-@dataclass(frozen=True)
-class _AtHome:
-    """An update at home. One that fails says so where it is waited for."""
+def synchronize(model: nn.Module) -> None:
+    """Wait until every update of the model's parameters that goes on after `step()` has ended.
 
-    session: Session
-    index: int
-    update: HomeUpdate
+    With `overlap="forward"` or `"both"`, call this before code that is not the compiled model reads or writes
+    parameters, gradients or optimizer states: an evaluation without `torch.compile`, an average. The model's
+    `state_dict()` waits by itself, and so does the optimizer's.
 
-    def has_begun(self) -> bool:
-        return self.session.store.updates.has(self.index, self.update)
-
-    def check(self) -> None:
-        return
+    Raises:
+        StreamError: an update failed; named.
+    """
+    finish_all(session.store.updates for session in sessions_of(model.parameters()))
 
 
-def can_be_undone(optimizer: Any, session: Session, index: int, entries: Sequence[Entry]) -> bool:
-    """Whether a group has room for an update that waits, and all of it, with all states that it needs, is at home."""
-    store = session.store
-    names = {name for _, name, _ in entries}
-    is_whole = names == {s.spec.name for s in store.layout.groups[index].slices}
-    return (
-        is_whole
-        and store.shadow_copies.has(store.layout, index)
-        and all(has_states(optimizer, session, e) for e in entries)
-    )
-
-
-def has_states(optimizer: Any, session: Session, entry: Entry) -> bool:
-    """Whether all states that an update of a parameter needs are at home already."""
-    parameter, name, group = entry
-    state, needed, store = optimizer.states_of(parameter), optimizer.dtypes_of(parameter, group), session.store
-    if "step" not in state:
-        return False
-    kinds = [kind for kind in store.layout.groups[store.group_index(name)].state_kinds if kind in needed]
-    return all(kind in state and store.is_home_view(state[kind], kind, name) for kind in kinds)
-
-
-def noted_of(optimizer: Any, parameter: torch.Tensor, name: str, group: Mapping[str, Any]) -> Begun:
-    """A parameter whose update begins, whose gradient is there."""
-    gradient = parameter.grad
-    assert gradient is not None
-    return Begun(parameter, name, gradient, gradient._version, parameter._version, _hyper(optimizer, group, parameter))
-
-
-def _hyper(optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
-    """The hyper-parameters of a parameter's update in the backward."""
-    if optimizer.overlap.undoable:
-        return optimizer.hyper_at(group, int(optimizer.states_of(parameter)["step"]) + 1)
-    return optimizer.hyper_now(group, parameter)
-
-
-def _take_back(optimizer: Any, noted: Sequence[Begun]) -> None:
-    """The update of these parameters was interrupted before it began: the step counted for it is still to come."""
-    for note in noted:
-        optimizer.states_of(note.parameter)["step"].sub_(1)
-
-
-def _check_unchanged(optimizer: Any, noted: Begun, task: Task | None) -> None:
-    name, gradient = noted.name, noted.parameter.grad
-    if task is None or gradient is not noted.gradient or gradient._version != noted.gradient_version:
-        raise UnsupportedError(f"the gradient of {name} was changed {_LATE}")
-    if noted.parameter._version != noted.parameter_version:
-        raise UnsupportedError(f"the parameter {name} was changed {_LATE}")
-    if _hyper(optimizer, task.group, noted.parameter) != noted.hyper:
-        raise OptionsError(
-            f"the hyper-parameters of {name} were changed between backward() and step(), after its update had begun; "
-            'change them after step(), or use overlap="forward"'
-        )
+def _finish_updates(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+    synchronize(model)

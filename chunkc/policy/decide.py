@@ -1,6 +1,6 @@
 """What stays resident, what is compiled whole, and which plan is asked for: decided here and nowhere else.
 
-A pure state machine that is driven twice: by what happens in training (`compilation`, `graph`, `optim.update`), and by
+A pure state machine that is driven twice: by what happens in training (`compilation`, `graph`, `optim.step`), and by
 what a step on fake tensors says will happen (`explaining.dry_run_state`). A `PlannerState` is what a model has come to.
 An event is what happens next. `decide` answers with a decision: the situation from then on, and a request for a plan.
 Who drives it acts: compiles, moves residents home, makes the plan, runs it.

@@ -21,8 +21,8 @@ from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.explaining.updates import Updates
 from chunkc.machines.presets import load_hardware
-from chunkc.optim import update
-from chunkc.optim.update import PreparedUpdate
+from chunkc.optim import step as optimizer_step
+from chunkc.optim.step import PreparedUpdate
 from chunkc.options import Options, parse_options
 from chunkc.policy import decide as policy
 from chunkc.policy.state import (
@@ -107,7 +107,7 @@ def trained(name: str, options: dict[str, Any]) -> tuple[Recording, list[Request
     optimizer = adamw(model.parameters())
     call = torch.compile(model, backend="chunkc", options=options)
     begin = 0
-    with recorded(compilation, graph, update) as found:
+    with recorded(compilation, graph, optimizer_step) as found:
         for _ in range(NUM_STEPS):
             begin = len(found.ran)
             batch = case.batch(0)

@@ -62,7 +62,7 @@ class Subject:
         """Loss, weights and states after one step from the start."""
         self.session.store.release_slots()
         self.session.store.tier.drain()
-        self.optimizer.in_backward.end()
+        self.optimizer.scheduler.end()
         self.optimizer.zero_grad()
         with torch.no_grad():
             for tensor, value in zip(self.tensors, self.start, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from plain_modules import Stack
 import chunkc
 from chunkc.ir.layout import Chunk
 from chunkc.ir.states import DEFAULT_STATES
-from chunkc.optim.group_spans import Task, flat_home, spans_of
+from chunkc.optim.group_updates import Task, flat_home, spans_of
 from chunkc.optim.states import initialise
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.declared_states import declared_states
@@ -23,9 +24,10 @@ NUMEL = 64 * 64
 
 
 class Steps:
-    """Keeps states, counts steps; the hyper-parameters are the learning rate."""
+    """Keeps states, counts steps; the hyperparameters are the learning rate."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_stages: int = 1) -> None:
+        self.rule = SimpleNamespace(num_stages=num_stages)
         self.states: dict[torch.Tensor, dict[str, Any]] = {}
         self.begun: list[torch.Tensor] = []
 
@@ -58,9 +60,9 @@ def placed() -> tuple[Session, Stack]:
     return session, model
 
 
-def tasks_of(model: Stack, optimizer: Steps, rates: Mapping[int, float]) -> list[Task]:
+def tasks_of(model: Stack, rates: Mapping[int, float]) -> list[Task]:
     weights = {layer: f"layers.{layer}.weight" for layer in rates}
-    return [Task(optimizer, model.get_parameter(weights[i]), weights[i], {"lr": rates[i]}) for i in rates]
+    return [Task(model.get_parameter(weights[i]), weights[i], {"lr": rates[i]}) for i in rates]
 
 
 @pytest.mark.parametrize(
@@ -76,7 +78,7 @@ def test_neighbours_with_equal_hyper_parameters_are_one_run(
     rates: dict[int, float], merged: bool, expected: list[tuple[int, int, float]]
 ) -> None:
     session, model = placed()
-    spans = spans_of(session, 0, tasks_of(model, Steps(), rates), merged=merged)
+    spans = spans_of(Steps(1 if merged else 2), session, 0, tasks_of(model, rates))
     assert list(spans) == [(begin * NUMEL, end * NUMEL, rate) for begin, end, rate in expected]
 
 
@@ -84,7 +86,7 @@ def test_states_are_made_at_home_once() -> None:
     session, model = placed()
     optimizer = Steps()
     for step in (1, 2):
-        spans_of(session, 0, tasks_of(model, optimizer, {1: 1.0}))
+        spans_of(optimizer, session, 0, tasks_of(model, {1: 1.0}))
         state = optimizer.states[model.get_parameter("layers.1.weight")]
         assert int(state["step"]) == len(optimizer.begun) == step
         for kind in ("exp_avg", "exp_avg_sq"):
@@ -96,18 +98,18 @@ def test_states_are_made_at_home_once() -> None:
 def test_views_of_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     session, model = placed()
     optimizer, tasks = Steps(), {0: 1.0, 1: 1.0, 2: 1.0}
-    spans_of(session, 0, tasks_of(model, optimizer, tasks))
+    spans_of(optimizer, session, 0, tasks_of(model, tasks))
     before = {p: dict(state) for p, state in optimizer.states.items()}
     made, real = [], ChunkStore.home_view
     monkeypatch.setattr(
         ChunkStore, "home_view", lambda store, kind, name: (made.append(kind), real(store, kind, name))[1]
     )
-    spans_of(session, 0, tasks_of(model, optimizer, tasks))
+    spans_of(optimizer, session, 0, tasks_of(model, tasks))
     assert not made
     assert all(state[kind] is view for p, state in optimizer.states.items() for kind, view in before[p].items())
     session.store.release_states(0)  # to who has views of them: the next step's are elsewhere
     session.store.reserve_states(0)
-    spans_of(session, 0, tasks_of(model, optimizer, tasks))
+    spans_of(optimizer, session, 0, tasks_of(model, tasks))
     assert sorted(made) == ["exp_avg"] * 3 + ["exp_avg_sq"] * 3
     assert all(state["exp_avg"] is not before[p]["exp_avg"] for p, state in optimizer.states.items())
 
@@ -118,7 +120,7 @@ def test_states_from_elsewhere_go_home() -> None:
     weight = model.get_parameter("layers.1.weight")
     former = {kind: torch.full((64, 64), 0.5) for kind in ("exp_avg", "exp_avg_sq")}
     optimizer.states[weight] = {"step": torch.tensor(7.0), **former}
-    spans_of(session, 0, tasks_of(model, optimizer, {1: 1.0}))
+    spans_of(optimizer, session, 0, tasks_of(model, {1: 1.0}))
     assert float(optimizer.states[weight]["step"]) == 8.0
     home = flat_home(session, 0)
     for kind in former:
@@ -135,21 +137,21 @@ def test_home_s_zeros_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> 
         written.append(kind)
         initialise(kind, state, parameter)
 
-    monkeypatch.setattr("chunkc.optim.group_spans.initialise", recorded)
+    monkeypatch.setattr("chunkc.optim.group_updates.initialise", recorded)
     session, model = placed()
     optimizer = Steps()
-    spans_of(session, 0, tasks_of(model, optimizer, {0: 1.0, 1: 1.0}))
+    spans_of(optimizer, session, 0, tasks_of(model, {0: 1.0, 1: 1.0}))
     assert not written
     for state in optimizer.states.values():
         state["exp_avg"].fill_(3.0)
     optimizer.states.clear()
-    spans_of(session, 0, tasks_of(model, optimizer, {0: 1.0, 1: 1.0, 2: 1.0}))
+    spans_of(optimizer, session, 0, tasks_of(model, {0: 1.0, 1: 1.0, 2: 1.0}))
     assert written == ["exp_avg", "exp_avg_sq"] * 3
     assert not any(state["exp_avg"].any() for state in optimizer.states.values())
     session.store.release_states(0)
     session.store.reserve_states(0)
     optimizer.states.clear()
-    spans_of(session, 0, tasks_of(model, optimizer, {1: 1.0}))
+    spans_of(optimizer, session, 0, tasks_of(model, {1: 1.0}))
     assert len(written) == 6  # new room again
 
 
@@ -160,7 +162,7 @@ def test_a_master_is_written_into_new_room() -> None:
     chunkc.place(model)
     session, optimizer = session_of(model), Steps()
     session.store.reserve_states(0)
-    spans_of(session, 0, tasks_of(model, optimizer, {0: 1.0}))
+    spans_of(optimizer, session, 0, tasks_of(model, {0: 1.0}))
     (state,) = optimizer.states.values()
     assert torch.equal(state["master"], model.get_parameter("layers.0.weight").float())
 

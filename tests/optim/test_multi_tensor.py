@@ -140,7 +140,7 @@ def aligned(numel: int, offset: int = 0) -> Tensor:
 
 
 def sizes(tensors: list[ResidentTensor]) -> list[list[int]]:
-    along = [(tensor, FP32) for tensor in tensors if together.goes_along(tensor)]
+    along = [(tensor, FP32) for tensor in tensors if together.can_be_batched(tensor)]
     return [[of.parameter.numel() for of in batch.tensors] for batch in together.batches(along)]
 
 
@@ -167,9 +167,9 @@ def test_what_shares_memory_is_updated_in_turn() -> None:
 
 
 def test_gaps_and_other_orders_stay_alone() -> None:
-    assert not together.goes_along(staying(torch.empty(4, 8)[:, :3]))
-    assert not together.goes_along(staying(torch.empty(4, 8), torch.empty(8, 4).t()))
-    assert together.goes_along(staying(torch.empty(4, 8).t(), torch.empty(4, 8).t()))
+    assert not together.can_be_batched(staying(torch.empty(4, 8)[:, :3]))
+    assert not together.can_be_batched(staying(torch.empty(4, 8), torch.empty(8, 4).t()))
+    assert together.can_be_batched(staying(torch.empty(4, 8).t(), torch.empty(4, 8).t()))
 
 
 def test_tables_of_a_launch_are_small() -> None:

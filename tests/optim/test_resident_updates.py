@@ -12,7 +12,7 @@ from harness import differences
 from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, trained
 
 import chunkc
-from chunkc.optim import resident_updates as resident_updates
+from chunkc.optim import update_scheduler
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 
 pytestmark = pytest.mark.timeout(120)
@@ -131,7 +131,7 @@ def test_it_begins_with_the_first_backward() -> None:
 def test_an_update_that_is_interrupted_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Subject("backward", WITHOUT_GRADIENTS)
     made.step(0)
-    loss, update, ran = made.compiled(**made.case.batch(1)), resident_updates.update_in_place, []
+    loss, update, ran = made.compiled(**made.case.batch(1)), update_scheduler.update_in_place, []
 
     def interrupted(*args: Any) -> None:
         ran.append(args)
@@ -140,7 +140,7 @@ def test_an_update_that_is_interrupted_is_said_once(monkeypatch: pytest.MonkeyPa
         update(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(resident_updates, "update_in_place", interrupted)
+        patch.setattr(update_scheduler, "update_in_place", interrupted)
         with pytest.raises(KeyboardInterrupt):
             loss.backward()
     with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
@@ -203,7 +203,7 @@ def test_no_slot_is_planned_for_it() -> None:
 def test_gradients_of_what_another_thread_trains_are_not_looked_at() -> None:
     made = Subject("backward", WITHOUT_GRADIENTS)
     made.step(0)
-    starter, found = made.optimizer.in_backward.starter_in(made.session), []
+    starter, found = made.optimizer.scheduler.in_session(made.session), []
 
     def ask() -> None:
         found.append([starter.stages_in_slots(group) for group in range(4)])

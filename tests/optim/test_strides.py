@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.ir.states import MASTER
 from chunkc.ir.strides import is_dense
-from chunkc.optim.memory_checks import _rendezvous
+from chunkc.optim.memory_checks import _overlap
 
 AdamW, Adam, LAMB = chunkc.optim.AdamW, chunkc.optim.Adam, chunkc.optim.LAMB
 
@@ -301,6 +301,6 @@ _SPANS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)).map(lambda sp
 def test_spans_that_may_meet_are_found(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> None:
     """None is missed, and of those that have elements none is found that does not meet."""
     common = any(begin < end and max(begin, a) < min(end, b) for begin, end in spans for a, b in others)
-    assert _rendezvous(spans, others) or not common
+    assert _overlap(spans, others) or not common
     filled = [[span for span in side if span[0] < span[1]] for side in (spans, others)]
-    assert _rendezvous(*filled) == common
+    assert _overlap(*filled) == common

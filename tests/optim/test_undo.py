@@ -21,7 +21,7 @@ Act = Callable[[Subject, int], object]
 
 def adopted(made: Subject) -> set[int]:
     """The groups whose updates wait to be adopted or undone."""
-    begun = made.optimizer.in_backward.begun_in(made.session)
+    begun = made.optimizer.scheduler.in_session(made.session).begun_groups()
     return {group.index for group in made.store.layout.groups if group.index in begun}
 
 

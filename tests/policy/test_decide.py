@@ -321,7 +321,7 @@ def test_nobody_else_decides(module: str) -> None:
     [
         ("session.compiled_step", "from chunkc.passes.planning.residency import remaining_residents"),
         ("explaining.predicted_step", "from chunkc.passes import planning\nplanning.plan_phases()"),
-        ("optim.update", "def own(plan):\n    return plan.begins_cold(())"),
+        ("optim.step", "def own(plan):\n    return plan.begins_cold(())"),
         ("explaining.dry_run", "def own(captured):\n    return captured.external_in_forward(1, 2)"),
     ],
 )
@@ -333,5 +333,5 @@ def test_both_ask_the_same_one() -> None:
     asking = {module for module, path in ABOVE.items() if "decide" in set(used(path.read_text()))}
     own = {"policy.decide"}
     assert asking - own == {
-        "compile", "session.compiled_step", "optim.update", "explaining.dry_run", "explaining.predicted_step"
+        "compile", "session.compiled_step", "optim.step", "explaining.dry_run", "explaining.predicted_step"
     }  # fmt: skip

@@ -21,7 +21,7 @@ from zoo import Case, floats
 
 import chunkc
 from chunkc.optim.rule import TileUpdate
-from chunkc.optim.update import PreparedUpdate
+from chunkc.optim.step import PreparedUpdate
 from chunkc.runtime.device.cuda import CudaTier
 from chunkc.runtime.device.tier import CpuTier
 from chunkc.runtime.storage.pinned import PinnedHome

@@ -1,0 +1,242 @@
+"""Update one chunk group, or parameters outside of chunks, by an optimizer's rule.
+
+A group is updated in slots, tile by tile (`update_tile`), or in home memory by the CPU (`home_update`); parameters that
+do not move are updated in place (`update_in_place`). States that are missing are made on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from chunkc.ir.layout import GRAD, Chunk
+from chunkc.ir.plan import Tile
+from chunkc.ir.states import MASTER, StateFormat, is_scale, num_entries
+from chunkc.ir.updates import update_stages
+from chunkc.kernels.formats import GradScale
+from chunkc.optim.gradient_scaling import AssumedScale, is_skipped, on_the_cpu
+from chunkc.optim.over_ranks import sums_of_group
+from chunkc.optim.rule import GroupWork, OverRanks, ResidentTensor, Rule, Spans, TileUpdate, Updater
+from chunkc.optim.split_masters import NotedContents
+from chunkc.optim.states import Dtypes, initialise
+from chunkc.optim.update_mode import UpdateMode
+from chunkc.runtime.store.shards import local_shard_of
+from chunkc.runtime.store.store import ChunkStore
+from chunkc.session.session import Session
+
+_CPU = torch.device("cpu")
+
+
+class SteppingOptimizer(Protocol):
+    """An optimizer as its updates see it. `chunkc.optim.optimizer.ChunkedOptimizer` is one."""
+
+    rule: Rule
+    states: StateFormat
+    overlap: UpdateMode
+    contents: NotedContents
+    assumed_scale: AssumedScale
+
+    @property
+    def param_groups(self) -> Any: ...
+
+    def states_of(self, parameter: torch.Tensor) -> dict[str, Any]: ...
+
+    def kept_states_of(self, parameter: torch.Tensor) -> dict[str, Any]: ...
+
+    def state_on_tier(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def dtypes_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Dtypes: ...
+
+    def begin_states(self, state: Mapping[str, Any], kinds: Iterable[str]) -> None: ...
+
+    def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
+
+    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any: ...
+
+    def hyper_now(self, group: Mapping[str, Any], parameter: torch.Tensor) -> Any: ...
+
+    def next_hyper(self, parameter: torch.Tensor, at: Callable[[int], Any]) -> Any: ...
+
+    def updater(self, device: torch.device, *, by_triton: bool | None = None) -> Updater: ...
+
+    def lay_out(self, parameters: Iterable[torch.Tensor]) -> None: ...
+
+    def check_group(self, group: Mapping[str, Any]) -> None: ...
+
+    def check_dtype(self, parameter: torch.Tensor, name: str = "") -> None: ...
+
+
+class Task(NamedTuple):
+    """A parameter to update, its name (empty outside of chunk groups), and its parameter group."""
+
+    parameter: torch.Tensor
+    name: str
+    group: Mapping[str, Any]
+
+
+def spans_of(
+    optimizer: SteppingOptimizer, session: Session, index: int, tasks: Sequence[Task], *, counted: bool = True
+) -> Spans:
+    """Begin the update of a group: make missing states, count steps, and return the spans of elements to update.
+
+    Neighbours with equal hyperparameters are one span, unless the rule takes norms of whole tensors.
+
+    Args:
+        counted: whether the update counts now; else it is staged: all states are there, and parameters and step
+            counters change once the update is committed.
+    """
+    chunk_group, merged = session.store.layout.groups[index], optimizer.rule.num_stages == 1
+    quantised = any(map(is_scale, chunk_group.state_kinds))
+    if counted:
+        make_states(optimizer, session, index, tasks)
+    hypers: dict[str, Any] = {}
+    for task in tasks:
+        state, hyper_at = optimizer.states_of(task.parameter), partial(optimizer.hyper_at, task.group)
+        if counted:
+            optimizer.begin_update_of(task.parameter, state)
+            hypers[task.name] = optimizer.next_hyper(task.parameter, hyper_at)
+        else:
+            hypers[task.name] = hyper_at(int(state["step"]) + 1)
+    spans: list[tuple[int, int, Any]] = []
+    follows = False
+    for tensor_slice in chunk_group.slices:
+        hyper = hypers.get(tensor_slice.spec.name)
+        if hyper is None:
+            follows = False
+            continue
+        # Padding between tensors is never written: it must not get into the scale of a tensor's last block.
+        touches = not quantised or (follows and spans[-1][1] == tensor_slice.offset)
+        if merged and follows and touches and spans[-1][2] == hyper:
+            spans[-1] = (spans[-1][0], tensor_slice.end, hyper)
+        else:
+            spans.append((tensor_slice.offset, tensor_slice.end, hyper))
+        follows = True
+    return spans
+
+
+def make_states(optimizer: SteppingOptimizer, session: Session, index: int, tasks: Sequence[Task]) -> None:
+    """Make the states that parameters of a group lack: home views of zeros, or of the parameter for a master."""
+    store = session.store
+    kinds = store.layout.groups[index].state_kinds
+    zeros = {kind for kind in kinds if store.arena.is_zero(Chunk(kind, index))}
+    for task in tasks:
+        state = optimizer.states_of(task.parameter)
+        needed = optimizer.dtypes_of(task.parameter, task.group)
+        optimizer.begin_states(state, needed)
+        fresh = not any(kind in state for kind in kinds)
+        for kind in kinds:
+            former = state.get(kind)
+            if kind not in needed or (former is not None and store.is_home_view(former, kind, task.name)):
+                continue
+            view = store.home_view(kind, task.name)
+            if former is not None:
+                store.write(kind, task.name, former)
+            elif not fresh or kind == MASTER or kind not in zeros:  # zeros need not be written again over a link
+                initialise(kind, view, task.parameter)
+            state[kind] = view
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+
+
+def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
+    """Return all that an update of a group needs, by kind, as flat tensors over home memory."""
+    arena, group = session.store.arena, session.store.layout.groups[index]
+    return {
+        kind: arena.host_view(Chunk(kind, index), group.kind_dtype(kind), num_entries(kind, group.numel))
+        for kind in group.update_kinds
+    }
+
+
+def home_update(
+    optimizer: SteppingOptimizer, session: Session, index: int, spans: Spans, scale: GradScale, *, staged: bool = False
+) -> Callable[[], None]:
+    """Return the update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs.
+
+    Args:
+        staged: write to shadow copies instead, and leave home as it is.
+    """
+    numel, num_stages = session.store.layout.groups[index].numel, optimizer.rule.num_stages
+    work = GroupWork(index, spans, [(0, numel)], scale, rank_sums(optimizer, session.store, index))
+    update = optimizer.updater(_CPU, by_triton=False).of_group(work)
+    home, store = flat_home(session, index), session.store
+    shadows = store.shadow_copies.flat(store.layout, index, [k for k in home if k != GRAD]) if staged else {}
+    flats = home | shadows
+
+    def run() -> None:
+        for kind, shadow in shadows.items():
+            shadow.copy_(home[kind])
+        for stage in range(num_stages):
+            update(flats, Tile(index, 0, numel, stage, num_stages))
+
+    return run
+
+
+def compiled_home_update(
+    optimizer: SteppingOptimizer, session: Session, index: int, spans: Spans, scale: GradScale, *, staged: bool = False
+) -> Callable[[], None]:
+    """Return the same for any thread: what it needs is compiled here, since Inductor may not be safe on others."""
+    optimizer.updater(_CPU, by_triton=False).compile_ahead(flat_home(session, index), spans, scale)
+    return home_update(optimizer, session, index, spans, scale, staged=staged)
+
+
+def rank_sums(optimizer: SteppingOptimizer, store: ChunkStore, index: int) -> OverRanks | None:
+    """Return the sum over ranks of a group's norms; None: the rule takes none, or this rank has whole tensors."""
+    return sums_of_group(store, index) if optimizer.rule.num_stages > 1 else None
+
+
+def update_tile(store: ChunkStore, update: TileUpdate, tile: Tile, *, whole: Sequence[str] = ()) -> None:
+    """Update one tile in slots; those of the kinds in `whole` hold the whole chunk."""
+    stage = update_stages(store.layout.groups[tile.group].update_kinds, tile.num_stages)[tile.stage]
+    elements = (tile.begin, tile.end)
+    chunks = {kind: Chunk(kind, tile.group, None if kind in whole else elements) for kind in stage.kinds}
+    slots: dict[str, torch.Tensor] = {}
+    for kind, chunk in chunks.items():
+        slot = store.begin_compute(chunk)
+        slots[kind] = slot[tile.begin : tile.end] if kind in whole else slot
+    store.tier.enqueue(update, slots, tile)
+    for kind, chunk in chunks.items():
+        store.end_compute(chunk, wrote=kind in stage.writes)
+
+
+def update_in_place(
+    optimizer: SteppingOptimizer,
+    tasks: Sequence[Task],
+    scale: GradScale,
+    numbers: Mapping[torch.Tensor, int] | None = None,
+) -> None:
+    """Update parameters that do not move.
+
+    Args:
+        numbers: each parameter's index among all of the optimizer's; None: looked up.
+    """
+    states = [optimizer.state_on_tier(task.parameter, task.group) for task in tasks]
+    if numbers is None:
+        parameters = (local_shard_of(p) for group in optimizer.param_groups for p in group["params"])
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    hypers: dict[tuple[int, int], Any] = {}
+
+    def hyper_at(group: Mapping[str, Any], step: int) -> Any:
+        key = id(group), step
+        if key not in hypers:
+            hypers[key] = optimizer.hyper_at(group, step)
+        return hypers[key]
+
+    def tensors_on(device: torch.device) -> Iterator[ResidentTensor]:
+        for task, state in zip(tasks, states, strict=True):
+            parameter = task.parameter
+            if parameter.device == device:
+                hyper = optimizer.next_hyper(parameter, partial(hyper_at, task.group))
+                if parameter.numel() == 0 and optimizer.rule.num_stages == 1:  # fewer rows than there are ranks
+                    continue
+                kinds = {kind: value for kind, value in state.items() if kind != "step"}
+                yield ResidentTensor(parameter, hyper, kinds, numbers[parameter])
+
+    for device in dict.fromkeys(task.parameter.device for task in tasks):
+        tensors, scale_there = tensors_on(device), on_the_cpu(scale) if device == _CPU else scale
+        if is_skipped(scale_there):
+            list(tensors)  # the step is counted, and corrected with those of the device (see `pending_steps`)
+        else:
+            optimizer.updater(device).of_tensors(tensors, scale_there)
