@@ -82,7 +82,7 @@ class _Clipped:
 
 
 class ClipsGradients(Optimizer):
-    """An optimizer whose updates multiply gradients by the factor of `clip_grad_norm_`.
+    """An optimizer that multiplies gradients inside its updates, by the factor of `clip_grad_norm_`.
 
     Attributes:
         assumed_scale: the scale of gradients with which updates in a backward begin that can be undone.
@@ -166,7 +166,7 @@ class ClipsGradients(Optimizer):
         if self.overlap.is_final:
             raise UnsupportedError(
                 f'overlap="{self.overlap.mode}" updates during the backward, before the norm of all gradients is '
-                'known; use undoable=True beside it, or overlap="forward" or "none"'
+                'known; use undoable=True with it, or overlap="forward" or "none"'
             )
         gradients = self._gradients()
         self._norm_requested = True
@@ -298,7 +298,7 @@ class AssumedScale:
 
     Attributes:
         is_likely: whether the next staged updates will be committed if the next gradients are like the last ones: those
-            overflowed nowhere, and were not clipped. A backward whose updates will be undone only loses time by them.
+            overflowed nowhere, and were not clipped. Updates that will be undone only cost time.
     """
 
     def __init__(self) -> None:
@@ -360,7 +360,7 @@ class GradScaler(OverflowsElsewhere):
         return optimizer.overflows()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale, as PyTorch's does. Announcing it to optimizers whose updates can be undone waits for the
+        """Update the scale, as PyTorch's does, and announce it to optimizers that can undo updates, which waits for the
         device."""
         super().update(new_scale)
         for optimizer in self.__dict__.get("_stepped", ()):

@@ -1,5 +1,5 @@
-"""Says once for each model what its optimizer updates outside of the plan: states of an optimizer of `torch.optim`, and
-parameters that no compiled graph has taken."""
+"""Warn once for each model about what its optimizer updates outside of the plan: states of an optimizer of
+`torch.optim`, and parameters that no compiled graph has taken."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from chunkc.session.logs import logger
 from chunkc.torch_private.dynamo import unwrapped
 
 _hinted: weakref.WeakSet[session.Session] = weakref.WeakSet()
-"""Models about whose states it was said."""
+"""Sessions for which the warning about states was logged."""
 
 _searched: weakref.WeakSet[session.Session] = weakref.WeakSet()
-"""Models whose first step is over."""
+"""Sessions that have had their first step."""
 
 
 def install() -> None:
-    """Look at every optimizer's steps from now on, by PyTorch's hook for that."""
+    """Inspect every optimizer's steps from now on, by PyTorch's hook for that."""
     register_optimizer_step_post_hook(_hint)
 
 
@@ -37,31 +37,32 @@ def _hint(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     nbytes: dict[session.Session, int] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if (hit := session.managing(parameter)) is not None and hit[0] not in _hinted:
-                nbytes[hit[0]] = nbytes.get(hit[0], 0) + _state_nbytes(optimizer, parameter)
-    for found, of_states in nbytes.items():
-        if of_states:
-            _hinted.add(found)
-            _say(optimizer, of_states)
+            managed_by, _ = session.managing(parameter) or (None, "")
+            if managed_by is not None and managed_by not in _hinted:
+                nbytes[managed_by] = nbytes.get(managed_by, 0) + _state_nbytes(optimizer, parameter)
+    for managed_by, states_nbytes in nbytes.items():
+        if states_nbytes:
+            _hinted.add(managed_by)
+            _warn_of_states(optimizer, states_nbytes)
 
 
 def _search(optimizer: Optimizer) -> None:
-    """In the first step of a model: parameters beside its own."""
+    """Warn of parameters that no session owns, in the first step of a model."""
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    sessions = [found for found in session.sessions_of(every) if found not in _searched]
+    sessions = [owner for owner in session.sessions_of(every) if owner not in _searched]
     if not sessions:
         return
     _searched.update(sessions)
-    beside = [p for p in every if p.grad is not None and session.owner(p) is None]
-    if beside:
-        names = {p: name for found in sessions for m in found.modules for name, p in unwrapped(m).named_parameters()}
-        named = [names[p] for p in beside if p in names] or ["a parameter of another module"]
+    unplanned = [p for p in every if p.grad is not None and session.owner(p) is None]
+    if unplanned:
+        names = {p: name for owner in sessions for m in owner.modules for name, p in unwrapped(m).named_parameters()}
+        named = [names[p] for p in unplanned if p in names] or ["a parameter of another module"]
         logger.warning(
             "no compiled graph takes %s%s: %s of parameters are outside of the memory budget, and so are their "
             "gradients and states; TORCH_LOGS=graph_breaks names what Dynamo leaves to eager PyTorch",
             named[0],
-            f" and {len(beside) - 1} more" if len(beside) > 1 else "",
-            format_nbytes(sum(p.nbytes for p in beside)),
+            f" and {len(unplanned) - 1} more" if len(unplanned) > 1 else "",
+            format_nbytes(sum(p.nbytes for p in unplanned)),
         )
 
 
@@ -70,14 +71,14 @@ def _state_nbytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:
     return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor) and value.dim())
 
 
-def _say(optimizer: Optimizer, nbytes: int) -> None:
+def _warn_of_states(optimizer: Optimizer, nbytes: int) -> None:
     name = type(optimizer).__name__
-    known = name in ("Adam", "AdamW", "SGD") and type(optimizer).__module__.startswith("torch.")
+    has_counterpart = name in ("Adam", "AdamW", "SGD") and type(optimizer).__module__.startswith("torch.")
     logger.warning(
         "%s.%s keeps %s of states on the compute device, outside of the memory budget; %s keeps them at home, within "
         "it",
         type(optimizer).__module__.removesuffix(f".{name.lower()}"),
         name,
         format_nbytes(nbytes),
-        f"chunkc.optim.{name}" if known else "an optimizer of chunkc.optim",
+        f"chunkc.optim.{name}" if has_counterpart else "an optimizer of chunkc.optim",
     )

@@ -71,7 +71,8 @@ class LAMB(ChunkedOptimizer):
         weight_decay: decoupled: it joins the direction before its norm is taken.
         always_adapt: also scale where `weight_decay` is 0, as the paper does (NVIDIA's "nvlamb"). By default groups
             without weight decay (biases, norms) have a ratio of 1, as in apex and timm.
-        min_coeff, max_coeff: limits of the ratio, as in DeepSpeed, whose defaults are 0.01 and 10. The paper has none.
+        min_coeff, max_coeff: limits of the ratio, as in DeepSpeed, where the defaults are 0.01 and 10. The paper has
+            none.
         update_on, overlap: as for `AdamW`. Norms are summed up in fp32: on another device their last bits may differ.
 
     A parameter in bf16 or fp16 has an fp32 master. Gradients are not clipped: see `torch.nn.utils.clip_grad_norm_`.
@@ -184,7 +185,7 @@ def _nbytes(works: Sequence[LambWork]) -> int:
 
 
 class GroupLamb:
-    """One step of LAMB over tiles of a chunk group, or over tensors; stage by stage, tile by tile."""
+    """A step of LAMB over tiles of a chunk group, or over tensors; stage by stage, tile by tile."""
 
     def __init__(self, updater: LambUpdater, work: GroupWork) -> None:
         self._order = updater.order

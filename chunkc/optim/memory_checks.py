@@ -1,4 +1,4 @@
-"""Refuse parameters and gradients whose memory layout no update can follow, before a step begins."""
+"""Refuse parameters and gradients with a memory layout that no update can follow, before a step begins."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def check_in_place(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tens
 
 
 def aliased_by_gradients(optimizer: Any, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the parameters whose gradient is their own memory, element by element or in another order.
+    """Return the parameters with a gradient that is their own memory, element by element or in another order.
 
     Args:
         parameters: all have a gradient.

@@ -1,7 +1,7 @@
-"""The norm of all gradients of an optimizer, from sums that were taken where each gradient was in its slot.
+"""Compute the norm of all gradients of an optimizer, from sums that were taken while each gradient was in its slot.
 
-What no sum is true of is read where it lies: gradients that never move, and those at home that somebody has changed, or
-may have. Both are added up in rows (see `chunkc.ir.sums`), so the norm has the same bits under every budget.
+Gradients without a valid sum are read in place: those that never move, and those at home that were changed, or may have
+been. Both are added up in rows (see `chunkc.ir.sums`), so the norm has the same bits under every budget.
 """
 
 from __future__ import annotations
@@ -27,51 +27,54 @@ from chunkc.session.session import managing, owner
 
 @dataclass(frozen=True)
 class Gradients:
-    """The gradients there are, in the optimizer's order.
+    """An optimizer's gradients, in its order.
 
     Attributes:
-        since: sums that are older count no more (see `runtime.gradient_sums.clock`).
+        pairs: parameters with their gradients.
+        since: sums that are older are invalid (see `chunkc.runtime.store.gradient_sums.clock`).
     """
 
-    of: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
     since: int
 
 
 def summing_on(device: torch.device) -> SumSquares:
-    """What adds up squares on a device."""
+    """Return the kernel that adds up squares on a device."""
     return sums_triton.sum_squares if computes_by_triton(device) else sums_cpu.sum_squares
 
 
 @torch.no_grad()
 def sum_of_squares(gradients: Gradients) -> torch.Tensor:
-    """0-dim fp64, on a device if some gradient is on one: finite if and only if every element is. Waits for no device.
+    """Add up the squares of all elements: 0-dim fp64, finite if and only if every element is. Waits for no device.
 
-    Of parameters that are cut over ranks, all ranks' parts; each rank calls this. Of parts of which there are copies,
-    the first counts, and with tensor parallelism so it is with parameters that ranks of a layer have alike.
+    The result is on a device if a gradient is on one. Each rank calls this: of parameters that are cut over ranks, all
+    ranks' shards count. Of copies of a shard the first counts, and likewise of parameters that the ranks of tensor
+    parallelism have alike.
     """
     counted = Gradients(
-        [(p, g) for p, g in gradients.of if not isinstance(p, LocalShard) or (p.shards.copy == 0 and p.is_first)],
+        [(p, g) for p, g in gradients.pairs if not isinstance(p, LocalShard) or (p.shards.copy == 0 and p.is_first)],
         gradients.since,
     )
-    session = next((hit[0] for parameter, _ in gradients.of if (hit := owner(parameter)) is not None), None)
-    found: list[torch.Tensor] = []
+    owners = (owner(parameter) for parameter, _ in gradients.pairs)
+    session = next((owned[0] for owned in owners if owned is not None), None)
+    sums: list[torch.Tensor] = []
 
     def compute() -> None:
-        found.append(_added_up(counted))
+        sums.append(_local_sum(counted))
 
     if session is None:
         compute()
     else:
         session.store.tier.enqueue(compute)
         session.store.tier.materialise()
-    return _over_ranks(found[0], [parameter for parameter, _ in gradients.of])
+    return _over_ranks(sums[0], [parameter for parameter, _ in gradients.pairs])
 
 
-def _added_up(gradients: Gradients) -> torch.Tensor:
-    """Of this rank."""
+def _local_sum(gradients: Gradients) -> torch.Tensor:
+    """Add up this rank's squares."""
     rows: list[torch.Tensor | None] = []
     unread: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, (parameter, gradient) in enumerate(gradients.of):
+    for index, (parameter, gradient) in enumerate(gradients.pairs):
         taken = None
         if (home := managing(parameter)) is not None:
             session, name = home
@@ -82,7 +85,7 @@ def _added_up(gradients: Gradients) -> torch.Tensor:
         if taken is None and gradient.numel():
             unread.setdefault((gradient.device, gradient.dtype), []).append(index)
     for (device, _), indices in unread.items():
-        read = _read([gradients.of[index][1] for index in indices], device)
+        read = _read([gradients.pairs[index][1] for index in indices], device)
         for index, of_gradient in zip(indices, read, strict=True):
             rows[index] = of_gradient
     by_device: dict[torch.device, list[torch.Tensor]] = {}
@@ -97,7 +100,7 @@ def _added_up(gradients: Gradients) -> torch.Tensor:
 
 
 def _read(gradients: Sequence[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """The sums of some gradients of one dtype, each `[num_rows]`."""
+    """Read gradients of one dtype, and return the sums of each, `[num_rows]`."""
     resolved = [g.resolve_conj() for g in gradients]
     dense = [real_parts(flat(g if is_dense(g) else g.contiguous())) for g in resolved]
     base, itemsize = dense[0].data_ptr(), dense[0].dtype.itemsize
@@ -109,7 +112,7 @@ def _read(gradients: Sequence[torch.Tensor], device: torch.device) -> list[torch
 
 
 def _total(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """All sums added up, in one order: on the CPU by one thread, and in none of torch's memory."""
+    """Add up all sums, in one order: on the CPU by one thread, and without torch's memory."""
     if device.type == "cpu":
         total = np.add.reduce(np.concatenate([part.numpy() for part in sums]))
         return torch.from_numpy(np.array(total))
@@ -117,7 +120,7 @@ def _total(sums: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 
 def _over_ranks(own: torch.Tensor, parameters: Iterable[torch.Tensor]) -> torch.Tensor:
-    """All ranks' together, in the order of ranks, where this rank's own is."""
+    """Add up all ranks' sums, in the order of ranks, on the device of this rank's own."""
     part = next((p for p in parameters if isinstance(p, LocalShard)), None)
     if part is None:
         return own

@@ -185,7 +185,7 @@ def can_be_batched(tensor: ResidentTensor) -> bool:
 
 
 def batches(tensors: Iterable[tuple[ResidentTensor, UpdateFormat]]) -> list[Batch]:
-    """Divide tensors into few launches: those of one format whose addresses are aligned alike share launches.
+    """Divide tensors into few launches: those of one format, with addresses that are aligned alike, share launches.
 
     Parameters that share memory are updated one after the other, as in `torch.optim`.
     """

@@ -114,7 +114,7 @@ class ChunkedOptimizer(ClipsGradients):
 
     @property
     def state(self) -> Any:
-        """Each parameter's states, as in `torch.optim`; waits for running updates."""
+        """The states by parameter, as in `torch.optim`; waits for running updates."""
         self.scheduler.finish()
         return self.__dict__["state"]
 
@@ -159,7 +159,7 @@ class ChunkedOptimizer(ClipsGradients):
             state["step"].zero_()
 
     def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Begin the update of a parameter whose states all exist.
+        """Begin the update of a parameter; all its states exist.
 
         Kernels see other tensors over its memory, with version counters of their own. So its own counter is
         incremented here: autograd then refuses a backward for which it was saved.
@@ -290,7 +290,7 @@ class ChunkedOptimizer(ClipsGradients):
         self.scheduler.forget()
 
     def check_dtype(self, parameter: torch.Tensor, name: str = "") -> None:
-        """Refuse a parameter whose dtype no update takes.
+        """Refuse a parameter with a dtype that no update takes.
 
         Raises:
             OptionsError, UnsupportedError: no update takes it with these options, or with any.
@@ -427,7 +427,7 @@ class ChunkedOptimizer(ClipsGradients):
         self.follow(self.param_groups)
         scale, must_know = grad_scale_of(self, self.clip_factor()), self.rule.must_know_steps or self.overlap.undoable
         agree_on_overflow(self, scale)
-        self.scheduler.settle(scale)
+        self.scheduler.validate(scale)
         take_over_changes(self._parameters())
         if must_know and bool(on_the_cpu(scale).found_inf):
             return

@@ -1,4 +1,4 @@
-"""Optimizers of parameters that are cut over ranks: each rank updates its own parts; state dicts have `DTensor`s."""
+"""Update parameters that are cut over ranks: each rank its own shards; state dicts have `DTensor`s."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from chunkc.torch_private.dtensor import local_of, with_local
 
 
 def check_over_ranks(optimizer: Any) -> None:
-    """Refuse what would need more than a rank's own parts, where parameters are cut over ranks.
+    """Refuse updates that would need more than a rank's own shards, if parameters are cut over ranks.
 
     Raises:
         UnsupportedError: states would have 8 bits, or gradients were not exchanged between ranks yet.
@@ -40,9 +40,9 @@ def check_over_ranks(optimizer: Any) -> None:
 
 
 def note_step(optimizer: Any) -> None:
-    """A step begins. Each rank updates its own parts alone; at the next phase ranks compare what steps they have made.
+    """Note that a step begins. Each rank updates its own shards; at the next phase ranks compare the steps they made.
 
-    So a rank that leaves one out, or whose scheduler has gone by its own losses, is an error of all.
+    So a rank that skips a step, or has a learning rate that depends on its own losses, is an error on all ranks.
 
     Raises:
         DistributedError: an exchange of this step's gradients has failed.
@@ -66,10 +66,11 @@ def _parts_of(optimizer: Any) -> list[LocalShard]:
 
 
 def refuse_over_ranks(name: str, moments: str) -> None:
-    """Refuse an optimizer of that name whose states cannot be cut over ranks.
+    """Refuse an optimizer if its states cannot be cut over ranks.
 
     Args:
-        moments: in what form it keeps them (see `chunkc.ir.states`).
+        name: the optimizer's name.
+        moments: the format of its moments (see `chunkc.ir.states`).
 
     Raises:
         UnsupportedError: they cannot.
@@ -79,14 +80,14 @@ def refuse_over_ranks(name: str, moments: str) -> None:
 
 
 def ranks_of_norms(optimizer: Any) -> Transport | None:
-    """By which ranks meet before a step that adds up norms, where they do not plan together: those of tensor
-    parallelism. None: they need not."""
+    """Return the transport for a rendezvous before a step that adds up norms, of ranks that do not plan together: those
+    of tensor parallelism. None: they need none."""
     part = next(iter(_parts_of(optimizer)), None)
     return part.world if part is not None and part.is_tensor_parallel and optimizer.rule.num_stages > 1 else None
 
 
 def order_of_norms(optimizer: Any, prepared: Iterable[Any]) -> Facts:
-    """What such ranks compare, so that all come to the same tensors in the same order; nothing is updated yet.
+    """Return the facts that such ranks compare, so that all add up the same tensors in the same order.
 
     Args:
         prepared: as `step.prepare_step` returns it.
@@ -103,24 +104,24 @@ def order_of_norms(optimizer: Any, prepared: Iterable[Any]) -> Facts:
 
 
 def sums_of_group(store: ChunkStore, index: int) -> OverRanks | None:
-    """How ranks add up what is to be of whole tensors of a chunk group; None where this rank has all of them."""
+    """Return the sum over ranks for whole tensors of a chunk group; None: this rank has all of them."""
     found = [(where.offset, store.parameter(where.spec.name)) for where in store.layout.groups[index].slices]
     return _sums(found, tag=index + 1 + _TENSORS_TAG)
 
 
 def sums_of_tensors(parameters: Mapping[int, torch.Tensor]) -> OverRanks | None:
-    """The same for parameters that are in no chunk, by their first elements."""
+    """Return the sum over ranks for parameters that are in no chunk, by their first elements."""
     return _sums(list(parameters.items()), _TENSORS_TAG)
 
 
 _TENSORS_TAG = 2
-"""Of exchanges for tensors in no chunk; each chunk group has one of its own, since threads may update them."""
+"""Tag of exchanges for tensors in no chunk. Each chunk group has a tag of its own, since threads may update them."""
 
 
 def _sums(parameters: Sequence[tuple[int, torch.Tensor]], tag: int) -> OverRanks | None:
-    """Over the ranks that have something of these tensors; where there are copies of all parts, over those of a row.
+    """Return the sum over the ranks that have elements of these tensors; if all shards have copies, over one row.
 
-    What several of them have alike is counted once.
+    Elements that several ranks have alike are counted once.
     """
     parts = [(offset, part) for offset, part in parameters if isinstance(part, LocalShard)]
     if not parts:
@@ -135,7 +136,7 @@ def _sums(parameters: Sequence[tuple[int, torch.Tensor]], tag: int) -> OverRanks
         or len(rendezvous) == 1
         or all(b.is_whole for _, of_ranks in blocks for b in of_ranks)
     ):
-        return None  # who has nothing of them is not asked, nor who has all
+        return None  # a rank without elements takes no part, nor does one with all of them
     here = world.rank - first
     again = {
         offset
@@ -153,18 +154,18 @@ def _sums(parameters: Sequence[tuple[int, torch.Tensor]], tag: int) -> OverRanks
 
 
 def _blocks(part: LocalShard, ranks: Iterable[int]) -> list[Block]:
-    """What ranks have of a parameter."""
+    """Return the blocks of a parameter that ranks have."""
     whole: Any = leaf_of(part)
     return [block_of(whole, rank) for rank in ranks]
 
 
 def agree_on_overflow(optimizer: Any, scale: GradScale) -> None:
-    """Where a `GradScaler` may have asked only this rank whether a gradient overflowed, ask all of them.
+    """Compare over all ranks whether a gradient overflowed, if a `GradScaler` may have asked this rank only.
 
-    PyTorch asks all along those mesh dimensions over which the first of an optimizer's gradients is cut.
+    PyTorch asks all ranks along those mesh dimensions over which the first of an optimizer's gradients is cut.
 
     Raises:
-        DistributedError: it has overflowed on some ranks alone; nothing is updated.
+        DistributedError: a gradient has overflowed on some ranks only; nothing is updated.
     """
     if scale.found_inf is None:
         return
@@ -184,7 +185,7 @@ _OVERFLOW = "whether a gradient overflowed"
 
 @contextmanager
 def no_exchange(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Inside, ranks that have whole gradients (`zero_stage=1`) keep their own and exchange none."""
+    """Let ranks that have whole gradients (`zero_stage=1`) keep their own inside, and exchange none."""
     found = {id(p.transport): p.transport for p in parameters if isinstance(p, LocalShard)}.values()
     before = [(transport, transport.accumulating) for transport in found]
     for transport in found:
@@ -197,13 +198,13 @@ def no_exchange(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def as_saved(noted: NotedContents, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """A hook of `Optimizer.state_dict`: states in the forms in which others know them."""
+    """Convert states to the formats of `torch.optim`: a hook of `Optimizer.state_dict`."""
     put_masters_together(noted, optimizer, state_dict)
     _over_ranks(optimizer, state_dict)
 
 
 def _over_ranks(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """States of parts as tensors that lie over the ranks as parameters do."""
+    """Replace states of shards by `DTensor`s that are cut over the ranks as the parameters are."""
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(ids, parameters, strict=True):
@@ -215,10 +216,10 @@ def _over_ranks(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def of_this_rank(value: Any, parameter: torch.Tensor) -> Any:
-    """What a loaded state has of a parameter's part: of one that is cut as the parameter is, or of a whole one.
+    """Return this rank's shard of a loaded state that is cut as the parameter is, or whole.
 
     Raises:
-        OptionsError: it is cut over ranks, and the parameter is not, or in another way.
+        OptionsError: the state is cut over ranks, and the parameter is not, or in another way.
     """
     whole = parameter.distributed if isinstance(parameter, LocalShard) else None
     if not isinstance(value, DTensor):

@@ -1,4 +1,4 @@
-"""Steps of which the host does not know yet whether they happened: a device holds the answer, and nobody waits for it.
+"""Track steps of which only the device knows yet whether they happened, without waiting for it.
 
 `torch.amp.GradScaler` leaves on the device whether a gradient overflowed. Kernels read it there and change nothing. But
 the number of a parameter's next step, and with it its bias corrections, depend on it. So the host counts each step as
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 MAX_PENDING = 8
-"""Steps in doubt at most: then the host waits for the oldest."""
+"""Maximum number of pending steps; above it the host waits for the oldest."""
 
 
 class Answer(Protocol):
@@ -54,12 +54,12 @@ def ask(number: torch.Tensor) -> Answer:
 
 @dataclass(frozen=True, eq=False)
 class PendingStep:
-    """One step.
+    """A step that may not have happened.
 
     Attributes:
         found_inf: 0-dim, on the device: not 0 if the step did not happen.
         answer: the same on its way to the host.
-        states: of the parameters whose steps it counted.
+        states: the states of the parameters for which the step was counted.
     """
 
     found_inf: torch.Tensor
@@ -69,10 +69,10 @@ class PendingStep:
 
 @dataclass(frozen=True)
 class PendingHyper:
-    """The hyper-parameters of a step that follows steps in doubt.
+    """The hyperparameters of a step that follows pending steps.
 
     Attributes:
-        candidates: by how many of `pending_steps` did not happen.
+        candidates: the hyperparameters by the number of `pending_steps` that did not happen.
     """
 
     candidates: tuple[Any, ...]
@@ -83,17 +83,17 @@ class PendingHyper:
 
 
 class PendingSteps:
-    """The steps in doubt of one optimizer, the oldest first."""
+    """The pending steps of one optimizer, the oldest first."""
 
     def __init__(self) -> None:
         self._pending: list[PendingStep] = []
 
     def add(self, found_inf: torch.Tensor, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
-        """Count a step that was just enqueued among them."""
+        """Add a step that was just enqueued."""
         self._pending.append(PendingStep(found_inf.clone(), ask(found_inf), states))
 
     def resolve(self, *, wait: bool = False) -> None:
-        """Correct the counters for all answers that have arrived; with `wait`, for all."""
+        """Correct the counters for all answers that have arrived; with `wait`, for all pending steps."""
         while self._pending and (wait or len(self._pending) > MAX_PENDING or self._pending[0].answer.arrived()):
             pending_step = self._pending.pop(0)
             if pending_step.answer.read() != 0:
@@ -101,7 +101,7 @@ class PendingSteps:
                     state["step"].sub_(1)
 
     def hyper(self, parameter: torch.Tensor, step: int, at: Callable[[int], Any]) -> Any:
-        """A parameter's hyper-parameters at a step: those of `at(step)`, or what that may turn out to be."""
+        """Return a parameter's hyperparameters at a step: `at(step)`, or all candidates if steps before are pending."""
         pending_steps = (
             tuple(pending_step for pending_step in self._pending if parameter in pending_step.states)
             if self._pending
@@ -119,11 +119,11 @@ def decided(
     make_table: Callable[[list[Any]], torch.Tensor],
     upload: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """The table of scalars for some hyper-parameters on a device, `[len(hypers), num_scalars]`, by what is true there.
+    """Make a table of scalars on a device, `[len(hypers), num_scalars]`: the device picks among candidates.
 
     Args:
-        make_table: for hyper-parameters that are in no doubt, on the CPU.
-        upload: to the device.
+        make_table: makes the table of hyperparameters that are not pending, on the CPU.
+        upload: copies it to the device.
     """
     depth = max((len(hyper.candidates) for hyper in hypers if isinstance(hyper, PendingHyper)), default=1)
     if depth == 1:

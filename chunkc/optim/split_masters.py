@@ -1,11 +1,11 @@
-"""Masters outside the kernels: whose they are, and split ones as fp32 masters for those who save them.
+"""Keep masters consistent with their parameters, and convert split masters to fp32 ones for saving.
 
-A master means something beside the parameter that the same update wrote, and nowhere else. So an optimizer notes which
-contents of a parameter it belongs to. Whoever writes to a parameter (`load_state_dict`, `torch.nn.init`, `clamp_`)
-writes its master: the next update leaves stale lower bits of a split one out, and in an fp32 master replaces the
-elements that do not round to the parameter's. Writes through `p.data` are the exception: PyTorch's version counters do
-not see them. Lower bits stay then; they are less than half a place of what was written, and the rounded master is what
-was written. An fp32 master stays as well, and the next update writes the parameter anew from it.
+A master is valid only with the parameter contents that the same update wrote. So an optimizer notes to which contents
+of a parameter its master belongs. Code that writes to a parameter (`load_state_dict`, `torch.nn.init`, `clamp_`) writes
+its master: the next update ignores stale lower bits of a split one, and in an fp32 master replaces the elements that do
+not round to the parameter's. Writes through `p.data` are the exception: PyTorch's version counters do not see them.
+Lower bits stay then; they are less than half a unit in the last place of what was written, and the rounded master is
+what was written. An fp32 master stays as well, and the next update writes the parameter anew from it.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from chunkc.optim.states import flat, flat_like, put_back, tensor_of
 from chunkc.runtime.store.shards import local_shard_of
 
 _PIECE_NUM_ELEMENTS = 1 << 16
-"""Elements that are converted at a time: temporary tensors are of the compute tier."""
+"""Elements that are converted at a time: temporary tensors take memory of the compute tier."""
 
 
 @dataclass(frozen=True)
 class _Contents:
-    """Contents of a parameter: by version counter, and, where others may write the same once more, by checksum.
+    """Contents of a parameter: by version counter, and, if the same values may be written once more, by checksum.
 
     `version` is None from the beginning of an update to its end.
     """
@@ -43,10 +43,10 @@ class _Contents:
 
 
 class NotedContents:
-    """Which contents of each parameter its master belongs to.
+    """The contents of each parameter to which its master belongs.
 
-    A parameter that is not known is taken as it is. A copy knows none: whose optimizer is copied, lets masters follow
-    their parameters first, and notes what parameters contain in the copy.
+    The master of a parameter without a note is valid. A copy has no notes: an optimizer that is copied lets masters
+    follow their parameters first, and notes in the copy what parameters contain.
     """
 
     def __init__(self) -> None:
@@ -56,14 +56,14 @@ class NotedContents:
         return NotedContents, ()
 
     def belong(self, parameter: torch.Tensor) -> bool:
-        """Whether the master is of what the parameter contains now."""
+        """Whether the master belongs to what the parameter contains now."""
         noted = self._contents.get(parameter)
         if noted is None or noted.version == parameter._version:
             return True
         return noted.checksum is not None and noted.checksum == checksum(parameter)
 
     def follow(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """The parameter's master, if its states have one, becomes that of what was written to the parameter."""
+        """Make the parameter's master, if its states have one, that of what was written to the parameter."""
         if not has_master(state) or self.belong(parameter):
             return
         with torch.no_grad():
@@ -74,19 +74,19 @@ class NotedContents:
         self._contents[parameter] = _Contents(parameter._version)
 
     def begin(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """An update of the parameter begins, with a master of what it contains."""
+        """Note that an update of the parameter begins; its master follows first."""
         self.follow(parameter, state)
         if has_master(state):
             self._contents[parameter] = _Contents(None)
 
     def end(self, parameters: Iterable[torch.Tensor]) -> None:
-        """The updates that began are done, of these parameters: masters and contents belong together."""
+        """Note that the updates of these parameters that began have ended: masters and contents belong together."""
         for parameter in parameters:
             if parameter in self._contents:
                 self._contents[parameter] = _Contents(parameter._version)
 
     def loaded(self, parameter: torch.Tensor, *, changed: bool) -> None:
-        """A master was loaded. If that `changed` the parameter, its own values may still be loaded after it."""
+        """Note that a master was loaded; if that `changed` the parameter, its own values may still be loaded later."""
         self._contents[parameter] = _Contents(parameter._version, checksum(parameter) if changed else None)
 
 
@@ -96,9 +96,9 @@ def has_master(state: Mapping[str, Any]) -> bool:
 
 
 def replace_written(param: torch.Tensor, master: torch.Tensor) -> None:
-    """Where elements of an fp32 master do not round to those of a 16-bit parameter, they become these.
+    """Replace elements of an fp32 master that do not round to those of a 16-bit parameter by these.
 
-    On the CPU, nothing is taken of the compute tier's memory, unless the parameter is not dense.
+    On the CPU, this takes no memory of the compute tier, unless the parameter is not dense.
 
     Args:
         param: of any strides.
@@ -116,13 +116,17 @@ def replace_written(param: torch.Tensor, master: torch.Tensor) -> None:
 
 
 def checksum(parameter: torch.Tensor) -> int:
-    """CRC-32 of a bf16 parameter's bytes."""
+    """Compute the CRC-32 of a bf16 parameter's bytes."""
     elements = flat_like(parameter.detach(), parameter).view(torch.int16)
     return zlib.crc32(elements.cpu().numpy().data)
 
 
 def load(noted: NotedContents, master: object, parameter: torch.Tensor, lower: torch.Tensor) -> None:
-    """Take over a saved fp32 master (None: there is none, and the parameter is its own), and note whose it is."""
+    """Take over a saved fp32 master, and note the contents that it belongs to.
+
+    Args:
+        master: None: there is none, and the parameter is its own.
+    """
     changed = False
     if master is None:
         lower.zero_()
@@ -132,7 +136,7 @@ def load(noted: NotedContents, master: object, parameter: torch.Tensor, lower: t
 
 
 def put_masters_together(noted: NotedContents, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """A hook of `Optimizer.state_dict`: fp32 masters in place of their lower bits."""
+    """Replace lower bits by fp32 masters: a hook of `Optimizer.state_dict`."""
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
     parameters = [local_shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(ids, parameters, strict=True):
@@ -144,7 +148,7 @@ def put_masters_together(noted: NotedContents, optimizer: Optimizer, state_dict:
 
 
 def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bool:
-    """Split an fp32 master, in pieces, into a bf16 tensor and int16 lower bits, and say whether `param` has changed.
+    """Split an fp32 master, in pieces, into a bf16 tensor and int16 lower bits. Return whether `param` has changed.
 
     Args:
         master: of any strides and dtype.
@@ -165,9 +169,9 @@ def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bo
 
 
 def decode(param: torch.Tensor, lower: torch.Tensor | None) -> torch.Tensor:
-    """The fp32 master, dense in the parameter's order, on the CPU in memory that is not the compute tier's.
+    """Join the fp32 master, dense in the parameter's order, on the CPU in memory that is not the compute tier's.
 
-    Without lower bits it is the parameter.
+    Without lower bits it equals the parameter.
     """
     flat_master = host_empty((param.numel(),), torch.float32)
     master = flat_master.as_strided(param.shape, dense_strides(param))

@@ -44,7 +44,7 @@ class Due:
         chunked: those at home, by session and chunk group.
         in_place: the others.
         changing: all.
-        aliased: those whose gradient is their own memory.
+        aliased: those with a gradient that is their own memory.
     """
 
     chunked: dict[Session, dict[int, list[Task]]]

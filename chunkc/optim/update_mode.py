@@ -1,4 +1,4 @@
-"""When and where an optimizer's updates run: the arguments `overlap`, `update_on` and `undoable`."""
+"""Define the arguments `overlap`, `update_on` and `undoable`: when and where an optimizer's updates run."""
 
 from __future__ import annotations
 

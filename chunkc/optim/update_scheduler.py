@@ -66,7 +66,7 @@ _CHANGED_LATE = (
 
 @dataclass(frozen=True)
 class NotedParameter:
-    """A parameter whose update has begun, as it was then."""
+    """A parameter as it was when its update began."""
 
     parameter: torch.Tensor
     name: str
@@ -110,7 +110,7 @@ class BegunUpdate:
 
 
 class SessionUpdates:
-    """One optimizer's updates in the backwards of one session's graphs (a `chunkc.session.protocols.Starter`).
+    """The updates of one optimizer in the backwards of one session's graphs (a `chunkc.session.protocols.Starter`).
 
     The optimizer owns it, and the session calls it: both exist whenever a method runs.
     """
@@ -210,7 +210,7 @@ class SessionUpdates:
         except (OptionsError, UnsupportedError):
             return False
         if is_resident:
-            others = session.store.trainers.trained_by_others()  # whose gradients this thread may not look at
+            others = session.store.trainers.trained_by_others()  # this thread may not look at their gradients
             return (
                 can_update_resident(optimizer.states, optimizer.rule.num_stages)
                 and not any(task.name in others for task in tasks)
@@ -241,7 +241,7 @@ class SessionUpdates:
         self._looked_up = version
 
     def _tasks_in_slots(self, index: int) -> Sequence[Task]:
-        """Return the parameters of a group whose update may be made in slots in the next backward; else nothing."""
+        """Return a group's parameters if the next backward may update it in slots, else nothing."""
         is_likely = self._optimizer.assumed_scale.is_likely
         if self._scheduler.accumulating or not is_likely or index in self._at_home:
             return ()
@@ -330,7 +330,7 @@ class SessionUpdates:
             optimizer.contents.follow(task.parameter, optimizer.kept_states_of(task.parameter))
 
     def update(self, tile: Tile, tiles: Sequence[Tile]) -> None:
-        """Update a tile of a group whose gradients are complete; the first of `tiles` begins the group's update."""
+        """Update a tile of a group once its gradients are complete; the first of `tiles` begins the group's update."""
         session = self._session
         if tile.group in session.store.resident:
             self._update_resident(tile.group)
@@ -380,8 +380,8 @@ class SessionUpdates:
     # --- updates at home ---
 
     def begin_update(self, group: int) -> bool:
-        """Begin the update at home of a group whose gradients are complete. Return whether it is this optimizer's and
-        began: it does not if that would wait for anything."""
+        """Begin the update at home of a group with complete gradients, if it is this optimizer's. Return whether it
+        began."""
         optimizer, session, store = self._optimizer, self._session, self._session.store
         if group not in self._at_home or self._tasks is None:
             return False
@@ -418,7 +418,7 @@ class SessionUpdates:
         return self._optimizer.overlap.undoable
 
     def begun_groups(self) -> Container[int]:
-        """Return the groups whose updates have begun in a backward since the last step."""
+        """Return the groups with updates that have begun in a backward since the last step."""
         return self.begun
 
     def has_begun(self, index: int) -> bool:
@@ -439,7 +439,7 @@ class SessionUpdates:
                 store.shadow_copies.roll_back(index)
                 del self.begun[index]
 
-    def settle(self, is_as_assumed: bool) -> None:
+    def validate(self, is_as_assumed: bool) -> None:
         """Undo the staged updates that would differ now: all, unless the scale of gradients is as was assumed."""
         self.take_back([index for index in self.begun if not is_as_assumed or not self._stands(index)])
 
@@ -475,7 +475,7 @@ class SessionUpdates:
         self._session.in_backward.stepped(self)
 
     def collect(self, by_group: dict[int, list[Task]], in_place: dict[int, Task]) -> None:
-        """Take the groups whose updates have begun out of what a step is to update.
+        """Take the groups with updates that have begun out of what a step is to update.
 
         Args:
             in_place: parameters outside of chunks, by id.
@@ -484,7 +484,7 @@ class SessionUpdates:
             OptionsError, UnsupportedError, StreamError: see `UpdateScheduler.collect`.
         """
         for index, begun in list(self.begun.items()):
-            if self.undoable:  # `settle` has undone all others
+            if self.undoable:  # `validate` has undone all others
                 del by_group[index]
                 continue
             if not self.has_begun(index):
@@ -502,7 +502,7 @@ class SessionUpdates:
             begun.check_complete()
 
     def _note(self, task: Task, gradient: torch.Tensor | None = None) -> NotedParameter:
-        """Note a parameter whose update begins, with its gradient or what stands in for that."""
+        """Note a parameter as its update begins, with its gradient or that gradient's stand-in."""
         gradient = task.parameter.grad if gradient is None else gradient
         assert gradient is not None
         version = task.parameter._version
@@ -529,7 +529,7 @@ class SessionUpdates:
 
 
 class UpdateScheduler:
-    """All updates of one optimizer that run outside of its step.
+    """The updates of one optimizer that run outside of its step.
 
     Attributes:
         accumulating: whether more gradients will be added, so that no update may begin in a backward.
@@ -574,7 +574,7 @@ class UpdateScheduler:
 
     # --- from the backward to the step ---
 
-    def settle(self, scale: GradScale) -> None:
+    def validate(self, scale: GradScale) -> None:
         """Undo what would not have been updated as it was, now that a step's scale of gradients is known.
 
         Raises:
@@ -585,7 +585,7 @@ class UpdateScheduler:
             has_begun = any(updates.begun for _, updates in sessions)
             raise UnsupportedError(
                 "a GradScaler must see all gradients before the first update, but "
-                f'overlap="{self._mode.mode}" updates during the backward; use undoable=True beside it, or overlap='
+                f'overlap="{self._mode.mode}" updates during the backward; use undoable=True with it, or overlap='
                 '"forward"' + (", and load parameters that this backward has updated anew" if has_begun else "")
             )
         if self._mode.undoable:
@@ -593,12 +593,12 @@ class UpdateScheduler:
             assert optimizer is not None
             is_as_assumed = optimizer.assumed_scale.is_what_was(scale)
             for _, updates in sessions:
-                updates.settle(is_as_assumed)
+                updates.validate(is_as_assumed)
 
     def collect(
         self, chunked: dict[Session, dict[int, list[Task]]], in_place: list[Task]
     ) -> dict[Session, frozenset[int]]:
-        """Take the groups whose updates began in the backward out of `chunked` and `in_place` (see `step.Due`).
+        """Take the groups with updates that began in the backward out of `chunked` and `in_place` (see `step.Due`).
 
         Returns:
             These groups. They count as begun until `end`.
