@@ -146,12 +146,14 @@ class SessionUpdates:
     # --- which groups may be updated in the backward ---
 
     def forget(self) -> None:
-        """Forget groups and updates, since parameter groups or states have changed: none begins before the next step
-        has ended."""
+        """Forget groups and updates, since parameter groups or states have changed; undo staged updates.
+
+        Updates at home begin again after the next step.
+        """
         self.take_back()
         self.begun.clear()
         self._tasks, self._at_home, self._looked_up = None, frozenset(), None
-        self._residents, self._residents_of = {}, None
+        self._residents, self._residents_of, self._numbers = {}, None, {}
 
     def prepare(self, groups: frozenset[int], at_home: frozenset[int]) -> None:
         """Let updates of these groups begin in the next backward, those of `at_home` at home: states and kernels are
@@ -564,10 +566,7 @@ class UpdateScheduler:
             self.accumulating = before
 
     def forget(self) -> None:
-        """Forget what may be updated in backwards: parameter groups or states have changed. Staged updates are undone.
-
-        None begins before the next step has ended.
-        """
+        """Forget groups and updates of all sessions, since parameter groups or states have changed."""
         for _, updates in self._items():
             updates.forget()
         self.end()
