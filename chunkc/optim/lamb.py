@@ -123,8 +123,8 @@ class LambUpdater(Updater):
     def _kept(self, key: tuple, make: Callable[[], tuple[LambWork, ...]]) -> tuple[LambWork, ...]:
         works = self._works.find(key)
         if works is None:
-            made = [work.with_rows(upload(work.rows, self.device)) for work in make()]
-            works = self._works.keep(key, tuple(made))
+            works = tuple(work.with_rows(upload(work.rows, self.device)) for work in make())
+            works = self._works.keep(key, works)
         return works
 
     def of_group(self, work: GroupWork) -> TileUpdate:

@@ -92,21 +92,21 @@ def order_of_norms(optimizer: Any, prepared: Iterable[Any]) -> Facts:
     Args:
         prepared: as `step.prepare_step` returns it.
     """
-    found = [
+    order = [
         [
-            sorted((index, *(task.name for task in tasks)) for index, tasks in one.by_group.items()),
-            sorted(one.at_home),
+            sorted((index, *(task.name for task in tasks)) for index, tasks in part.by_group.items()),
+            sorted(part.at_home),
         ]
-        for one in prepared
+        for part in prepared
     ]
     name = type(optimizer).__name__
-    return {f"the chunks that {name} updates (give all the same chunk_size, or take chunkc.optim.AdamW)": repr(found)}
+    return {f"the chunks that {name} updates (give all the same chunk_size, or take chunkc.optim.AdamW)": repr(order)}
 
 
 def sums_of_group(store: ChunkStore, index: int) -> OverRanks | None:
     """Return the sum over ranks for whole tensors of a chunk group; None: this rank has all of them."""
-    found = [(where.offset, store.parameter(where.spec.name)) for where in store.layout.groups[index].slices]
-    return _sums(found, tag=index + 1 + _TENSORS_TAG)
+    parameters = [(s.offset, store.parameter(s.spec.name)) for s in store.layout.groups[index].slices]
+    return _sums(parameters, tag=index + 1 + _TENSORS_TAG)
 
 
 def sums_of_tensors(parameters: Mapping[int, torch.Tensor]) -> OverRanks | None:
@@ -172,12 +172,12 @@ def agree_on_overflow(optimizer: Any, scale: GradScale) -> None:
     first = next((part for part in _parts_of(optimizer) if part.grad is not None), None)
     if first is None or first.distributed is None:
         return
-    found = str(bool(scale.found_inf.cpu()))
+    overflowed = str(bool(scale.found_inf.cpu()))
     if first.is_tensor_parallel:
         if any(p == Replicate() for p in first.distributed.placements):
-            agree(first.world, {f"{_OVERFLOW} (take chunkc.GradScaler, which asks all ranks)": found})
+            agree(first.world, {f"{_OVERFLOW} (take chunkc.GradScaler, which asks all ranks)": overflowed})
     elif first.shards.num_ranks == 1 and first.transport.num_ranks > 1:
-        agree(first.transport, {f"{_OVERFLOW} (give the optimizer no scalar as its first parameter)": found})
+        agree(first.transport, {f"{_OVERFLOW} (give the optimizer no scalar as its first parameter)": overflowed})
 
 
 _OVERFLOW = "whether a gradient overflowed"
@@ -186,9 +186,9 @@ _OVERFLOW = "whether a gradient overflowed"
 @contextmanager
 def no_exchange(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     """Let ranks that have whole gradients (`zero_stage=1`) keep their own inside, and exchange none."""
-    found = {id(p.transport): p.transport for p in parameters if isinstance(p, LocalShard)}.values()
-    before = [(transport, transport.accumulating) for transport in found]
-    for transport in found:
+    transports = {id(p.transport): p.transport for p in parameters if isinstance(p, LocalShard)}.values()
+    before = [(transport, transport.accumulating) for transport in transports]
+    for transport in transports:
         transport.accumulating = True
     try:
         yield

@@ -24,7 +24,7 @@ class Answer(Protocol):
     def arrived(self) -> bool: ...
 
     def read(self) -> float:
-        """The number, once it has arrived."""
+        """Return the number, once it has arrived."""
 
 
 class _DeviceAnswer:
@@ -48,7 +48,7 @@ def is_remote(number: torch.Tensor) -> bool:
 
 
 def ask(number: torch.Tensor) -> Answer:
-    """Send for a device's number."""
+    """Start a copy of a device's number to the host."""
     return _DeviceAnswer(number)
 
 

@@ -228,7 +228,7 @@ class SessionUpdates:
         return session.keepers.has_none(names) and all(self._can_make_states(task) for task in tasks)
 
     def _look_up(self) -> None:
-        """Before the first step, let parameters that are declared to be this optimizer's be updated in slots.
+        """Let parameters that are declared to be this optimizer's be updated in slots, before the first step.
 
         Staged updates wait for that step: shadow copies exist only once states do.
         """
@@ -574,7 +574,7 @@ class UpdateScheduler:
     # --- from the backward to the step ---
 
     def validate(self, scale: GradScale) -> None:
-        """Undo what would not have been updated as it was, now that a step's scale of gradients is known.
+        """Undo staged updates that would differ, now that a step's scale of gradients is known.
 
         Raises:
             UnsupportedError: gradients have a scale, and updates cannot be undone.
