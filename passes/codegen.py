@@ -51,7 +51,7 @@ BoxedCallable = Callable[[list[Any]], Sequence[Any]]
 
 @functools.cache
 def find_vector_isa() -> threading.Thread:
-    """Let Inductor find out which vector instructions the C++ compiler can use, beside the tracing of the graph.
+    """Let Inductor find out which vector instructions the C++ compiler can use, while the graph is traced.
 
     The first compilation in a new cache directory needs it, and would spend seconds waiting for the C++ compiler.
     Returns the thread; the answer is kept by Inductor. Where there is no compiler it is asked again, and says so,
@@ -70,7 +70,7 @@ def find_vector_isa() -> threading.Thread:
 
 @functools.cache
 def prepare_compiler() -> threading.Thread:
-    """Let Inductor find out and compile, beside the tracing of the graph, what all kernels need; returns the thread."""
+    """Let Inductor find out and compile what all kernels need, while the graph is traced; returns the thread."""
 
     def prepare() -> None:
         find_vector_isa().join()
@@ -226,7 +226,7 @@ def _failures_named(segment: Segment) -> Iterator[None]:
 
 @contextmanager
 def _configured(inputs: Sequence[object]) -> Iterator[None]:
-    """What the user has set for Inductor counts inside, but for what bits, memory or symbolic sizes depend on."""
+    """Apply the user's settings of Inductor inside, but for those that bits, memory or symbolic sizes depend on."""
     with steady_inductor(inputs), with_sizes_bound(inputs):
         yield
 
@@ -237,7 +237,7 @@ def _require_compiler() -> None:
         pick_vec_isa()
     except InvalidCxxCompiler as error:
         raise UnsupportedError(
-            "Inductor finds no C++ compiler, whose vector instructions its code depends on: install g++ or name one in "
+            "Inductor finds no C++ compiler, which its vector instructions depend on: install g++ or name one in "
             'the environment variable CXX, or choose codegen="eager"'
         ) from error
 
@@ -291,7 +291,7 @@ class EagerSegment:
         for node in nodes:
             dead = [name[source] for source in node.all_input_nodes if last[source] is node]
             if node not in last:
-                dead.append(name[node])  # nobody reads it
+                dead.append(name[node])  # no node reads it
             lines.append(f"{name[node]} = {self._call(module, node, name, known)}")
             lines += [" = ".join([*dead, "None"])] if dead else []
         outputs = "".join(f"{name[node]}, " for node in returned(graph) if node is not None)
@@ -313,7 +313,7 @@ class EagerSegment:
         return f"{target}({', '.join(arguments)})"
 
     def _target(self, module: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
-        """What a node calls."""
+        """The callable of a node."""
         target: Any = node.target
         if node.op == "get_attr":
             return _Constant(_attribute(module, target))

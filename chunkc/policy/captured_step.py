@@ -374,7 +374,7 @@ def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
         return profile(kept, layout).with_offloaded(captured.offloaded)
     group_of = layout.group_of()
     memories = captured.memories
-    forward = positions(captured.forward, memories, group_of=group_of, beside_nbytes=captured.output_nbytes)
+    forward = positions(captured.forward, memories, group_of=group_of, external_nbytes=captured.output_nbytes)
     least = captured.at_least
     if least is not None:
         forward = _at_least(forward, least.calls[: len(forward)])

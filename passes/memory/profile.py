@@ -48,7 +48,7 @@ class CallStep:
 
 @dataclass(frozen=True)
 class _Life:
-    """What is alive around one call.
+    """The storages that are alive around one call.
 
     Attributes:
         live: storages that are held as it begins; only valid until the next call is asked for.
@@ -66,7 +66,7 @@ class _Life:
 
 
 def _lives(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> Iterator[_Life]:
-    """For each call what is alive around it; see `call_steps`."""
+    """Find the storages alive around each call; see `call_steps`."""
     last, storage_of, nbytes_of = last_holds(program), program.value_storages(), program.storages
     going: dict[int, list[str]] = {}
     for storage, at in last.items():
@@ -96,12 +96,12 @@ def _lives(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> Iter
 
 
 def call_steps(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> Iterator[tuple[CallStep, ...]]:
-    """For each call the bytes at every one of its operations.
+    """Count the bytes at every operation of each call.
 
-    Held storages (inputs, buffers, what the caller keeps) count throughout; a value that nobody needs after the call
-    is given up inside it, at the operation that lets it go. A storage that is copied home is held to the end of the
-    forward's last call that holds it, and in the backward from its first call on; one that is dropped and made again,
-    from the call that makes it.
+    Storages held by the caller (inputs, buffers, outputs that it keeps) count throughout; a value that is not needed
+    after the call is given up inside it, at the operation that lets it go. A storage that is copied home is held to the
+    end of the forward's last call that holds it, and in the backward from its first call on; one that is dropped and
+    made again, from the call that makes it.
     """
     nbytes_of = program.storages
     for life in _lives(program, memories):
@@ -122,12 +122,12 @@ Released = tuple[tuple[int, int], ...]
 
 
 def _fullest(memory: SegmentMemory, released: Released) -> tuple[int, MemoryStep]:
-    """A call's first operation of those with the most bytes, and these bytes beside what is kept around the call."""
+    """A call's first operation of those with the most bytes, and these bytes without what is kept around the call."""
     held = [0] * (len(memory.steps) + 1)
     for gone, nbytes in released:
         held[min(gone, len(memory.steps)) - 1] += nbytes
-    beside = list(accumulate(reversed(held[:-1])))[::-1]
-    found = [step.nbytes + nbytes for step, nbytes in zip(memory.steps, beside, strict=True)]
+    donated = list(accumulate(reversed(held[:-1])))[::-1]
+    found = [step.nbytes + nbytes for step, nbytes in zip(memory.steps, donated, strict=True)]
     most = max(found)
     return most, memory.steps[found.index(most)]
 
@@ -137,9 +137,9 @@ def positions(
     memories: Mapping[str, SegmentMemory],
     *,
     group_of: Mapping[str, int],
-    beside_nbytes: int = 0,
+    external_nbytes: int = 0,
 ) -> tuple[Position, ...]:
-    """One `Position` per call, with the bytes of its fullest operation, and `beside_nbytes` of others' values."""
+    """Make one `Position` per call, with the bytes of its fullest operation plus `external_nbytes`."""
     found = []
     fullest: dict[tuple[str, Released], tuple[int, MemoryStep]] = {}  # alike in like calls
     for life in _lives(program, memories):
@@ -152,7 +152,7 @@ def positions(
             Position(
                 name=call.name,
                 phase=program.phase,
-                non_model_nbytes=life.kept_nbytes + inside_nbytes + beside_nbytes,
+                non_model_nbytes=life.kept_nbytes + inside_nbytes + external_nbytes,
                 op=step.op,
                 module=call.origin(step).module or call.module,
                 reads=frozenset(program.chunk(p, group_of[p]) for _, p in call.parameters if p in group_of),

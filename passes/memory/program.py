@@ -85,7 +85,7 @@ def backward_program(
 ) -> PhaseProgram:
     """`gradients` maps positions among the graph's outputs to parameter names, `specs` these to what they are.
 
-    Of the outputs' gradients only a loss's is held by who calls `backward()`; autograd lets go of the others.
+    Of the outputs' gradients only a loss's is held by the caller of `backward()`; autograd lets go of the others.
     """
     inputs, storages = _input_storages(graph, parameters, shapes)
     forward_storages = forward.value_storages()
@@ -141,7 +141,7 @@ def backward_program(
 
 
 def _as_taken(saved: Sequence[str | None], backward: fx.Graph) -> Sequence[str | None]:
-    """What a forward saves, in the order in which the backward takes it: numbers, which come last, come first."""
+    """Order the values that a forward saves as the backward takes them: numbers, which come last, come first."""
     count = 0
     for node in placeholders(backward)[: len(saved)]:
         if not isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat):
@@ -195,7 +195,7 @@ def _calls(
     costs_s: dict[str, float] = {}  # of equal segments, once
 
     def of(piece: Piece) -> dict[str, Any]:
-        """What of a call is the piece's alone."""
+        """The fields of a call that belong to the piece alone."""
         segment, names = piece.segment.name, tuple(node.name for node in piece.inputs)
         if segment not in costs_s:
             costs_s[segment] = cost_s(piece.nodes, hardware, shapes)

@@ -67,8 +67,8 @@ def eager_memory(
 def bounded_memory(
     graph: fx.Graph, num_threads: int, unread: str, shapes: Shapes = AS_TRACED, capability: Capability | None = None
 ) -> SegmentMemory:
-    """Memory of a segment whose compiled code cannot be read: all that the graph makes, at once, and its inputs until
-    the end. In whatever order the code computes, and whatever it fuses, it needs no more of the graph's values.
+    """Memory of a segment with compiled code that cannot be read: all that the graph makes, at once, and its inputs
+    until the end. In whatever order the code computes, and whatever it fuses, it needs no more of the graph's values.
 
     Args:
         unread: what could not be read, from `estimates.unread_wrapper`: each moment is an estimate of that name.
@@ -90,7 +90,7 @@ def bounded_memory(
 
 
 def _operations(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, int]]:
-    """What runs, in order; and for each node the step at which it does.
+    """The nodes that run, in order, and the step at which each one does.
 
     Numbers computed from sizes take no step of their own: what they read is held to the step before.
     """
@@ -106,7 +106,7 @@ def _operations(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, int]]:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What a call takes inside; `guessed`: the operator ("aten::name") that nobody has said anything of, else empty."""
+    """Scratch bytes of a call; `guessed`: the operator ("aten::name") if its bytes are a guess, else empty."""
 
     nbytes: int
     guessed: str = ""
@@ -123,7 +123,7 @@ def _scratch(node: fx.Node, num_threads: int, shapes: Shapes, capability: Capabi
     """Scratch of a node.
 
     Raises:
-        UnsupportedError: it is a higher-order operator whose memory is not known.
+        UnsupportedError: it is a higher-order operator with unknown memory.
     """
     value = value_of(node)
     on_cuda = any(leaf.device.type == "cuda" for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
@@ -153,7 +153,7 @@ def call_scratch(
         module: the user's module it belongs to, for the error.
 
     Raises:
-        UnsupportedError: it is a higher-order operator whose memory is not known.
+        UnsupportedError: it is a higher-order operator with unknown memory.
     """
     if isinstance(target, torch._ops.OpOverload):
         known = is_known_on_cuda(target) if on_cuda else is_known(target)

@@ -1,4 +1,4 @@
-"""Which storages the values of a segment's graph live in, and how many bytes each has when the segment runs.
+"""Assign the values of a segment's graph to storages, with the bytes of each when the segment runs.
 
 Follows the graph, not the fake tensors' own storages: where two equal nodes were merged (common subexpressions), a
 node's fake tensor may be a view of the other one's storage, and a copied node shares its fake tensor with the original.
@@ -24,7 +24,7 @@ from chunkc.passes.memory.scratch.cuda import corrects_cuda_outputs, cuda_output
 
 aten = torch.ops.aten
 _VIEWS_NOT_DECLARED = frozenset({aten._unsafe_view.default, aten._reshape_alias.default, aten.lift_fresh.default, WAIT})
-"""Operators whose result shares its first argument's storage although their schema does not say so."""
+"""Operators with a result that shares the first argument's storage although their schema does not say so."""
 
 
 @dataclass
@@ -55,7 +55,7 @@ CLONES_OF_WHOLE_STORAGES = frozenset(
         aten.as_strided_scatter.default,
     }
 )
-"""Operators whose result is a view of a copy of their first argument's whole storage."""
+"""Operators with a result that is a view of a copy of their first argument's whole storage."""
 
 
 def graph_storages(graph: fx.Graph, shapes: Shapes = AS_TRACED) -> GraphStorages:

@@ -1,1 +1,1 @@
-"""What Inductor makes of a segment, read off its generated wrapper without compiling it."""
+"""Read the memory of a segment off the wrapper that Inductor generates, without compiling it."""

@@ -1,5 +1,5 @@
-"""How Inductor is to compile for CUDA devices here: nothing is measured on the device, so nothing is allocated there
-beside the plan, and the same segment has the same bits whatever the budget.
+"""Configure Inductor for CUDA devices: nothing is measured on the device, so nothing is allocated there outside the
+plan, and the same segment has the same bits whatever the budget.
 
 Inductor's defaults time variants of kernels and of padded matrix products on the device, on buffers of their own (one
 of them as large as the device's cache) at the first run or while it traces; by their times it may choose other orders

@@ -95,12 +95,12 @@ def inductor_memory(
 
 
 def _device_type_of(given: torch.Tensor, on_cuda: bool) -> str:
-    """Where a wrapper finds an input: fake ones may say otherwise. Numbers (0-dim) may be on the CPU on any device."""
+    """The device of a wrapper's input: fake ones may say otherwise. Numbers (0-dim) may be on the CPU on any device."""
     return "cuda" if on_cuda and given.dim() else given.device.type
 
 
 def _replayed(call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
-    """What the wrapper's function returns.
+    """Execute the wrapper's function on fake tensors, and return its result.
 
     Raises:
         UnreadableWrapper: it calls something otherwise than this reader expects.
@@ -130,7 +130,7 @@ def _known(nbytes: int | torch.SymInt, shapes: Shapes) -> Size:
 
 
 def _shape_of(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator returns for fake tensors.
+    """Compute an operator's result for fake tensors.
 
     Raises:
         UnsupportedError: it does not say.
@@ -187,7 +187,7 @@ class _StorageTracker(TorchDispatchMode):
         return result
 
     def at(self, position: int | None) -> None:
-        """What follows is the segment's operation of that position."""
+        """Attribute what follows to the segment's operation of that position."""
         self.position = position
 
     def nbytes(self, tensor: torch.Tensor) -> int | torch.SymInt:

@@ -48,7 +48,7 @@ class _Torch:
 
 
 def cuda_names() -> dict[str, Any]:
-    """What a wrapper for CUDA finds under names that mean something else, or nothing, in one for the CPU."""
+    """Names in a wrapper for CUDA that mean something else, or nothing, in one for the CPU."""
 
     def empty_strided_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")

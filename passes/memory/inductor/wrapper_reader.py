@@ -62,7 +62,7 @@ class ParsedWrapper:
         """The function, with the names of `namespace` around it.
 
         Raises:
-            UnreadableWrapper: it reads a name that nobody has said anything about.
+            UnreadableWrapper: it reads an unknown name.
         """
         _refuse_unknown_names(self.function, namespace)
         exec(compile(ast.Module([self.function], []), "<inductor wrapper>", "exec"), namespace)
@@ -86,7 +86,7 @@ class _Symbols(ast.NodeTransformer):
 
 
 def sizes_namespace() -> dict[str, Any]:
-    """What wrappers compute sizes with, so that symbols go through unharmed."""
+    """The functions with which wrappers compute sizes, replaced by ones that keep symbols."""
     return {
         "math": math,
         "inf": float("inf"),

@@ -40,7 +40,7 @@ def wrapper_of(segment: Segment) -> WrapperSource:
     module = fx.GraphModule(segment.module, copy.deepcopy(segment.module.graph))
     try:
         source, nodes_of = generate_wrapper(module, segment.example_inputs)
-    except (AttributeError, TypeError):  # Inductor's steps are called otherwise in a version that nobody checked
+    except (AttributeError, TypeError):  # Inductor's steps have other names in an unchecked version
         if newer_than_checked() is None:
             raise
         return WrapperSource("", {})

@@ -1,1 +1,2 @@
-"""What operators allocate inside, beyond their results: on a CPU by measured rules, on a CUDA device by bounds."""
+"""Predict what operators allocate inside, beyond their results: on a CPU by measured rules, on a CUDA device by
+bounds."""

@@ -1,4 +1,4 @@
-"""What oneDNN's convolutions take beside reordered images, filters and results: their scratchpads. AVX-512 only.
+"""Scratchpads of oneDNN's convolutions, besides reordered images, filters and results. AVX-512 only.
 
 Sources: oneDNN's `jit_avx512_common_conv_kernel.cpp`, `jit_avx512_core_bf16_conv_kernel.cpp`,
 `jit_avx512_core_bf16_1x1_conv_kernel.cpp`, `jit_brgemm_conv_utils.cpp`, `brgemm_convolution_bwd_strided.cpp` and
@@ -46,7 +46,7 @@ Split = tuple[int, int, int]
 
 
 def forward_nbytes(c: Convolution) -> int:
-    """Beside a forward in blocks: padded bias, pixels gathered, float32 sums."""
+    """A forward in blocks: padded bias, pixels gathered, float32 sums."""
     nbytes = gathered_nbytes(c)
     low = c.itemsize < SUM_ITEMSIZE
     if c.bias and c.depthwise and (low or c.groups % BLOCK):
@@ -57,7 +57,7 @@ def forward_nbytes(c: Convolution) -> int:
 
 
 def last_nbytes(c: Convolution) -> int:
-    """Beside a forward with channels last: addresses of blocks, and in bfloat16 float32 sums of a row. Of
+    """A forward with channels last: addresses of blocks, and in bfloat16 float32 sums of a row. Of
     groups without lanes, and of one channel, each thread copies an image."""
     if c.depthwise:
         return padded(c.groups) * SUM_ITEMSIZE + PADDING if c.bias and c.itemsize < SUM_ITEMSIZE else 0
@@ -76,7 +76,7 @@ def last_nbytes(c: Convolution) -> int:
 
 
 def strided_nbytes(c: Convolution) -> int:
-    """Beside an images' gradient with a stride, but what it reads: filters in blocks; and for every thread one padded
+    """An images' gradient with a stride, without what it reads: filters in blocks; and for every thread one padded
     image of what is read, a page that marks what of it was copied, addresses of blocks, and rows of the result where
     they cannot be written in place."""
     numel = 1
@@ -136,7 +136,7 @@ def gathered_nbytes(c: Convolution) -> int:
 
 
 def filters_nbytes(c: Convolution) -> int:
-    """Beside filters' gradients in blocks, with what oneDNN sums and transposes."""
+    """Filters' gradients in blocks, with what oneDNN sums and transposes."""
     if c.depthwise and not (c.is_dense_depthwise or (c.last and c.kernel[-1] > WIDEST_DEPTHWISE)):
         return (c.num_threads * (c.pixels + 1) + 1) * SUM_ITEMSIZE * padded(c.groups) + 3 * PADDING
     if c.itemsize == SUM_ITEMSIZE:

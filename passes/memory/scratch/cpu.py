@@ -8,7 +8,7 @@ and dtypes alone.
 One default rule and declared exceptions. Views take nothing. Elementwise operators (torch tags them) take a cast of
 each operand that is not in the common dtype. The others have a record in `scratch.operators`, with rules read off
 ATen's CPU kernels and checked by measuring. They are exact to the byte, but for those that the record says are upper
-bounds, with the reason. For an operator that nobody looked at (`is_known`) its operands and results once more are a
+bounds, with the reason. For an operator without a rule (`is_known`) its operands and results once more are a
 guess; users may declare it (`scratch.declared.declare_scratch`).
 """
 
@@ -45,7 +45,7 @@ def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, out
 
 
 def is_known(target: torch._ops.OpOverload) -> bool:
-    """Whether somebody has said how much `target` takes; else `scratch_nbytes` is a guess."""
+    """Whether a rule or a declaration covers `target`; else `scratch_nbytes` is a guess."""
     return is_declared(target) or _rule(target) is not None
 
 

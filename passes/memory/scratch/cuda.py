@@ -3,8 +3,8 @@
 Matrix products take nothing of their own: cuBLAS works in a workspace that torch keeps (`passes.cuda_memory`). Views
 take nothing, nor do elementwise operators: `TensorIterator.cpp` casts while it loads on CUDA devices. The others
 have rules in `scratch.operators`, read off ATen's CUDA sources; they wait to be checked by measuring.
-As on the CPU, what stands for an operator that nobody looked at (`is_known_on_cuda`) is a guess, and users may declare
-it (`scratch.declared.declare_scratch`), as they may any whose rule they know to be wrong.
+As on the CPU, the bytes of an operator without a rule (`is_known_on_cuda`) are a guess, and users may declare them
+(`scratch.declared.declare_scratch`), also for an operator with a rule that they know to be wrong.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def corrects_cuda_outputs(target: torch._ops.OpOverload) -> bool:
 
 
 def is_known_on_cuda(target: torch._ops.OpOverload) -> bool:
-    """Whether somebody has said how much `target` takes; else `cuda_scratch_nbytes` is a guess."""
+    """Whether a rule or a declaration covers `target`; else `cuda_scratch_nbytes` is a guess."""
     return is_declared(target) or _rule(target) is not None
 
 

@@ -1,4 +1,4 @@
-"""What attention's kernels take inside on a CUDA device, as `cuda_rules` has it of other operators."""
+"""Predict the scratch of attention's kernels on a CUDA device, as `cuda_rules` has it of other operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _rows(tensor: Tensor, dim: int) -> int:
 
 
 def _padded_operands(call: Call, names: tuple[str, ...], multiple: int = 8) -> list[int]:
-    """Copies of operands whose last dimension is padded, or whose strides a kernel does not take."""
+    """Copies of operands with a padded last dimension, or with strides that a kernel does not take."""
     found = []
     for name in names:
         value = call.arguments.get(name)

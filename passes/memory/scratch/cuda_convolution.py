@@ -1,4 +1,5 @@
-"""What convolutions take inside on a CUDA device without cuDNN (`torch.backends.cudnn.enabled = False`): ATen's own.
+"""Predict the scratch of convolutions on a CUDA device without cuDNN (`torch.backends.cudnn.enabled = False`): ATen's
+own.
 
 `ATen/native/Convolution.cpp` chooses among them (`select_conv_backend`):
 
@@ -23,7 +24,7 @@ from chunkc.passes.memory.scratch.cuda_reduction import reduces_fastest, reducti
 
 
 def own_shards(arguments: Mapping[str, Any], outputs: Sequence[Tensor]) -> list[int] | None:
-    """Allocations of a convolution, or its backward, beside its results; None where they are not known.
+    """Allocations of a convolution, or its backward, besides its results; None where they are not known.
 
     Args:
         arguments: of `aten::convolution` or `aten::convolution_backward`, by name.
@@ -48,15 +49,15 @@ def _forward_parts(arguments: Mapping[str, Any], result: Tensor) -> list[int] | 
 
 def _backward_parts(arguments: Mapping[str, Any]) -> list[int] | None:
     """Of depthwise filters the gradient is made first, then the image's, then the bias's. Elsewhere the filters' comes
-    last: what the bias's took before that is beside it no more."""
+    last: what the bias's took before that is free again."""
     grad, image, weight = arguments["grad_output"], arguments["input"], arguments["weight"]
     of_image, of_weight, of_bias = arguments["output_mask"]
     if _is_depthwise(arguments):
         copy, *later = (_rounded(_copies(operand)) for operand in (grad, image, weight))
-        beside_filters = later[0] - (rounded_nbytes(_nbytes(image)) if of_image else 0) if of_weight else 0
-        beside_image = later[1] if of_image else 0
+        with_filters = later[0] - (rounded_nbytes(_nbytes(image)) if of_image else 0) if of_weight else 0
+        with_image = later[1] if of_image else 0
         bias_nbytes = rounded_nbytes(grad.shape[1] * grad.itemsize) if of_bias else 0
-        inside = copy + max(beside_filters, beside_image) - bias_nbytes
+        inside = copy + max(with_filters, with_image) - bias_nbytes
         at_last = _rounded(_summing_parts(grad, is_copied=False)) if of_bias else 0
         return [max(0, inside, at_last)]
     if not _is_known(arguments):

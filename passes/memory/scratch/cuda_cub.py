@@ -1,4 +1,4 @@
-"""What CUB's algorithms ask for, by which ATen sorts and adds up on CUDA devices: bytes of one allocation each.
+"""Workspaces of the CUB algorithms with which ATen sorts and adds up on CUDA devices: bytes of one allocation each.
 
 As `cub/device/dispatch/dispatch_radix_sort.cuh`, `dispatch_unique_by_key.cuh`, `dispatch_scan.cuh` and the files of
 `tuning/` have it in CCCL 3.0, which PyTorch 2.13 for CUDA 13 is built with; measured on the GPU made of RAM.
@@ -21,7 +21,7 @@ _COUNTER_NBYTES = 4
 _MOST_AT_ONCE = (1 << 28) - 1
 _PADDING_TILES = 32
 _OLD, _AMPERE, _HOPPER = 7, 8, 9
-_SMALL_KEYS = {1: 3456, 2: 5632}  # tiles on Hopper, beside values of 8 bytes
+_SMALL_KEYS = {1: 3456, 2: 5632}  # tiles on Hopper, with values of 8 bytes
 _UNIQUE = {4: {(8, 0): 2816, (9, 0): 7168}, 8: {(8, 0): 1344, (9, 0): 4928}}
 _UNIQUE_ELSEWHERE = {4: 704, 8: 320}
 

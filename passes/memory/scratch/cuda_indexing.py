@@ -25,7 +25,7 @@ _MIB = 1 << 20
 
 def embedding_backward(call: Call) -> list[int]:
     """`Embedding.cu`, `EmbeddingBackwardKernel.cu`: up to 3,072 indices, unless gradients are scaled, are added as they
-    come. More are sorted, with their origins, beside numbers in order; before PyTorch 2.13 by all
+    come. More are sorted, with their origins, besides numbers in order; before PyTorch 2.13 by all
     their bits, then by as many as numbers of weights have. Then there are the result, where equal indices begin, how
     often each is there if that scales, and the sorted ones once more. Last, of each such segment how many parts it has
     and where they begin, and sums in fp32 per part (see `_sums_of_parts`)."""
@@ -191,7 +191,7 @@ def index_copy(call: Call) -> list[int]:
 
 
 def _added(call: Call, given: Sequence[Tensor | None], values: Tensor) -> list[int]:
-    """`Indexing.cu`, `index_put_with_sort_kernel`: places in one number each, sorted, with their origins, beside
+    """`Indexing.cu`, `index_put_with_sort_kernel`: places in one number each, sorted, with their origins, besides
     numbers in order; copies of the result in rows, with what is indexed in front if it is not together, and of values.
     Before that, an int64 copy of each index, and of one at a time its ends, what is left of it, and that in steps.
 

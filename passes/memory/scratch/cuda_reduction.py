@@ -1,4 +1,4 @@
-"""What a reduction takes on a CUDA device where blocks share an output.
+"""Predict the scratch of a reduction on a CUDA device where blocks share an output.
 
 As `setReduceConfig` has it, in `aten/src/ATen/native/cuda/Reduce.cuh` of PyTorch 2.11 to 2.13.
 

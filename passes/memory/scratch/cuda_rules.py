@@ -1,7 +1,9 @@
-"""What ATen's operators take inside on a CUDA device: the rules of `passes.scratch.cuda`, upper bounds from shapes.
+"""Rules for the scratch of ATen's operators on a CUDA device, for `passes.memory.scratch.cuda`: upper bounds from
+shapes.
 
 Each was read off ATen's CUDA sources of PyTorch 2.11 to 2.13, by the file named at it (below
-`aten/src/ATen/native/cuda/` unless a folder is named). A rule gives the sizes of allocations; who adds them up rounds.
+`aten/src/ATen/native/cuda/` unless a folder is named). A rule gives the sizes of allocations; they are rounded where
+they are added up.
 """
 
 from __future__ import annotations
@@ -310,7 +312,7 @@ def convolution(call: Call) -> list[int]:
 
     So this is a policy and no bound: all operands and results in fp32 (copies in other layouts), and eight times as
     much, but at most CONVOLUTION_NBYTES, for the workspace. Under a memory limit cuDNN makes do with less, by another
-    algorithm. Who knows better declares `aten::convolution` and `aten::convolution_backward`.
+    algorithm. To state better figures, declare `aten::convolution` and `aten::convolution_backward`.
     """
     own = None if torch.backends.cudnn.enabled else own_shards(call.arguments, call.outputs)
     if own is not None:

@@ -41,14 +41,14 @@ def declare_scratch(name: str, function: ScratchFunction) -> None:
 
 
 def is_declared(target: torch._ops.OpOverload) -> bool:
-    """Whether somebody declared how much `target` takes."""
+    """Whether the user declared the scratch of `target`."""
     return target._schema.name in _declared
 
 
 def declared_nbytes(
     target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object, num_threads: int
 ) -> int | None:
-    """What was declared for `target`, in bytes; None where nothing was.
+    """The bytes declared for `target`; None where nothing was.
 
     Raises:
         OptionsError: the declared function returned something else than a number of bytes.
@@ -65,6 +65,6 @@ def declared_nbytes(
 
 
 def guessed_nbytes(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> list[int]:
-    """What stands for the scratch of an operator that nobody looked at: its operands and results, each whole."""
+    """Guess the scratch of an operator without a rule: its operands and results, each whole."""
     leaves = pytree.tree_leaves((args, kwargs, outputs))
     return [leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor)]

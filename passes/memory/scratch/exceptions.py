@@ -1,4 +1,4 @@
-"""Where predicted bytes are not exact: every kind of exception, why, and the bound that is kept instead.
+"""List where predicted bytes are not exact: every kind of exception, why, and the bound that is kept instead.
 
 `scratch.operators` says of which operators.
 Everything else is exact to the byte, and tests hold both. Values are never larger than predicted.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Inexact:
-    """An operator whose scratch is only bounded.
+    """An operator with scratch that is only bounded.
 
     Attributes:
         when: the calls that are not exact.

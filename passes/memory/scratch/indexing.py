@@ -87,7 +87,7 @@ def membership_rule(call: Call) -> int:
 def index_rule(call: Call) -> int:
     """Indices that are not int64 are broadcast and converted; a mask becomes one index per dimension.
 
-    Bound for masks, whose number of hits nobody knows; one number written where a mask says takes nothing.
+    Bound for masks, of which the number of hits is unknown; one number written where a mask says takes nothing.
     """
     indices = [leaf for leaf in call["indices"] if isinstance(leaf, Tensor)]
     masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]

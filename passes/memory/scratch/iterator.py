@@ -1,4 +1,4 @@
-"""What ATen's TensorIterator makes of operands: the dtype it computes in, its casts, the order it walks a reduction in.
+"""Model ATen's TensorIterator: the dtype it computes in, its casts, the order it walks a reduction in.
 
 Sources: ATen's `TensorIterator.cpp` (`compute_types`, `reorder_dimensions`, `coalesce_dimensions`) and `ReduceOps.cpp`
 (`should_use_acc_buffer`).

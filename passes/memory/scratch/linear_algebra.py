@@ -161,9 +161,9 @@ def trilinear_rule(call: Call) -> int:
     unrolled, summed = call.arguments.get("unroll_dim", 1), set(call["sumdim"])
     num_dims = operands[0].dim() + len(missing[0])
     slices = []
-    for operand, absent in zip(operands, missing, strict=True):
+    for operand, missing_dims in zip(operands, missing, strict=True):
         sizes = iter(operand.shape)
-        present = [1 if dim in absent else next(sizes) for dim in range(num_dims)]
+        present = [1 if dim in missing_dims else next(sizes) for dim in range(num_dims)]
         present[unrolled] = 1
         slices.append(present)
     early = summed & missing[2]

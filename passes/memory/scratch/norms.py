@@ -86,7 +86,7 @@ def _statistics_itemsize(call: Call) -> int:
 
 
 def norm_outputs(call: Call) -> dict[int, int]:
-    """Saved mean and inverse deviation, whose dtype fake tensors get wrong for mixed precision."""
+    """Saved mean and inverse deviation; fake tensors get their dtype wrong for mixed precision."""
     itemsize = _statistics_itemsize(call)
     found = {position: nbytes_of(t, itemsize) for position, t in enumerate(call.outputs[1:3], 1)}
     for position, t in enumerate(

@@ -53,7 +53,7 @@ def by_blocks(channels: int) -> int:
 
 @dataclass(frozen=True)
 class Convolution:
-    """Numbers of one convolution; of a transposed one, those of the convolution whose gradient it is.
+    """Numbers of one convolution; of a transposed one, those of the convolution that it is the gradient of.
 
     Attributes:
         transposed: whether it is one of those.

@@ -1,4 +1,4 @@
-"""What is known of each operator's inner memory: one record for each, with its rules on the CPU and on CUDA devices.
+"""A table of operators' scratch memory: one record for each, with its rules on the CPU and on CUDA devices.
 
 To add an operator: name it where its rules are the same as others', or give it a line of its own. Tests hold each to
 its record, on the CPU and on the GPU made of RAM.
@@ -60,7 +60,7 @@ def find(target: torch._ops.OpOverload) -> Operator:
 
 
 def _out_of_place(name: str) -> str:
-    """The operator whose record is that of the operator `name`, which may work in place."""
+    """The operator that has the record of the operator `name`, which may work in place."""
     in_place = name.endswith("_") and not name.endswith("__") and name[:-1] in OPERATORS
     return name[:-1] if in_place else name
 
@@ -426,4 +426,4 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
 OPERATORS = {name if "::" in name else f"aten::{name}": record for record, names in _GROUPS for name in names.split()}
 
 EXCEPTIONS = {name: record.inexact for name, record in OPERATORS.items() if record.inexact is not None}
-"""Operators whose scratch on the CPU is only bounded, and why."""
+"""Operators with scratch on the CPU that is only bounded, and why."""

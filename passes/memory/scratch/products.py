@@ -41,7 +41,7 @@ def gemm_nbytes(dtype: torch.dtype, rows: int, inner: int, columns: int, num_thr
 
 
 def operand_copy_nbytes(operand: Tensor) -> int:
-    """Bytes of the copy that a matrix product makes of an operand whose strides its library cannot take."""
+    """Bytes of the copy that a matrix product makes of an operand with strides that its library cannot take."""
     if operand.dim() < 2 or uses_onednn(operand.dtype):
         dense = operand.is_contiguous() or (operand.dim() >= 2 and operand.transpose(-1, -2).is_contiguous())
         return 0 if dense else nbytes_of(operand)

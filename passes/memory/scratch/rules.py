@@ -171,7 +171,7 @@ def triangle_rule(call: Call) -> int:
 
 def log_gamma_rule(call: Call) -> int:
     """`mvlgamma`: operands of each of `p` terms, and a number that is added to their sum; in place, the result too.
-    Terms of few elements, or of none, are made beside `p` numbers."""
+    Terms of few elements, or of none, are made with `p` numbers."""
     result, terms = call.outputs[0], call["p"]
     number = 8 + (result.itemsize if result.dtype != torch.float64 else 0)
     made = nbytes_of(result) if call.target._schema.is_mutable else 0
