@@ -45,12 +45,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import machine
-from coverage_models import DOZEN
-from coverage_table import COLUMNS, FAILED, REFUSED, TRAINED, WAITING, counts, percentage
-from metrics import Row, Section, one
+from architectures.models import DOZEN
+from architectures.table import COLUMNS, FAILED, REFUSED, TRAINED, WAITING, counts, percentage
+from measuring import machine
+from measuring.metrics import Row, Section, one
+from measuring.subject_process import Process, SubjectFailed
 from report import markdown
-from subject_process import Process, SubjectFailed
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -68,7 +68,7 @@ Answer = Mapping[str, Any]
 class Spec:
     """What a worker is told (see `coverage_subject.py`)."""
 
-    SCRIPT: ClassVar[str] = "coverage_subject.py"
+    SCRIPT: ClassVar[str] = "architectures/subject.py"
     time_limit_s: float
 
     def to_json(self) -> str:

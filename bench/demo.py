@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from figures import MeasuredMoment, draw_losses, draw_memory, loss_curves, results_table
-from gpt import GPTConfig
-from one_run import RunSpec
+from measuring.figures import MeasuredMoment, draw_losses, draw_memory, loss_curves, results_table
+from measuring.one_run import RunSpec
+from models.gpt import GPTConfig
 
 SIZES = {
     "tiny": (GPTConfig(num_layers=2, width=64, num_heads=2, length=64), 2),
@@ -132,7 +132,7 @@ def events_of(spec: RunSpec, log: TextIO) -> Iterator[dict[str, Any]]:
 
     Raises RunFailed where the process fails, or ends without saying that it has ended or was stopped.
     """
-    command = [sys.executable, str(Path(__file__).with_name("one_run.py")), spec.to_json()]
+    command = [sys.executable, str(Path(__file__).parent / RunSpec.SCRIPT), spec.to_json()]
     log_start = log.tell()
     last = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:

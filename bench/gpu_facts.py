@@ -29,7 +29,7 @@ from pathlib import Path
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from fact_processes import Fact, Group, info, run_group, serve
+from gpu.fact_processes import Fact, Group, info, run_group, serve
 
 TIME_LIMIT_S = 60.0
 _LEAST_S = 1.0
@@ -50,12 +50,12 @@ def groups(small: bool) -> list[Group]:
     """All groups, the most valuable first."""
 
     def device(name: str, limit_s: float = 10.0, function: str = "", *arguments: object, exit_name: str = "") -> Group:
-        find = partial(_find, "device_facts", (function or name).replace("-", "_"), small, *arguments)
+        find = partial(_find, "gpu.device_facts", (function or name).replace("-", "_"), small, *arguments)
         return Group(name, find, limit_s, exit_name=exit_name)
 
     return [
-        Group("imports", partial(_find, "import_facts", "imports", small), 40.0, cold=True, needs_device=False),
-        Group("host", partial(_find, "host_facts", "host", small), needs_device=False),
+        Group("imports", partial(_find, "gpu.import_facts", "imports", small), 40.0, cold=True, needs_device=False),
+        Group("host", partial(_find, "gpu.host_facts", "host", small), needs_device=False),
         device("device"),
         device("view-read"),
         device("view-write"),
@@ -162,8 +162,8 @@ def _prepare() -> bool:
         # Modules of torch's ask CUDA for devices when they are imported: `utils.cpp_extension` to print a warning,
         # Inductor's `runtime.benchmarking` to choose a clock. After that, CUDA works in no fork.
         with mock.patch.object(torch.cuda, "is_available", return_value=True):
-            importlib.import_module("host_facts")
-            importlib.import_module("device_facts")
+            importlib.import_module("gpu.host_facts")
+            importlib.import_module("gpu.device_facts")
     return not _has_touched_a_gpu()
 
 

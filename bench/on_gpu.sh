@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What can be learnt on a machine with a GPU that is lent for half an hour: three calls, of nine minutes each or less.
 #
-#   bench/on_gpu.sh first|second|third [SECONDS]    (default: 540, 560, 460; bench/gpu_calls.py says what they do)
+#   bench/on_gpu.sh first|second|third [SECONDS]    (default: 540, 560, 460; bench/gpu/calls.py says what they do)
 #   bench/on_gpu.sh wheels [FOLDER]                 before, where there is a network: fetch what that machine lacks
 #
 # Wheels in ${WHEELS:-.whl} are used for a call. Results go to ${OUT:-runs/gpu}; bench/report.py makes tables of the JSON
@@ -17,12 +17,12 @@ fi
 export PYTHON PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
 case ${1:-} in
     wheels)
-        exec "$PYTHON" bench/gpu_wheels.py "${2:-${WHEELS:-.whl}}"
+        exec "$PYTHON" bench/gpu/wheels.py "${2:-${WHEELS:-.whl}}"
         ;;
     first | second | third)
         breaks=()
         for one in ${BREAK:-}; do breaks+=(--break "$one"); done
-        exec "$PYTHON" bench/gpu_calls.py "$1" ${2:+--seconds "$2"} --out "${OUT:-runs/gpu}" --wheels "${WHEELS:-.whl}" \
+        exec "$PYTHON" bench/gpu/calls.py "$1" ${2:+--seconds "$2"} --out "${OUT:-runs/gpu}" --wheels "${WHEELS:-.whl}" \
             ${SMALL:+--small} ${breaks[@]+"${breaks[@]}"}
         ;;
     *)

@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, result in _suites(path):
             plot = None
             if args.plots is not None:
-                from plots import draw
+                from measuring.plots import draw
 
                 args.plots.mkdir(parents=True, exist_ok=True)
                 plot = draw(result, args.plots / f"{name}.png")

@@ -39,21 +39,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as ProgressBar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import adam
-import bound
-import budget
-import checkpoint
-import disk
-import fits
-import machine
-import prediction
-import promise
-import ranks
-import scale
-from context import Context
-from metrics import Section
+from measuring import machine
+from measuring.context import Context
+from measuring.metrics import Section
+from measuring.subject_process import SubjectFailed, TimedOut
 from report import markdown
-from subject_process import SubjectFailed, TimedOut
+from suites import adam, bound, budget, checkpoint, disk, fits, prediction, promise, ranks, scale
 
 RESULTS = Path(__file__).resolve().parent / "results"
 

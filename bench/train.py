@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from demo import SIZES, RunFailed, events_of, parser_of_runs, print_verdicts, progress_of_runs
-from figures import draw_losses
-from gpt import GPT, GPTConfig
-from one_run import RunSpec
+from measuring.figures import draw_losses
+from measuring.one_run import RunSpec
+from models.gpt import GPT, GPTConfig
 
 NUM_LAST = 10
 """The last tenth of the losses is what runs are compared by."""

@@ -8,10 +8,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import adam
-import adam_subject
-import adam_updates
-from adam_spec import (
+from suites import adam, adam_subject, adam_updates
+from suites.adam_spec import (
     ADD,
     BF16,
     BOUNDS,

@@ -9,17 +9,26 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import budget
-import families
-import least_step_time
-import scale
-import systems
-from budget import Case, Outcome
-from context import Context, Progress
-from families import ModelChoice
-from specs import CHUNKC, CHUNKC_RANKS, DDP, DEEPSPEED, FSDP2, FSDP2_RANKS, PLAIN, TORCHAO, SubjectSpec, unavailable
-from subject import Trainer
-from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn, Unavailable
+from measuring.context import Context, Progress
+from measuring.subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn, Unavailable
+from models import families
+from models.families import ModelChoice
+from peers import systems
+from peers.specs import (
+    CHUNKC,
+    CHUNKC_RANKS,
+    DDP,
+    DEEPSPEED,
+    FSDP2,
+    FSDP2_RANKS,
+    PLAIN,
+    TORCHAO,
+    SubjectSpec,
+    unavailable,
+)
+from peers.subject import Trainer
+from suites import budget, least_step_time, scale
+from suites.budget import Case, Outcome
 
 from chunkc.ir.hardware import CPU
 from chunkc.ir.links import host_links

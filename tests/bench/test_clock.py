@@ -20,7 +20,7 @@ from chunkc.runtime.storage.homes import MemoryHome
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 try:
-    import clock
+    from plans import clock
 finally:
     sys.path.remove(str(BENCH))
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import coverage_models
-import coverage_subject
-import coverage_table
-from coverage_judge import Judge, nudged
-from coverage_models import NotBuilt, build
-from coverage_table import COLUMNS, DEFAULT_FAILS, FAILED, NOT_BUILT, REFUSED, TRAINED, Cell, Column
-from coverage_training import Differs, Losses, Trained
+from architectures import models as coverage_models
+from architectures import subject as coverage_subject
+from architectures import table as coverage_table
+from architectures.judge import Judge, nudged
+from architectures.models import NotBuilt, build
+from architectures.table import COLUMNS, DEFAULT_FAILS, FAILED, NOT_BUILT, REFUSED, TRAINED, Cell, Column
+from architectures.training import Differs, Losses, Trained
 from torch import nn
 
 import chunkc

@@ -9,11 +9,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import disk
-import fits
-import prediction
-from context import Context
-from subject_process import Turn, interleave
+from measuring.context import Context
+from measuring.subject_process import Turn, interleave
+from suites import disk, fits, prediction
 
 
 class Counting:

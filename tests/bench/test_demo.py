@@ -14,9 +14,9 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import demo
 from demo import SIZES, RunFailed, RunResult, judge, parse_args, run_in_process, summarise
-from figures import draw_losses, draw_memory, loss_curves, results_table, sparkline
-from gpt import GPT
-from one_run import RunSpec
+from measuring.figures import draw_losses, draw_memory, loss_curves, results_table, sparkline
+from measuring.one_run import RunSpec
+from models.gpt import GPT
 
 from chunkc.models import num_parameters
 

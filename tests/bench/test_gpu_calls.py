@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import gpu_calls
 import report
 import run
-from gpu_calls import CUT_SHORT, Done, Machine, Results, Runner, Step
+from gpu import calls as gpu_calls
+from gpu.calls import CUT_SHORT, Done, Machine, Results, Runner, Step
 
 ROOT = Path(__file__).parents[2]
 REAL = gpu_calls.calls(Machine("cuda", is_small=False, has_xdist=True))
@@ -141,8 +141,8 @@ def test_a_process_that_cannot_be_killed_is_not_waited_for_without_bound(
 _KILLED = """
 import sys, pathlib, os, time
 sys.path.insert(0, {bench!r})
-import gpu_calls
-from gpu_calls import *
+from gpu import calls as gpu_calls
+from gpu.calls import *
 gpu_calls._LOOK_S = 0.02
 folder = pathlib.Path({folder!r})
 (folder / "suites").mkdir(parents=True)
@@ -183,8 +183,8 @@ def test_killed_at_any_second_it_leaves_all_that_it_had(tmp_path: Path, seconds:
 _TOLD_TO_END = """
 import sys, pathlib
 sys.path.insert(0, {bench!r})
-import gpu_calls
-from gpu_calls import *
+from gpu import calls as gpu_calls
+from gpu.calls import *
 sleeps = '''
 import os, subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

@@ -17,7 +17,7 @@ import pytest
 BENCH = Path(__file__).parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 import gpu_facts  # noqa: E402
-from fact_processes import Fact, Group, info, judged, run_group  # noqa: E402
+from gpu.fact_processes import Fact, Group, info, judged, run_group  # noqa: E402
 
 COMMAND = [sys.executable, str(BENCH / "gpu_facts.py")]
 

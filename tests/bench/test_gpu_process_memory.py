@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import gpu_process_memory
+from gpu import process_memory as gpu_process_memory
 
 
 class NVMLError(Exception):

@@ -8,8 +8,8 @@ import pytest
 from packaging.requirements import Requirement
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import gpu_wheels
-from gpu_wheels import Machine, Wheel, lacking, needed
+from gpu import wheels as gpu_wheels
+from gpu.wheels import Machine, Wheel, lacking, needed
 
 MACHINE = Machine.load()
 

@@ -20,7 +20,7 @@ BENCH = Path(__file__).resolve().parents[2] / "bench"
 def headline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCH))
     monkeypatch.delitem(sys.modules, "headline", raising=False)
-    import headline as module
+    from plans import headline as module
 
     return module
 

@@ -22,9 +22,9 @@ from chunkc.ir.simulate import simulate, step_time
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 try:
-    import optimality
-    import optimality_bound as bound
-    import policies
+    from peers import policies
+    from plans import optimality
+    from plans import optimality_bound as bound
 finally:
     sys.path.remove(str(BENCH))
 

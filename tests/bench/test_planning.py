@@ -1,4 +1,4 @@
-"""`bench/planning.py` in small."""
+"""`bench/plans/planning.py` in small."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "planning.py"
+SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "plans" / "planning.py"
 
 
 @pytest.mark.slow

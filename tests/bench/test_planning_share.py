@@ -1,4 +1,4 @@
-"""`bench/planning_share.py` in small."""
+"""`bench/plans/planning_share.py` in small."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import planning_share
+from plans import planning_share
 
 
 @pytest.mark.slow  # its compilation is cold

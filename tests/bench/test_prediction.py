@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import least_budget
-import prediction
-from small_run import medians, run_small
-from subject import phase_peaks
+from measuring.small_run import medians, run_small
+from peers.subject import phase_peaks
+from suites import least_budget, prediction
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import budget
-import promise
 import run
-from context import Context, Progress
-from promise import Attempt, next_attempt
-from small_run import run_small
-from specs import CHUNKC, SubjectSpec
-from subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn
+from measuring.context import Context, Progress
+from measuring.small_run import run_small
+from measuring.subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn
+from peers.specs import CHUNKC, SubjectSpec
+from suites import budget, promise
+from suites.promise import Attempt, next_attempt
 
 CONTEXT = Context(is_small=False, device="cuda", show=lambda *_: None)
 CASES = promise.cases(CONTEXT)

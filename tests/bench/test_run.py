@@ -11,19 +11,16 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import disk
-import disk_reads
-import fits
-import machine
 import report
 import run
-import subject_process
-from context import Context
-from gpt import GPTConfig
-from metrics import Metric, Row, Section, flat, one, paired_ratios
-from specs import CHUNKC, SubjectSpec
-from subject import serve
-from subject_process import DoesNotFit, SubjectFailed, SubjectProcess, Turn, interleave, rotated
+from measuring import machine, subject_process
+from measuring.context import Context
+from measuring.metrics import Metric, Row, Section, flat, one, paired_ratios
+from measuring.subject_process import DoesNotFit, SubjectFailed, SubjectProcess, Turn, interleave, rotated
+from models.gpt import GPTConfig
+from peers.specs import CHUNKC, SubjectSpec
+from peers.subject import serve
+from suites import disk, disk_reads, fits
 
 TINY = GPTConfig(num_layers=1, width=32, num_heads=2, length=16)
 NOW = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
@@ -354,7 +351,7 @@ def test_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 def test_a_process_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch):
     class Sleeper:
-        SCRIPT = "context.py"  # reads nothing, prints nothing, ends
+        SCRIPT = "measuring/context.py"  # reads nothing, prints nothing, ends
 
         def to_json(self) -> str:
             return "{}"
@@ -369,7 +366,7 @@ def test_a_process_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch
 _HANGING = """
 import signal, sys, threading, time
 sys.path.insert(0, {bench!r})
-from subject_process import only_replies
+from measuring.subject_process import only_replies
 
 def a_lock_that_never_opens():
     time.sleep(1000)
@@ -384,7 +381,7 @@ a_lock_that_never_opens()
 def test_a_process_that_hangs_says_where_and_is_not_waited_for_without_bound(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    (tmp_path / "hanging.py").write_text(_HANGING.format(bench=str(Path(subject_process.__file__).parent)))
+    (tmp_path / "hanging.py").write_text(_HANGING.format(bench=str(Path(subject_process.__file__).parents[1])))
 
     class Hanging:
         SCRIPT = str(tmp_path / "hanging.py")

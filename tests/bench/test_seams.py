@@ -10,8 +10,8 @@ import pytest
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 sys.path.insert(0, str(BENCH))
 try:
-    import seams
-    from baselines import plan, timed
+    from peers.baselines import plan, timed
+    from plans import seams
 finally:
     sys.path.remove(str(BENCH))
 

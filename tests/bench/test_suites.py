@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from ranks import AS_FSDP2, LEAST, ROOMY
-from small_run import medians, run_small
-from specs import CHUNKC, DDP, FSDP2_RANKS, PLAIN
+from measuring.small_run import medians, run_small
+from peers.specs import CHUNKC, DDP, FSDP2_RANKS, PLAIN
+from suites.ranks import AS_FSDP2, LEAST, ROOMY
 
 pytestmark = pytest.mark.timeout(600)
 

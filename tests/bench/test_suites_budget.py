@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from small_run import medians, run_small
-from specs import CHECKPOINTING, CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO
+from measuring.small_run import medians, run_small
+from peers.specs import CHECKPOINTING, CHUNKC, DEEPSPEED, FSDP2, PLAIN, TORCHAO
 
 pytestmark = pytest.mark.timeout(600)
 

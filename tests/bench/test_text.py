@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from text import batches, file_text, stdlib_text
+from models.text import batches, file_text, stdlib_text
 
 TEXT = np.arange(256, dtype=np.uint8)
 

@@ -13,7 +13,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import train
-from gpt import GPT, GPTConfig
+from models.gpt import GPT, GPTConfig
 from train import Trained, judge, latest_model, parse_args, sample
 
 TRAIN = train.__file__ or ""

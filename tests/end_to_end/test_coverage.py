@@ -10,9 +10,9 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from coverage_judge import Judge
-from coverage_models import DOZEN, build
-from coverage_table import PLAIN_FAILS, TRAINED, Column
+from architectures.judge import Judge
+from architectures.models import DOZEN, build
+from architectures.table import PLAIN_FAILS, TRAINED, Column
 
 from chunkc.runtime.device import cpu_allocator
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import gpu_process_memory
+from gpu import process_memory as gpu_process_memory
 
 from chunkc.machines.devices import hardware_of
 from chunkc.runtime.device.cuda import memory_limit

@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from attention_calls import Call, attention, taken_nbytes
+from gpu.attention_calls import Call, attention, taken_nbytes
 
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.memory.scratch.cuda import cuda_output_nbytes, cuda_scratch_nbytes, is_known_on_cuda

@@ -1,0 +1,1 @@
+"""Architectures of model libraries, shrunk and trained under chunkc: the parts of `coverage.py`."""

@@ -1,0 +1,1 @@
+"""Processes, metrics, figures and plots that benchmarks share."""

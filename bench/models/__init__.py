@@ -1,0 +1,1 @@
+"""Models that benchmarks train, and text to train them on."""

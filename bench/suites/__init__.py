@@ -1,0 +1,1 @@
+"""The suites of `run.py`, and the processes that they start."""

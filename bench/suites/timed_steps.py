@@ -1,0 +1,95 @@
+"""What suites have in common that time steps of subjects which take turns: sizes, turns, and a row's metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from measuring.context import Context, Progress
+from measuring.metrics import Metric, flat, one, paired_ratios, setting_of
+from measuring.subject_process import Steps, Turn, interleave
+from models.gpt import GPTConfig
+
+HUGE_NBYTES = 2**40
+"""A budget that everything fits."""
+
+LOSS_TOLERANCE = 1e-2
+"""Subjects whose losses differ by more do not train the same model: their times compare nothing."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and how often it is measured.
+
+    Attributes:
+        batch_size: of one process.
+        num_rounds, num_steps: turns of each subject, and the steps of one.
+        num_repeats: of what is measured in fresh processes.
+        codegen: everybody's.
+    """
+
+    model: GPTConfig
+    batch_size: int
+    num_rounds: int
+    num_steps: int
+    num_repeats: int = 1
+    codegen: str = "inductor"
+
+    def setting(self, num_rounds: int, **more: Any) -> dict[str, Any]:
+        """What holds for all rows; `num_rounds` were measured."""
+        counts = {"num_rounds": num_rounds, "num_steps_per_round": self.num_steps}
+        return setting_of(self.model, self.batch_size, **more, **counts)
+
+    def take_turns(self, subjects: Mapping[str, Steps], context: Context, advance: Progress) -> dict[str, list[Turn]]:
+        """Each subject's turns, as long as there is time."""
+        return interleave(
+            subjects,
+            num_rounds=self.num_rounds,
+            num_steps=self.num_steps,
+            on_turn=lambda name: advance(f"training: {name}"),
+            is_over=lambda: context.is_out_of_time,
+        )
+
+
+SMALL = Size(
+    GPTConfig(num_layers=2, width=64, num_heads=2, length=32), batch_size=2, num_rounds=1, num_steps=3, codegen="eager"
+)
+"""A rehearsal's."""
+
+
+def step_metrics(turns: Sequence[Turn], bases: Mapping[str, Sequence[Turn]], *, in_parts: bool) -> dict[str, Metric]:
+    """A subject's times, and their ratios to those of others, by name, round by round.
+
+    Args:
+        in_parts: ratios of both parts of a step, too.
+
+    Raises:
+        ValueError: the losses differ by more than LOSS_TOLERANCE.
+    """
+    differences = [max_loss_difference(turns, base) for base in bases.values()]
+    if not all(difference <= LOSS_TOLERANCE for difference in differences):
+        raise ValueError(f"losses differ by {max(differences)}: the subjects do not train the same model")
+    metrics: dict[str, Metric] = {}
+    for field, name, short in (
+        ("step_s", "step", ""),
+        ("forward_backward_s", "forward + backward", "f + b "),
+        ("optimizer_s", "optimizer", "optimizer "),
+    ):
+        own = [getattr(turn, field) for turn in turns]
+        metrics[name] = flat("s", own)
+        if in_parts or not short:
+            for base_name, base in bases.items():
+                ratios = paired_ratios(own, [getattr(turn, field) for turn in base])
+                metrics[f"{short}to {base_name}"] = ratios
+    return metrics | {"largest loss difference": one("number", max(differences))}
+
+
+def max_loss_difference(turns: Sequence[Turn], base: Sequence[Turn]) -> float:
+    """Between equal steps; NaN where a loss is."""
+    differences = [
+        abs(a - b)
+        for turn, other in zip(turns, base, strict=True)
+        for a, b in zip(turn.losses, other.losses, strict=True)
+    ]
+    return float("nan") if any(d != d for d in differences) else max(differences)
