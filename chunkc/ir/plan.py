@@ -108,11 +108,14 @@ class Position:
         """Return the call with fewer bytes alive, at its peak and once it is over. A search calls this often."""
         if not (non_model_nbytes or left_nbytes):
             return self
-        return replace(
-            self,
-            non_model_nbytes=self.non_model_nbytes - non_model_nbytes,
-            left_nbytes=self.left_nbytes - left_nbytes,
-        )
+        # Not `replace`, which takes 14 microseconds instead of 2, with `items` computed anew.
+        smaller = object.__new__(Position)
+        changes = {
+            "non_model_nbytes": self.non_model_nbytes - non_model_nbytes,
+            "left_nbytes": self.left_nbytes - left_nbytes,
+        }
+        smaller.__dict__.update(self.__dict__, **changes)
+        return smaller
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""Which attention kernel PyTorch takes on a CUDA device: cuDNN's, FlashAttention's, the memory-efficient one, or none.
+"""Predict the attention kernel that PyTorch takes on a CUDA device: cuDNN's, FlashAttention's, memory-efficient, or
+none.
 
-`scaled_dot_product_attention` goes through its kernels in order and takes the first that can do it. Hopper and the
-Blackwell of data centres have cuDNN's first (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`:
-`check_prefer_cudnn_attention`, `can_use_cudnn_attention`); the others FlashAttention's (`can_use_flash_attention`),
-then the memory-efficient one (`can_use_mem_efficient_attention`). Where none can, attention is taken apart into
-products and a softmax ("math"), which keep a number for each pair of rows. What is said of cuDNN's here is what PyTorch
-2.11, 2.12 and 2.13 have in common unless a version is named, with the cuDNN that their packages for CUDA 13 bring
-(9.19, 9.20, 9.20).
+`scaled_dot_product_attention` goes through its kernels in order and takes the first that supports the arguments. Hopper
+and the Blackwell of data centres have cuDNN's first (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`:
+`check_prefer_cudnn_attention`, `can_use_cudnn_attention`); other devices FlashAttention's (`can_use_flash_attention`),
+then the memory-efficient one (`can_use_mem_efficient_attention`). If none does, attention is taken apart into products
+and a softmax ("math"), which keep a number for each pair of rows. The rules for cuDNN's here are common to PyTorch
+2.11, 2.12 and 2.13 unless a version is named, with the cuDNN that their packages for CUDA 13 bring (9.19, 9.20, 9.20).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Capability = tuple[int, int]
 
 _DEPRIORITIZED = "TORCH_CUDNN_SDPA_DEPRIORITIZED"
 _CUDNN_AFTER = 91500
-"""cuDNN's kernel comes first with a newer cuDNN than this: older ones are wrong at some lengths."""
+"""Newest cuDNN version that does not come first: older kernels are wrong at some lengths."""
 
 _HALF = (torch.float16, torch.bfloat16)
 _AMPERE, _HOPPER = (8, 0), (9, 0)
@@ -44,14 +44,14 @@ def attention_kernel(
     cudnn: bool = True,
     version: str = torch.__version__,
 ) -> Kernel:
-    """The kernel for tensors of shape (batch, heads, length, head size), of which no dropout is asked.
+    """Return the kernel for tensors of shape (batch, heads, length, head size), without dropout.
 
     Args:
-        query, key, value, mask: only sizes, strides and dtypes are read; where sizes are symbols, they are taken for
-            ordinary ones and nothing is guarded.
-        capability: of the device; None where it is not known: then of one that has FlashAttention, and not cuDNN first.
+        query, key, value, mask: only sizes, strides and dtypes are read; symbolic sizes are taken for ordinary ones and
+            nothing is guarded.
+        capability: of the device; None if it is not known: then of one that has FlashAttention, and not cuDNN first.
         causal: the mask is the lower triangle, without a tensor for it.
-        cudnn: whether cuDNN's kernel is in question at all (`may_take_cudnn`).
+        cudnn: whether cuDNN's kernel is allowed (`may_take_cudnn`).
         version: PyTorch's.
     """
     if (
@@ -73,7 +73,7 @@ def prefers_cudnn(capability: Capability, version: str = torch.__version__) -> b
 
 
 def may_take_cudnn() -> bool:
-    """Whether nothing here keeps torch from cuDNN's kernel: environment, switches, or an older cuDNN.
+    """Whether environment, switches and cuDNN's version allow torch to take cuDNN's kernel.
 
     A torch without cuDNN plans for one that has it.
     """
@@ -90,7 +90,7 @@ def may_take_cudnn() -> bool:
 
 
 def _flash_can(query: Tensor, key: Tensor, value: Tensor, capability: Capability | None, causal: bool) -> bool:
-    """`can_use_flash_attention`, likewise; with gradients."""
+    """Whether FlashAttention's kernel supports the arguments: `can_use_flash_attention`, with gradients."""
     widths = {query.shape[-1], key.shape[-1], value.shape[-1]}
     square = not statically_known_true(query.shape[2] != key.shape[2])
     return (
@@ -104,7 +104,9 @@ def _flash_can(query: Tensor, key: Tensor, value: Tensor, capability: Capability
 
 
 def _efficient_can(query: Tensor, key: Tensor, value: Tensor, capability: Capability | None) -> bool:
-    """`can_use_mem_efficient_attention`, as far as the CPU's kernel does not ask the same: no heads share keys."""
+    """Whether the memory-efficient kernel does: `can_use_mem_efficient_attention`, without checks that the CPU's kernel
+    shares; no heads share keys.
+    """
     is_ampere = capability is None or capability >= _AMPERE
     is_half = query.dtype in _HALF
     aligned = 8 if is_half else 4 if is_ampere else 1
@@ -119,7 +121,9 @@ def _efficient_can(query: Tensor, key: Tensor, value: Tensor, capability: Capabi
 def _cudnn_can(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, capability: Capability, version: str
 ) -> bool:
-    """`can_use_cudnn_attention`, as far as the CPU's kernel, through which tensors came here, does not ask the same."""
+    """Whether cuDNN's kernel does: `can_use_cudnn_attention`, without checks of the CPU's kernel, which the tensors
+    have passed.
+    """
     operands = (query, key, value)
     widths = (query.shape[-1], value.shape[-1])
     most = 256 if capability == _HOPPER else 192 if widths == (192, 128) else 128

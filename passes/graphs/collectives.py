@@ -1,8 +1,9 @@
-"""Collectives that are in the model itself, as those of tensor parallelism: calls like others, in one order.
+"""Recognise, cost and run the collectives of the model itself, as in tensor parallelism: calls like others, in one
+order.
 
     %sum = _c10d_functional.all_reduce(%x, "sum", "1");  %waited = _c10d_functional.wait_tensor(%sum)
 
-Ranks that meet in one may have plans of their own, so no plan may move, repeat or leave out a collective. Each is a
+The ranks of a rendezvous may have different plans, so no plan may move, repeat or leave out a collective. Each is a
 segment of its own, with its wait, in the order of the graph, and runs as it is: Inductor never sees it.
 """
 
@@ -38,17 +39,17 @@ _GROUP = re.compile(r"((?:_c10d_functional|_dtensor)\.[^\n]*, )('[^']*')(\))")
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether ranks meet in an operation, or one waits there for the others."""
+    """Whether an operation is a rendezvous of ranks, or the wait for one."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in _NAMESPACES
 
 
 def is_wait_for(node: fx.Node, before: fx.Node | None) -> bool:
-    """Whether a node waits for the collective that is the one before it."""
+    """Whether a node waits for the collective `before`."""
     return node.target is WAIT and before is not None and node.args[0] is before
 
 
 def wait_at_once(graph: fx.Graph) -> None:
-    """Move the wait for each collective right behind it."""
+    """Move the wait for each collective right after it."""
     for node in graph.find_nodes(op="call_function", target=WAIT):
         (source,) = node.all_input_nodes
         if source.op != "placeholder":
@@ -56,23 +57,25 @@ def wait_at_once(graph: fx.Graph) -> None:
 
 
 def without_group_names(code: str) -> str:
-    """A graph's code with groups numbered in order of use: ranks that do the same in other groups have other names."""
+    """Number the groups in a graph's code in order of use: ranks with equal code in different groups have different
+    names.
+    """
     numbers: dict[str, int] = {}
 
-    def numbered(found: re.Match[str]) -> str:
-        return f"{found[1]}group {numbers.setdefault(found[2], len(numbers))}{found[3]}"
+    def numbered(match: re.Match[str]) -> str:
+        return f"{match[1]}group {numbers.setdefault(match[2], len(numbers))}{match[3]}"
 
     return _GROUP.sub(numbered, code)
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """A collective between the ranks that compute a layer together, as each of them takes part in it.
+    """A collective between the ranks that compute a layer collectively, from the side of one rank.
 
     Attributes:
-        nbytes: of the results of all that one rank gathers, or of what it scatters.
-        times: that it goes through the ranks: a sum that all of them have is scattered first, and gathered then.
-        is_pairwise: each rank sends each other one something else, so that no tree can serve them.
+        nbytes: of the gathered results on one rank, or of the data it scatters.
+        times: passes through the ranks: an all-reduce is a scatter, then a gather.
+        is_pairwise: each rank sends each other rank different data, so that no tree can serve them.
     """
 
     nbytes: int
@@ -80,11 +83,11 @@ class Exchange:
     is_pairwise: bool = False
 
     def sent_nbytes(self, num_ranks: int) -> int:
-        """Bytes that a rank sends, and receives, in a ring."""
+        """Return the bytes that a rank sends, and receives, in a ring."""
         return self.times * self.nbytes * (num_ranks - 1) // num_ranks
 
     def seconds(self, hardware: Hardware) -> float:
-        """Of the whole of it, on the link between the devices of a layer."""
+        """Return the seconds of all passes, on the link between the devices of a layer."""
         num_ranks = hardware.devices_per_layer
         if num_ranks < 2:
             return 0.0
@@ -93,9 +96,9 @@ class Exchange:
 
 
 def exchange_of(node: fx.Node, hardware: Hardware, shapes: Shapes = AS_TRACED) -> Exchange | None:
-    """What ranks exchange in an operation; None where they exchange nothing there.
+    """Return the exchange of an operation; None if ranks exchange nothing there.
 
-    Gloo adds up all of what it reduces and scatters on every rank (see `Rendezvous`).
+    Gloo adds up all of a reduce-scatter's input on every rank (see `Rendezvous`).
     """
     if not is_collective(node) or node.target is WAIT:
         return None
@@ -111,10 +114,10 @@ def exchange_of(node: fx.Node, hardware: Hardware, shapes: Shapes = AS_TRACED) -
 
 
 class Rendezvous:
-    """A collective that is over when it returns, and whose memory nobody has any more then but its caller.
+    """Collective that is over when it returns, with no reference left to its memory except the caller's.
 
-    Gloo's thread holds what it has exchanged for a moment longer than it is waited for; then a plan would let go of
-    bytes that are still there. Who holds them for longer than `_MOMENT_S` is somebody else, and nobody waits for that.
+    Gloo's thread holds exchanged tensors for a moment longer than the wait; then a plan would release bytes that are
+    still there. A reference older than `_MOMENT_S` is not gloo's, and is not waited for.
     """
 
     def __init__(self, target: torch._ops.OpOverload) -> None:
@@ -127,18 +130,18 @@ class Rendezvous:
             and not args[0].is_cuda
         ):
             return _reduce_scattered(*args)
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        held = _holders(given)
-        is_on_gpu = any(tensor.is_cuda for tensor in given)
+        inputs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        held = _holders(inputs)
+        is_on_gpu = any(tensor.is_cuda for tensor in inputs)
         with looked_after(args[-1]) if is_on_gpu else nullcontext():
-            made, structure = pytree.tree_flatten(self._started(*args, **kwargs))
-            _wait(made)
-        nobody_else = _holders([torch.empty(0)])
-        wanted = [*held, *(nobody_else * len(made))]
+            results, structure = pytree.tree_flatten(self._started(*args, **kwargs))
+            _wait(results)
+        unshared = _holders([torch.empty(0)])
+        wanted = [*held, *(unshared * len(results))]
         end = time.monotonic() + _MOMENT_S
-        while any(map(operator.gt, [*_holders(given), *_holders(made)], wanted)) and time.monotonic() < end:
+        while any(map(operator.gt, [*_holders(inputs), *_holders(results)], wanted)) and time.monotonic() < end:
             time.sleep(0)
-        return pytree.tree_unflatten(made, structure)
+        return pytree.tree_unflatten(results, structure)
 
     def _started(self, *args: Any, **kwargs: Any) -> Any:
         try:
@@ -154,7 +157,7 @@ _LOST = (
 
 
 def _wait(tensors: list[torch.Tensor]) -> None:
-    """Raises DistributedError: another rank is gone, or has not come."""
+    """Wait for tensors; raise DistributedError if another rank is gone, or has not come."""
     try:
         for tensor in tensors:
             WAIT(tensor)
@@ -163,10 +166,10 @@ def _wait(tensors: list[torch.Tensor]) -> None:
 
 
 def _holders(tensors: list[torch.Tensor]) -> list[int]:
-    """How many hold each of some tensors, in C++ and in Python, or its memory.
+    """Count the references to each tensor, in C++ and in Python, and to its memory.
 
-    A thread in C++ that lets go of a tensor holds the Python object until the interpreter's lock is its own, after C++
-    has counted one less.
+    A C++ thread that releases a tensor holds the Python object until it has the interpreter's lock, after C++ has
+    counted one less.
     """
     return [
         tensor_use_count(tensor) + storage_use_count(tensor.untyped_storage()) + sys.getrefcount(tensor)
@@ -175,7 +178,7 @@ def _holders(tensors: list[torch.Tensor]) -> list[int]:
 
 
 def _reduce_scattered(tensor: torch.Tensor, operation: str, num_ranks: int, group: Any) -> torch.Tensor:
-    """As gloo does it, which adds up all of it on every rank, in memory that is given back here at once."""
+    """Reduce-scatter as gloo does, which adds up all of it on every rank, in memory that is released here at once."""
     rows = len(tensor) // num_ranks
     return (
         Rendezvous(functional_collectives.all_reduce.default)(tensor, operation, group)

@@ -1,8 +1,7 @@
-"""How long a run of operations takes, by a two-term roofline: arithmetic of matrix products, bytes of everything else.
-Collectives take what their links take beside that.
+"""Estimate the seconds of a run of operations by a two-term roofline: arithmetic of matrix products, bytes of the rest.
 
-Floating-point operations come from PyTorch's own counter (`torch.utils.flop_counter`), and for operators it does not
-know from the table here.
+Collectives take the time of their links in addition. Floating-point operations come from PyTorch's own counter
+(`torch.utils.flop_counter`), and for operators it does not know from the table here.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def _attention_backward_flops(grad: Tensor, query: Tensor, key: Tensor, value: T
 
 
 def _grouped_flops(left: Tensor, right: Tensor, *rest: Any, **kwargs: Any) -> int:
-    """Matrix products of groups of rows: each row meets one matrix, whatever the groups' sizes.
+    """Count matrix products of groups of rows: each row is multiplied by one matrix, whatever the groups' sizes.
 
     Two plain matrices (then the groups divide their inner dimension) count as one product.
     """
@@ -53,7 +52,7 @@ def is_product(node: fx.Node) -> bool:
 
 
 def node_flops(node: fx.Node, shapes: Shapes = AS_TRACED) -> int:
-    """Floating-point operations of a node's matrix products, attention and convolutions; 0 for all else."""
+    """Return the floating-point operations of a node's matrix products, attention and convolutions, else 0."""
     if not is_product(node):
         return 0
     packet: Any = node.target.overloadpacket  # type: ignore[union-attr]
@@ -65,8 +64,9 @@ def node_flops(node: fx.Node, shapes: Shapes = AS_TRACED) -> int:
 
 
 def cost_s(nodes: Sequence[fx.Node], hardware: Hardware, shapes: Shapes = AS_TRACED) -> float:
-    """Seconds that the nodes take: their operations at the matrix rate, their results at the memory's rate, what ranks
-    exchange in them at that of the link between the devices of a layer."""
+    """Return the seconds of the nodes: operations at the matrix rate, results at the memory's rate, and exchanges at
+    the rate of the link between the devices of a layer.
+    """
     flops = torch.sym_sum([node_flops(node, shapes) for node in nodes])
     nbytes = torch.sym_sum([t.numel() * t.itemsize for node in nodes for t in map(shapes.of, tensors_of(node))])
     exchanges = [exchange for node in nodes if (exchange := exchange_of(node, hardware, shapes)) is not None]

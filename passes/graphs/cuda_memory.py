@@ -1,16 +1,17 @@
-"""What torch's CUDA caching allocator makes of a request, and what cuBLAS keeps: pure functions of sizes.
+"""Compute the bytes that torch's CUDA caching allocator takes for a request, and cuBLAS's workspaces: pure functions of
+sizes.
 
 Sources: `c10/core/AllocatorConfig.h` and `c10/cuda/CUDACachingAllocator.cpp` (`round_size`, `should_split`),
 `aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`) and `aten/src/ATen/cuda/CUDABlas.cpp`
 (`_parseChosenWorkspaceSize`) of PyTorch 2.11 to 2.13. Where cuBLASLt has a workspace of its own is as the GPU made of
 RAM showed it with 2.13 (`tests/gpu_in_ram`).
 
-Plans reckon with expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`, which a session switches on, or
-warns where the user has decided otherwise): every block is what was asked for, rounded to 512 bytes; what one chunk
-gives back serves activations of any size at once, as all large blocks lie in one range of addresses; and pages that lie
-free are given back when memory runs short. What remains is that the driver gives pages of 2 MiB (small blocks) and
-20 MiB (large ones), so that torch reserves somewhat more than it hands out: a limit on what is reserved
-(`torch.cuda.set_per_process_memory_fraction`) needs that much above the plan.
+Plans assume expandable segments (`PYTORCH_ALLOC_CONF=expandable_segments:True`, which a session switches on, or warns
+if the user has decided otherwise): every block is the request, rounded to 512 bytes; the bytes of a freed chunk serve
+activations of any size at once, as all large blocks lie in one range of addresses; and free pages are given back when
+memory runs short. The driver gives pages of 2 MiB (small blocks) and 20 MiB (large ones), so that torch reserves
+somewhat more than it hands out: a limit on reserved bytes (`torch.cuda.set_per_process_memory_fraction`) needs that
+much above the plan.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections.abc import Mapping
 import torch
 
 GRANULE_NBYTES = 512
-"""Every block is a multiple of this."""
+"""Granule of the allocator: the size of every block is a multiple of it."""
 
 _KIB = 1024
 _CONFIG = re.compile(r":([0-9]+):([0-9]+)")
@@ -30,12 +31,13 @@ _HOPPER = 9
 
 
 def rounded_nbytes(nbytes: int, granule_nbytes: int = GRANULE_NBYTES) -> int:
-    """Bytes that a request of `nbytes` takes where its block can be split exactly; nothing for nothing."""
+    """Round a request up to the bytes it takes if its block can be split exactly; 0 stays 0."""
     return -(-nbytes // granule_nbytes) * granule_nbytes
 
 
 def cublas_workspace_nbytes(capability: tuple[int, int], config: str | None = None) -> int:
-    """Bytes of the workspace that torch gives cuBLAS per handle and stream, from its own allocator, and keeps.
+    """Return the bytes of the workspace that torch gives cuBLAS per handle and stream, from its own allocator, and
+    keeps.
 
     Args:
         capability: compute capability of the device.
@@ -49,7 +51,7 @@ def cublas_workspace_nbytes(capability: tuple[int, int], config: str | None = No
 
 
 def cublaslt_workspace_nbytes(config: str | None = None) -> int:
-    """Bytes of cuBLASLt's workspace, which it needs beside cuBLAS's unless the two share one.
+    """Return the bytes of cuBLASLt's workspace, in addition to cuBLAS's unless the two share one.
 
     Args:
         config: `CUBLASLT_WORKSPACE_SIZE`, if it is set: KiB.
@@ -59,12 +61,13 @@ def cublaslt_workspace_nbytes(config: str | None = None) -> int:
 
 def shares_workspaces(environment: Mapping[str, str]) -> bool:
     """Whether cuBLASLt works in cuBLAS's workspace: from PyTorch 2.13 on, unless the environment says otherwise."""
-    said = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
-    return said == "1" if said in ("0", "1") else hasattr(torch.backends.cuda, "cublas_workspace_size")
+    setting = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE")
+    return setting == "1" if setting in ("0", "1") else hasattr(torch.backends.cuda, "cublas_workspace_size")
 
 
 def workspaces_nbytes(blas_nbytes: int, lt_nbytes: int, *, shared: bool = False) -> int:
-    """Bytes that libraries keep on the device for one compute stream and two threads: the user's and autograd's.
+    """Return the bytes that libraries keep on the device for one compute stream and two threads: the user's and
+    autograd's.
 
     Each thread has a cuBLAS handle of its own, and each handle a workspace per stream.
 
@@ -78,5 +81,5 @@ def workspaces_nbytes(blas_nbytes: int, lt_nbytes: int, *, shared: bool = False)
 
 
 def default_workspaces_nbytes(capability: tuple[int, int]) -> int:
-    """`workspaces_nbytes` on a device that is not there: of every PyTorch, in an environment that says nothing."""
+    """Return `workspaces_nbytes` for a device that is not there: every PyTorch, no settings in the environment."""
     return workspaces_nbytes(cublas_workspace_nbytes(capability), cublaslt_workspace_nbytes())

@@ -1,7 +1,7 @@
-"""Many expressions in a few symbols, evaluated at once.
+"""Evaluate many expressions in a few symbols at once.
 
-Bytes are sums of products, so that each is a row of whole numbers over terms that many share (`s0`, `s0*s1`,
-`s0*(s1//64)`): evaluating is a handful of terms and one product of a matrix and a vector.
+Bytes are sums of products, so that each is a row of integers over terms that many share (`s0`, `s0*s1`, `s0*(s1//64)`):
+evaluating is a handful of terms and one product of a matrix and a vector.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from chunkc.passes.graphs.symbols import Size
 from chunkc.torch_private.sizes import PythonPrinter
 
 Values = Mapping[sympy.Symbol, int]
-"""What every symbol stands for."""
+"""Value of every symbol."""
 
 
 class Expressions:
     """Sizes as rows over common terms.
 
     Attributes:
-        terms: products of symbols, or whatever else is no sum.
-        rows: int64, one per expression, one column per term: how often each term counts.
+        terms: products of symbols, or any other expression that is not a sum.
+        rows: int64, one per expression, one column per term: the coefficient of each term.
     """
 
     def __init__(self, sizes: Sequence[Size], symbols: Sequence[sympy.Symbol]) -> None:
@@ -39,22 +39,22 @@ class Expressions:
                 self.rows[index, column[term]] = int(count)
 
     def terms_at(self, values: Values) -> np.ndarray:
-        """The terms at given values: int64, a vector."""
+        """Evaluate the terms at given values: int64, a vector."""
         return np.array(self._terms_at(values), dtype=np.int64)
 
     def at(self, values: Values) -> list[int]:
-        """Every expression's value."""
+        """Evaluate every expression."""
         return (self.rows @ self.terms_at(values)).tolist()
 
     def expression(self, row: np.ndarray) -> sympy.Expr:
-        """A row as an expression again."""
+        """Convert a row back to an expression."""
         return sympy.Add(*(int(count) * term for count, term in zip(row, self.terms) if count))
 
 
 def compiled(
     expressions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]
 ) -> Callable[[Values], tuple[int | float | bool, ...]]:
-    """A function of the symbols' values that evaluates expressions, with Python's own whole numbers and floats."""
+    """Compile expressions to a function of the symbols' values, in Python's own integers and floats."""
     printer = PythonPrinter()
     names = {symbol: sympy.Symbol(f"v{index}", integer=True) for index, symbol in enumerate(symbols)}
     parts = [printer.doprint(expression.xreplace(names)) for expression in expressions]
@@ -67,7 +67,7 @@ def compiled(
 
 
 class _Floats:
-    """What the printer calls for a conversion: plain numbers need nothing of torch."""
+    """Replacement for `torch` in printed code: converts plain numbers without torch."""
 
     @staticmethod
     def sym_float(value: int) -> float:

@@ -1,4 +1,4 @@
-"""Small questions about an ATen FX graph: storages behind a node, bytes, the user's module and parameter names."""
+"""Answer small questions about an ATen FX graph: a node's storages, bytes, user module and parameter names."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from chunkc.torch_private.aot import LazyGraphModule
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """The fake tensors a node produced while it was traced (empty for symbols and None)."""
+    """Return the fake tensors that a node produced while it was traced (empty for symbols and None)."""
     value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):  # nearly always, and this is asked of every node many times
+    if isinstance(value, torch.Tensor):  # nearly always, and called for every node many times
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Identifies a storage within one graph; meaningless outside it."""
+    """Return a key of the storage within one graph; meaningless outside it."""
     return tensor.untyped_storage()._cdata
 
 
@@ -34,13 +34,13 @@ def storage_keys(node: fx.Node) -> list[int]:
 
 
 def storage_nbytes(tensor: torch.Tensor) -> int:
-    """Bytes that the tensor's storage takes of its allocator: on CUDA devices rounded up."""
+    """Return the bytes that the tensor's storage takes of its allocator: on CUDA devices rounded up."""
     nbytes = int(tensor.untyped_storage().nbytes())
     return rounded_nbytes(nbytes) if tensor.device.type == "cuda" else nbytes
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
-    """The same nodes, of a graph that may be changed."""
+    """Copy a graph, so that the copy may be changed."""
     copy = fx.Graph()
     results = copy.graph_copy(graph, {})
     copy.output(results).meta = dict(output_node(graph).meta)
@@ -56,7 +56,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def is_view_of(node: fx.Node, base_keys: Collection[int]) -> bool:
-    """Whether everything a node produces lives in one of the given storages."""
+    """Whether all results of a node live in the given storages."""
     keys = storage_keys(node)
     return is_compute(node) and bool(keys) and all(key in base_keys for key in keys)
 
@@ -74,7 +74,7 @@ _CONSTANTS = frozenset(
 
 
 def is_constant(node: fx.Node) -> bool:
-    """Whether a node makes a tensor of nothing but numbers, which only its readers see, and none changes.
+    """Whether a node makes a tensor of numbers alone, which only its readers see, and none changes.
 
     AOTAutograd makes equal ones once, such as the zeros into which every block's backward writes a slice's gradient.
     """
@@ -93,7 +93,7 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def returned(graph: fx.Graph) -> list[fx.Node | None]:
-    """What a graph returns, flat: a node, or None for an output that is not there."""
+    """Return the outputs of a graph, flat: a node, or None for an empty output."""
     (values,) = output_node(graph).args
     assert isinstance(values, (tuple, list))
     return [value if isinstance(value, fx.Node) else None for value in values]
@@ -104,7 +104,7 @@ def placeholders(graph: fx.Graph) -> list[fx.Node]:
 
 
 def op_name(node: fx.Node) -> str:
-    """`aten.mm` for an ATen overload, the target's own name otherwise."""
+    """Return `aten.mm` for an ATen overload, the target's own name otherwise."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         namespace, _, name = target._schema.name.partition("::")
@@ -113,14 +113,14 @@ def op_name(node: fx.Node) -> str:
 
 
 _VIA_DICT = re.compile(r"\.__dict__\['(_modules|_parameters|_buffers)'\]")
-"""How Dynamo reads a module's part where its class has a `__getattr__` of its own."""
+"""Dynamo's read of a submodule, parameter or buffer of a class with its own `__getattr__`."""
 
 _ATTRIBUTE = re.compile(r"\.?_(?:modules|parameters|buffers)\['([^']+)'\]|\.(\w+)|\[(\d+)\]")
 
 
 @lru_cache(maxsize=4096)
 def source_path(source: str) -> tuple[str, str]:
-    """The variable that Dynamo's source expression begins with, as it writes it, and the user's name from there on.
+    """Split Dynamo's source expression into the variable it begins with, and the user's name from there on.
 
     `L['self']._modules['h']._modules['0']._parameters['weight']` is `h.0.weight` of `L['self']`.
     """
@@ -132,12 +132,12 @@ def source_path(source: str) -> tuple[str, str]:
 
 
 def attribute_path(source: str) -> str:
-    """The user's name for what Dynamo's source expression reads, without the variable it begins with."""
+    """Return the user's name for Dynamo's source expression, without the variable it begins with."""
     return source_path(source)[1]
 
 
 def module_path(node: fx.Node) -> str:
-    """The user's module that a node was traced in, innermost; "" when the trace does not say."""
+    """Return the innermost user module that a node was traced in; "" if the trace does not say."""
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
     if not stack:
         return ""
@@ -146,29 +146,29 @@ def module_path(node: fx.Node) -> str:
 
 
 def input_nodes_in_order(nodes: list[fx.Node]) -> Iterator[fx.Node]:
-    """Nodes read by `nodes` from outside of it, each once, in order of first use."""
-    inside, seen = set(nodes), set()
+    """Yield the nodes that `nodes` read from outside, each once, in order of first use."""
+    inside, yielded = set(nodes), set()
     for node in nodes:
         for source in node.all_input_nodes:
-            if source not in inside and source not in seen:
-                seen.add(source)
+            if source not in inside and source not in yielded:
+                yielded.add(source)
                 yield source
 
 
 def without_tied_placeholders(gm: fx.GraphModule, tied: Mapping[int, int]) -> fx.GraphModule:
-    """The same graph where some inputs are one: `tied` says which placeholder, by position, another stands for."""
+    """Return the graph with tied inputs merged: `tied` maps a placeholder's position to its replacement's."""
     graph = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
     graph.output(graph.graph_copy(gm.graph, values))
     copied = [values[node] for node in placeholders(gm.graph)]
-    for position, stands_for in tied.items():
-        copied[position].replace_all_uses_with(copied[stands_for])
+    for position, replacement in tied.items():
+        copied[position].replace_all_uses_with(copied[replacement])
         graph.erase_node(copied[position])
     return LazyGraphModule(gm, graph)
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake value of a node. Where tracing noted none for a tuple, it is put together from its items."""
+    """Return the fake value of a node. If tracing noted none for a tuple, it is put together from its items."""
     if "val" in node.meta or node.op == "output":
         return node.meta.get("val")
     items: dict[Any, fx.Node] = {user.args[1]: user for user in node.users if user.target is operator.getitem}
@@ -178,9 +178,9 @@ def value_of(node: fx.Node) -> Any:
 
 
 TILE = "chunkc_loss_tile"
-"""The key in a node's `meta["custom"]` of the tile that it computes. `segments.cut` begins a segment with each."""
+"""Key in a node's `meta["custom"]` of the tile that it computes. `cuts.cut` begins a segment with each."""
 
 
 def tile_of(node: fx.Node) -> object:
-    """Which tile of which loss a node computes; None: none, or not said."""
+    """Return the tile of a loss that a node computes; None: none, or not known."""
     return (node.meta.get("custom") or {}).get(TILE)

@@ -1,10 +1,10 @@
-"""The sizes that a graph is described with: as it was traced, at given numbers, or in symbols.
+"""Translate the sizes of a traced graph: as they were traced, at given numbers, or in symbols.
 
-A graph traced with dynamic shapes has fake tensors whose sizes are expressions. What an operator takes inside depends
-on sizes by rules with branches (`scratch`). So a rule never sees those tensors: it gets others of the same layout, of
-which the sizes are plain numbers (`ShapesAt`), or symbols of a `ShapeEnv` of this module's own (`SymbolicShapes`).
-There each branch that a rule takes is noted as a guard, and Dynamo's own guards, by which it decides when to capture
-again, stay as they were.
+A graph traced with dynamic shapes has fake tensors with expressions as sizes. The scratch of an operator depends on
+sizes by rules with branches (`scratch`). So a rule never sees those tensors: it gets others of the same layout, with
+sizes that are plain numbers (`ShapesAt`), or symbols of a `ShapeEnv` of this module's own (`SymbolicShapes`). There
+each branch that a rule takes is noted as a guard, and Dynamo's own guards, by which it decides when to capture again,
+are left as they were.
 """
 
 from __future__ import annotations
@@ -36,30 +36,30 @@ _ASKS_FOR_SIZES = frozenset(
 class Shapes:
     """Sizes as they were traced: for graphs of static shapes.
 
-    `of` gives what rules may look at; they compute bytes from it, which `known` turns into what is kept.
+    `of` gives the values that rules may read; they compute bytes from it, which `known` converts to the kept form.
     """
 
     def of(self, values: Any) -> Any:
-        """The tensors and numbers among `values`, anywhere in it, with the sizes to describe."""
+        """Translate the tensors and numbers among `values`, anywhere in it."""
         return values
 
     def nbytes(self, tensor: Tensor) -> int:
-        """Bytes of a traced tensor's storage."""
+        """Return the bytes of a traced tensor's storage."""
         return storage_nbytes(tensor)
 
     def own_nbytes(self, tensor: Tensor) -> int:
-        """Bytes of a storage that has a traced tensor alone, with its strides; where sizes are symbols, no less."""
+        """Return the bytes of a storage for a traced tensor alone, with its strides; if sizes are symbols, no less."""
         if any(isinstance(number, torch.SymInt) for number in (*tensor.shape, *tensor.stride())):
             return self.nbytes(tensor)
         reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         return _rounded_as(tensor, (1 + reach) * tensor.itemsize if tensor.numel() else 0)
 
     def known(self, nbytes: int | torch.SymInt) -> Size:
-        """A result as it is kept: a number, or an expression in the traced graph's symbols."""
+        """Convert bytes to the kept form: a number, or an expression in the traced graph's symbols."""
         return nbytes
 
     def known_s(self, seconds: float) -> float:
-        """As `known`, of seconds."""
+        """Convert seconds to the kept form, as `known`."""
         return seconds
 
 
@@ -67,11 +67,11 @@ AS_TRACED = Shapes()
 
 
 class _Translated(Shapes, ABC):
-    """Other tensors in place of the traced ones, made once each."""
+    """Replacement tensors for the traced ones, each made once."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: beside each, the traced one, kept alive
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # id -> (replacement, traced tensor, which is kept alive)
         self._numbers: dict[sympy.Expr, Any] = {}
 
     def of(self, values: Any) -> Any:
@@ -111,11 +111,11 @@ class _Translated(Shapes, ABC):
 
     @abstractmethod
     def _from(self, expression: sympy.Expr, kind: type) -> Any:
-        """The number, of the given kind, in place of a traced expression."""
+        """Return the number, of the given kind, in place of a traced expression."""
 
 
 class ShapesAt(_Translated):
-    """Sizes at given values of the symbols: what tests compare `SymbolicShapes` with."""
+    """Sizes at given values of the symbols; tests compare `SymbolicShapes` with it."""
 
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
         super().__init__(FakeTensorMode())
@@ -126,7 +126,7 @@ class ShapesAt(_Translated):
 
 
 class SymbolicShapes(_Translated):
-    """Sizes in symbols, with every branch decided as it is at given values: `conditions` say where it is so."""
+    """Sizes in symbols, with every branch decided as at given values; `conditions` holds the decisions."""
 
     def __init__(self, values: Mapping[sympy.Symbol, int]) -> None:
         self._env = ShapeEnv(duck_shape=False, specialize_zero_one=False, assume_static_by_default=False)
@@ -147,7 +147,7 @@ class SymbolicShapes(_Translated):
         return self._in_traced(seconds)
 
     def _in_traced(self, value: Any) -> Any:
-        """An expression in the symbols of the traced graph."""
+        """Convert to an expression in the symbols of the traced graph."""
         if not isinstance(value, torch.SymInt | torch.SymFloat):
             return value
         expression = value.node.expr.xreplace(self._traced)
@@ -155,19 +155,19 @@ class SymbolicShapes(_Translated):
 
     @property
     def conditions(self) -> tuple[sympy.Basic, ...]:
-        """What rules took for given, in the traced graph's symbols."""
-        found = dict.fromkeys(guard.expr.xreplace(self._traced) for guard in self._env.guards)
-        return tuple(condition for condition in found if condition is not sympy.true)
+        """Conditions that rules relied on, in the traced graph's symbols."""
+        conditions = dict.fromkeys(guard.expr.xreplace(self._traced) for guard in self._env.guards)
+        return tuple(condition for condition in conditions if condition is not sympy.true)
 
     def _from(self, expression: sympy.Expr, kind: type) -> Any:
         hint = kind(_evaluated(expression, self._values))
         if kind is not int:
-            return hint  # rules ask of such a factor only that it is one
+            return hint  # rules use such a factor only as a number
         return self._env.create_symintnode(expression.xreplace(self._own), hint=hint)
 
 
 def _evaluated(expression: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> sympy.Expr:
-    """The number that an expression is at given values of its symbols.
+    """Evaluate an expression at given values of its symbols.
 
     Raises:
         UnsupportedError: it depends on the values of tensors.
@@ -179,9 +179,9 @@ def _evaluated(expression: sympy.Expr, values: Mapping[sympy.Symbol, int]) -> sy
             f"a size depends on the values of tensors ({names}); chunkc plans sizes that shapes decide: "
             "compute it in a function under torch.compiler.disable"
         )
-    found = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
-    assert found.is_number, found
-    return found
+    number = expression.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
+    assert number.is_number, number
+    return number
 
 
 def _rounded_as(tensor: Tensor, nbytes: int) -> int:
@@ -196,18 +196,18 @@ def is_number(node: fx.Node) -> bool:
 
 
 def symbol_values(values: Iterable[Any]) -> dict[sympy.Symbol, int]:
-    """The symbols in the sizes of traced values, each with the number that it stood for when it was traced."""
-    found: dict[sympy.Symbol, int] = {}
+    """Return the symbols in the sizes of traced values, each with the number that it stood for when it was traced."""
+    hints: dict[sympy.Symbol, int] = {}
     for leaf in pytree.tree_leaves(list(values)):
         numbers = (*leaf.shape, *leaf.stride()) if isinstance(leaf, Tensor) else (leaf,)
         for number in numbers:
             if isinstance(number, torch.SymInt) and isinstance(number.node.expr, sympy.Symbol):
-                found[number.node.expr] = int(number.node.hint)
-    return found
+                hints[number.node.expr] = int(number.node.hint)
+    return hints
 
 
 def numbers_first(graph: fx.Graph) -> None:
-    """Move what is computed from sizes alone to the beginning, so that equal blocks stay equal segments.
+    """Move computations of sizes alone to the beginning, so that equal blocks give equal segments.
 
     Of equal computations tracing keeps the first, which would make the first of several equal blocks another segment.
     """

@@ -1,4 +1,4 @@
-"""Sizes that may depend on symbols: integers where they are known, sympy expressions otherwise."""
+"""Handle sizes that may depend on symbols: integers if they are known, sympy expressions otherwise."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Size: TypeAlias = int | sympy.Expr
 
 
 def size_of(value: int | torch.SymInt | sympy.Expr) -> Size:
-    """A size as a number or as an expanded expression; nothing is guarded on."""
+    """Convert a size to a number or an expanded expression; nothing is guarded on."""
     if isinstance(value, torch.SymInt):
         value = value.node.expr
     if isinstance(value, sympy.Expr):
@@ -26,7 +26,7 @@ def size_of(value: int | torch.SymInt | sympy.Expr) -> Size:
 
 
 def shape_env_of(values: Iterable[object]) -> ShapeEnv | None:
-    """Where the symbols of fake tensors and symbolic numbers are defined; None if they were traced without any."""
+    """Return the environment of the symbols in fake tensors and symbolic numbers; None: there are none."""
     for leaf in pytree.tree_leaves(list(values)):
         if isinstance(leaf, FakeTensor) and leaf.fake_mode.shape_env is not None:
             return leaf.fake_mode.shape_env
@@ -36,7 +36,7 @@ def shape_env_of(values: Iterable[object]) -> ShapeEnv | None:
 
 
 def free_symbols(values: Iterable[object]) -> Iterator[sympy.Symbol]:
-    """Symbols in the sizes, strides and offsets of tensors, and in symbolic numbers, anywhere in `values`."""
+    """Yield the symbols in the sizes, strides and offsets of tensors, and in symbolic numbers, anywhere in `values`."""
     for leaf in pytree.tree_leaves(list(values)):
         numbers: tuple[object, ...] = (leaf,)
         if isinstance(leaf, torch.Tensor):
@@ -47,27 +47,27 @@ def free_symbols(values: Iterable[object]) -> Iterator[sympy.Symbol]:
 
 
 def hint(value: Any) -> Any:
-    """The number that a symbolic one stands for in tracing; nothing is guarded on."""
+    """Return the number that a symbolic one stands for in tracing; nothing is guarded on."""
     return value.node.hint if isinstance(value, torch.SymInt | torch.SymFloat) else value
 
 
 def plain_symbol(value: object) -> sympy.Symbol | None:
-    """The symbol that a symbolic number is, if it is one and nothing more."""
+    """Return the symbol of a symbolic number, if it is that and nothing more."""
     expression = value.node.expr if isinstance(value, torch.SymInt) else None
     return expression if isinstance(expression, sympy.Symbol) else None
 
 
 def region(shape_env: ShapeEnv) -> tuple[sympy.Basic, ...]:
-    """Conditions on the symbols that tracing and compilation relied on so far: where they hold, the code is valid.
+    """Return the conditions on symbols that tracing and compilation relied on so far: if they hold, the code is valid.
 
     Ranges of the symbols come first. A compiler may add conditions with every segment; to the frame that Dynamo
     captured they are guards like any other, so a shape outside is never run with this code.
     """
-    found: list[sympy.Basic] = []
-    for symbol, known in sorted(shape_env.var_to_range.items(), key=lambda item: str(item[0])):
+    conditions: list[sympy.Basic] = []
+    for symbol, bounds in sorted(shape_env.var_to_range.items(), key=lambda item: str(item[0])):
         if symbol not in shape_env.replacements:
-            found += [sympy.Ge(symbol, known.lower)] if known.lower.is_Integer else []
-            found += [sympy.Le(symbol, known.upper)] if known.upper.is_Integer else []
-    found += [sympy.Eq(symbol, value) for symbol, value in shape_env.replacements.items()]
-    found += [guard.expr for guard in shape_env.guards]
-    return tuple(dict.fromkeys(condition for condition in found if condition is not sympy.true))
+            conditions += [sympy.Ge(symbol, bounds.lower)] if bounds.lower.is_Integer else []
+            conditions += [sympy.Le(symbol, bounds.upper)] if bounds.upper.is_Integer else []
+    conditions += [sympy.Eq(symbol, value) for symbol, value in shape_env.replacements.items()]
+    conditions += [guard.expr for guard in shape_env.guards]
+    return tuple(dict.fromkeys(condition for condition in conditions if condition is not sympy.true))

@@ -1,8 +1,8 @@
-"""AOTAutograd's check of custom operators, and only of these: the first call of a graph takes what every call takes.
+"""Limit AOTAutograd's alias check to custom operators on their first call, so that every call takes the same memory.
 
-AOTAutograd runs a graph's first call in a dispatch mode that looks whether a custom operator returns memory it was
-given. The mode sends every operator through Python, which holds what the operator is given, the tensor that PyTorch
-makes of the `5` in `x + 5` too: bytes that no plan counts, and that no later call takes.
+AOTAutograd runs a graph's first call in a dispatch mode that checks whether a custom operator returns memory it was
+given. The mode sends every operator through Python, which holds the operator's arguments, including the tensor that
+PyTorch makes of the `5` in `x + 5`: bytes that no plan counts, and that no later call takes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from chunkc.torch_private.aot import ALIAS_CHECK, checks_aliases
 
 
 class CheckedOnce:
-    """A callable that is checked the first time."""
+    """Callable that is checked for aliases on its first call only."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

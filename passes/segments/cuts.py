@@ -1,9 +1,9 @@
-"""Where a phase's graph is cut, and what is made of the graph before.
+"""Cut a phase's graph into runs of operations, and prepare the graph for it.
 
 A cut falls before an operation that needs a chunk the run so far does not have, and in a forward as far before it as
 fewer bytes are passed on there: in front of a block, where Inductor fuses least. So cuts depend on the graph and on the
-chunk layout alone, never on a budget. Each tile of a loss (see `loss_tiles`) begins a run, too: in one with others,
-Inductor may compute the logits of them all first.
+chunk layout alone, never on a budget. Each tile of a loss (see `loss_tiles`) begins a run, too: in one run with other
+tiles, Inductor may compute the logits of them all first.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from chunkc.torch_private.aot import LazyGraphModule
 
 RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
 """Operators that Inductor never sees: each is a segment of its own. Inductor turns an embedding's backward into atomic
-additions, whose order, and so whose rounding, differs from run to run; ATen's kernel always adds in the same order."""
+additions, in an order, and so with a rounding, that varies from run to run; ATen's kernel always adds in one order."""
 
 _OF_CHANGING = "copy_of_changing"
-"""The mark of the copies that `copy_changing` makes: they are a segment of their own, which is not repeated."""
+"""Mark of the copies that `copy_changing` makes: they are a segment of their own, which is not repeated."""
 
 
 def runs_by_aten(node: fx.Node) -> bool:
-    """Whether a node is a segment of its own, which ATen runs whatever generates code."""
+    """Whether a node is a segment of its own, which ATen runs under every code generator."""
     return node.target in RUN_BY_ATEN or is_collective(node)
 
 
 def clone_parameter_views(graph: fx.Graph, parameters: Sequence[fx.Node]) -> None:
     """Give every reader of a parameter's view its own copy of the view, right before it.
 
-    Then no view of a slot ever crosses a cut. Views that the graph returns stay where they are: they are read
-    from the parameter's home.
+    Then no view of a slot ever crosses a cut. Views that the graph returns stay where they are: they are read from the
+    parameter's home.
     """
     for parameter in parameters:
         keys = set(storage_keys(parameter))
@@ -69,7 +69,7 @@ def clone_parameter_views(graph: fx.Graph, parameters: Sequence[fx.Node]) -> Non
 
 
 def _clone_chain(graph: fx.Graph, view: fx.Node, views: Sequence[fx.Node], before: fx.Node) -> fx.Node:
-    """A copy of `view`, and of those of `views` that it is made from; the parameter and sizes are read as they are."""
+    """Copy `view`, and those of `views` that it is made from; the parameter and sizes are read as they are."""
     copies: dict[fx.Node, fx.Node] = {}
 
     def copy(node: fx.Node) -> fx.Node:
@@ -85,9 +85,10 @@ def _clone_chain(graph: fx.Graph, view: fx.Node, views: Sequence[fx.Node], befor
 
 
 def copy_changing(graph: fx.Graph, places: Sequence[int]) -> None:
-    """Let operations read copies of inputs that have other contents once the graph has run, all made first.
+    """Let operations read copies of inputs that the graph itself changes; all copies are made first.
 
-    Then what reads one, such as a batch norm its running mean, may be repeated in the backward: it reads what it read.
+    Then the readers of such an input, such as a batch norm of its running mean, may be repeated in the backward: they
+    read the same values.
     """
     inputs = placeholders(graph)
     read = [node for node in map(inputs.__getitem__, places) if any(map(is_compute, node.users))]
@@ -100,11 +101,10 @@ def copy_changing(graph: fx.Graph, places: Sequence[int]) -> None:
 
 
 def with_dropouts_from_masks(module: fx.GraphModule) -> fx.GraphModule:
-    """The same forward, in which readers of a dropout's result read one that is made of its mask: the same bits, and
-    what is drawn is the mask alone.
+    """Let readers of a dropout's result read a product with its mask: the same bits, and only the mask is drawn.
 
-    On the CPU alone, where ATen's `native_dropout` multiplies with the mask in the input's dtype, over what is kept of
-    one. On CUDA, where it is one kernel, the result is what is drawn.
+    On the CPU alone, where ATen's `native_dropout` multiplies with the mask in the input's dtype, divided by the kept
+    fraction. On CUDA, where it is one kernel, the result itself is drawn.
     """
     graph = copy_of(module.graph)
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.native_dropout.default):
@@ -122,15 +122,15 @@ def with_dropouts_from_masks(module: fx.GraphModule) -> fx.GraphModule:
             result.prepend(mask)
             scale = graph.call_function(torch.ops.aten._to_copy.default, (mask,), {"dtype": value.dtype})
             noise = graph.call_function(torch.ops.aten.div.Tensor, (scale, 1 - p))
-        for made in (scale, noise, result):
-            made.meta = result.meta | {"val": torch.empty_like(value)}
-        result.target = torch.ops.aten.mul.Tensor  # and has the same name, which the backward may know it by
+        for product in (scale, noise, result):
+            product.meta = result.meta | {"val": torch.empty_like(value)}
+        result.target = torch.ops.aten.mul.Tensor  # its name is kept, since the backward may refer to it
         result.args = (source, noise)
     return LazyGraphModule(module, graph)
 
 
 def materialise_returned_placeholders(graph: fx.Graph, positions: Sequence[int]) -> None:
-    """Make outputs at `positions` (gradients) nodes of their own where they are bare placeholders."""
+    """Make outputs at `positions` (gradients) nodes of their own if they are bare placeholders."""
     output = output_node(graph)
     (results,) = output.args
     assert isinstance(results, tuple | list)
@@ -150,24 +150,25 @@ def cut(
     *,
     groups: Mapping[fx.Node, int],
     gradient_groups: Mapping[fx.Node, int],
-    staying: Sequence[fx.Node] = (),
+    unchunked: Sequence[fx.Node] = (),
     whole: bool = False,
     apart: bool = False,
 ) -> list[list[fx.Node]]:
     """Split the compute nodes of `graph` into runs, in order.
 
     Between the last operation that needs a run's chunks and the first that needs another, a forward is cut where the
-    fewest bytes are passed on: before a block's norm, say, and not behind it. What repeats a block then reads its
-    input, and no more. What may not be repeated stays: an embedding's dropout in a block's run would keep all of it.
+    fewest bytes are passed on: before a block's norm, say, and not after it. A repeated block then reads its input, and
+    no more. Operations that may not be repeated do not move to the next run: an embedding's dropout in a block's run
+    would keep all of it.
 
     Args:
         groups: parameter placeholder -> index of its chunk group.
         gradient_groups: returned gradient -> index of its chunk group.
-        staying: placeholders of parameters that have no chunk.
+        unchunked: placeholders of parameters that have no chunk.
         whole: cut only around the operators that run by themselves.
-        apart: of a forward, what may not be repeated runs by itself, so that all else may be.
+        apart: of a forward, operations that may not be repeated run by themselves, so that all others may be.
     """
-    returned_views = set(home_views(graph, [*groups, *staying]))
+    returned_views = set(home_views(graph, [*groups, *unchunked]))
     nodes = [node for node in graph.nodes if is_compute(node) and node not in returned_views]
     sources: dict[fx.Node, set[int]] = {}
     for gradient, group in gradient_groups.items():
@@ -191,14 +192,14 @@ def cut(
         needs = needs_of.get(node, set())
         new_chunk = bool(held and needs and not needs <= held)
         by_itself = runs_by_aten(node) or (apart and not is_constant(node) and not is_repeatable(node))
-        behind_copies = (
+        after_copies = (
             not whole and _OF_CHANGING not in node.meta and bool(runs[-1]) and _OF_CHANGING in runs[-1][-1].meta
         )
         of_tile = tiles.get(node)
         new_tile = of_tile is not None and of_tile != tile
         is_one_with = is_getitem(node) or is_wait_for(node, runs[-1][-1] if runs[-1] else None)
-        if (new_chunk or by_itself or alone or new_tile or behind_copies) and not is_one_with:
-            if not (by_itself or alone or new_tile or behind_copies):
+        if (new_chunk or by_itself or alone or new_tile or after_copies) and not is_one_with:
+            if not (by_itself or alone or new_tile or after_copies):
                 of_chunks.add(len(runs))
             runs.append([])
             held = set()
@@ -215,42 +216,44 @@ def cut(
 def _ending_lean(
     runs: Sequence[list[fx.Node]], of_chunks: Collection[int], stay: Collection[fx.Node], parameters: Collection[int]
 ) -> list[list[fx.Node]]:
-    """Runs whose last operations go to the next one where fewer bytes are passed on before them.
+    """Move the last operations of runs to the next run if fewer bytes are passed on before them.
 
     Args:
         of_chunks: the runs that may begin earlier.
-        stay: operations that do not go.
+        stay: operations that do not move.
         parameters: storages that do not count.
     """
     passed = _passed_nbytes([node for run in runs for node in run], parameters)
-    moved, behind = [list(run) for run in runs], 0
+    moved, end = [list(run) for run in runs], 0
     for index, run in enumerate(runs):
-        behind += len(run)
+        end += len(run)
         if index + 1 not in of_chunks:
             continue
         first = 1 + max((at for at, node in enumerate(run) if node in stay), default=-1)
         places = [at for at in range(max(first, 1), len(run)) if not is_getitem(run[at])]
-        best = min(reversed(places), key=lambda at: passed[behind - len(run) + at], default=len(run))
-        if best < len(run) and passed[behind - len(run) + best] < passed[behind]:
+        best = min(reversed(places), key=lambda at: passed[end - len(run) + at], default=len(run))
+        if best < len(run) and passed[end - len(run) + best] < passed[end]:
             del moved[index][best - len(run) :]
             moved[index + 1] = [*run[best:], *moved[index + 1]]
     return moved
 
 
 def _passed_nbytes(nodes: Sequence[fx.Node], parameters: Collection[int]) -> list[int]:
-    """For each node, and behind the last: bytes that are made before it and read by it or later, but for constants."""
+    """Return, before each node and after the last: bytes that are computed before and read at or after it, without
+    constants.
+    """
     place = {node: at for at, node in enumerate(nodes)}
-    made: dict[int, tuple[int, int]] = {}
-    read: dict[int, int] = {}
+    computed: dict[int, tuple[int, int]] = {}  # storage -> (node, bytes)
+    read: dict[int, int] = {}  # storage -> its last reader
     for at, node in enumerate(nodes):
         if is_constant(node):
             continue
         for key, tensor in zip(storage_keys(node), tensors_of(node), strict=True):
             if key not in parameters:
-                made.setdefault(key, (at, hint(tensor.untyped_storage().nbytes())))
+                computed.setdefault(key, (at, hint(tensor.untyped_storage().nbytes())))
                 read[key] = max([read.get(key, -1), *(place[user] for user in node.users if user in place)])
     more = [0] * (len(nodes) + 2)
-    for key, (at, nbytes) in made.items():
+    for key, (at, nbytes) in computed.items():
         if read[key] > at:
             more[at + 1] += nbytes
             more[read[key] + 1] -= nbytes
@@ -258,17 +261,17 @@ def _passed_nbytes(nodes: Sequence[fx.Node], parameters: Collection[int]) -> lis
 
 
 def home_views(graph: fx.Graph, parameters: Sequence[fx.Node]) -> list[fx.Node]:
-    """Views of parameters that are left after `clone_parameter_views`: those that the graph returns."""
+    """Return the views of parameters that are left after `clone_parameter_views`: those that the graph returns."""
     keys = {key for parameter in parameters for key in storage_keys(parameter)}
-    found: set[fx.Node] = set()
+    views: set[fx.Node] = set()
     for node in reversed(graph.nodes):
-        if is_view_of(node, keys) and all(user.op == "output" or user in found for user in node.users):
-            found.add(node)
-    return [node for node in graph.nodes if node in found]
+        if is_view_of(node, keys) and all(user.op == "output" or user in views for user in node.users):
+            views.add(node)
+    return [node for node in graph.nodes if node in views]
 
 
 def _producer(gradient: fx.Node) -> fx.Node:
-    """The node that computes a gradient, behind the views that shape it."""
+    """Return the node that computes a gradient, behind the views that shape it."""
     keys, node = set(storage_keys(gradient)), gradient
     while True:
         before = [s for s in node.all_input_nodes if s.op != "placeholder" and set(storage_keys(s)) & keys]

@@ -1,6 +1,6 @@
-"""The segments of a graph that was cut: each distinct one once, with the pieces of the graph that use it.
+"""Build the segments of a graph that was cut: each distinct one once, with the pieces of the graph that use it.
 
-Repeated blocks give identical segments (see `cuts`), which are found by their canonical text.
+Repeated blocks give identical segments (see `cuts`), which are matched by their canonical text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from chunkc.torch_private.aot import LazyGraphModule
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of operations that is compiled as one. `module` returns a tuple; inputs in order of first use."""
+    """Run of operations that is compiled as one. `module` returns a tuple; inputs in order of first use."""
 
     name: str
     module: fx.GraphModule
@@ -41,12 +41,12 @@ class Segment:
 
 @dataclass
 class SegmentTable:
-    """The distinct segments of a step, found by their canonical text."""
+    """Distinct segments of a step, by their canonical text."""
 
     segments: dict[str, Segment] = field(default_factory=dict)
 
     def intern(self, root: torch.nn.Module, graph: fx.Graph) -> Segment:
-        """The segment of this graph, whose constants are attributes of `root`."""
+        """Return the segment of this graph, with its constants as attributes of `root`."""
         key = canonical_text(graph)
         if graph.find_nodes(op="get_attr"):
             key += f"\nconstants of its own: {len(self.segments)}"
@@ -57,7 +57,7 @@ class SegmentTable:
 
 @dataclass(frozen=True)
 class Piece:
-    """One use of a segment in a phase: which of the phase's nodes go in and come out.
+    """A use of a segment in a phase, with the phase's nodes that are its inputs and outputs.
 
     With `reads_home`, parameters among the inputs are read from their homes: the piece only makes views of them.
     `origins` are those of the segment's operations, in order, in this use.
@@ -89,13 +89,13 @@ def extract(
 
 
 def _with_constants_read(run: Sequence[fx.Node]) -> list[fx.Node]:
-    """With each constant right before its first reader, whichever run it was in, and those that none reads left out."""
-    found: dict[fx.Node, None] = {}
+    """Put each constant right before its first reader, from whichever run it was in, and leave out unread ones."""
+    nodes: dict[fx.Node, None] = {}
     for node in run:
         if not is_constant(node):
-            found |= dict.fromkeys(source for source in node.all_input_nodes if is_constant(source))
-            found[node] = None
-    return list(found)
+            nodes |= dict.fromkeys(source for source in node.all_input_nodes if is_constant(source))
+            nodes[node] = None
+    return list(nodes)
 
 
 def _piece(
@@ -116,13 +116,14 @@ def _piece(
 def recompute_pieces(
     gm: fx.GraphModule, pieces: Sequence[Piece], saved: Collection[fx.Node], table: SegmentTable
 ) -> dict[int, Piece]:
-    """By their places, of the pieces of a forward that make something for later ones: what makes the other results.
+    """Return, by index, smaller pieces for pieces of a forward that compute values for later ones: the other results
+    alone.
 
-    A block's last product, say, makes what the next block reads. PyTorch's checkpointing leaves it out as well, by
+    A block's last product, say, computes the next block's input. PyTorch's checkpointing leaves it out as well, by
     stopping early.
     """
     saved_keys = {key for node in saved for key in storage_keys(node)}
-    found = {}
+    smaller = {}
     for index, piece in enumerate(pieces):
         if not may_recompute(piece.segment.module.graph):
             continue
@@ -137,26 +138,26 @@ def recompute_pieces(
             waiting += sources
         run = [node for node in piece.nodes if node in needed]
         if run and any(map(is_product, inside - needed)):
-            found[index] = _piece(gm, run, outputs, table)
-    return found
+            smaller[index] = _piece(gm, run, outputs, table)
+    return smaller
 
 
 def symbol_inputs(graph: fx.Graph, run: Sequence[fx.Node], inputs: Sequence[fx.Node]) -> list[fx.Node]:
-    """The nodes that are the symbols in a run's sizes, for those that are not among its inputs.
+    """Return the nodes of the symbols in a run's sizes that are not among its inputs.
 
     Tensors' dimensions would tell Inductor most of them, but its cache keeps conditions only on symbols that are inputs
     (`get_pruned_guards` in `torch/_inductor/codecache.py`).
     """
     values = [node.meta.get("val") for node in (*inputs, *run)]
-    given = {plain_symbol(node.meta.get("val")) for node in (*inputs, *run)}
-    wanted = {symbol for symbol in free_symbols(values) if symbol not in given}
-    inside, found = set(run), []
+    present = {plain_symbol(node.meta.get("val")) for node in (*inputs, *run)}
+    wanted = {symbol for symbol in free_symbols(values) if symbol not in present}
+    inside, nodes = set(run), []
     for node in graph.nodes if wanted else ():
         symbol = plain_symbol(node.meta.get("val"))
         if symbol in wanted and node not in inside:
-            found.append(node)
+            nodes.append(node)
             wanted.remove(symbol)
-    return found
+    return nodes
 
 
 def _build(
@@ -178,7 +179,7 @@ def _build(
 
 
 def canonical_text(graph: fx.Graph) -> str:
-    """Text that is equal for two segments exactly if the same code serves both."""
+    """Return a text that is equal for two segments exactly if the same code serves both."""
     names: dict[fx.Node, str] = {}
     shared: dict[int, str] = {}  # storage of an input -> the first input in it
     lines = []
