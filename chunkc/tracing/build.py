@@ -198,10 +198,10 @@ class Builder:
             if n.name in self.capture.by_placeholder
         }
         groups = {node: group_of[name] for node, name in nodes.items() if name in group_of}
-        views, staying = home_views(gm.graph, list(nodes)), [node for node in nodes if node not in groups]
+        views, unchunked = home_views(gm.graph, list(nodes)), [node for node in nodes if node not in groups]
         apart = self._repeats_operators and not gradient_groups and not whole
         runs = cut(
-            gm.graph, groups=groups, gradient_groups=gradient_groups, unchunked=staying, whole=whole, apart=apart
+            gm.graph, groups=groups, gradient_groups=gradient_groups, unchunked=unchunked, whole=whole, apart=apart
         )
         pieces = extract(gm, runs, table)
         return [*pieces, *extract(gm, [views], table, reads_home=True)] if views else pieces
