@@ -93,7 +93,7 @@ def _replay(
     Args:
         left_s: updates that the former step has left to this one.
     """
-    found: list[TimedEvent] = []
+    events: list[TimedEvent] = []
     now = 0.0
     free = {**dict.fromkeys(QUEUES, 0.0), HOST_UPDATES: max(left_s.values(), default=0.0)}
     done: dict[MovedId, float] = {}  # item -> when its latest copy is done
@@ -107,12 +107,12 @@ def _replay(
         at_rest = updated.get(event.item.group, 0.0) if isinstance(event.item, Chunk) else 0.0
         name, start = str(event.item), max(now, free[event.link], at_rest)
         free[event.link] = done[event.item] = start + hardware.copy_s(event.link, event.nbytes)
-        found.append(TimedEvent(event.link, event.kind, name, start, done[event.item], event.nbytes, phase, ""))
+        events.append(TimedEvent(event.link, event.kind, name, start, done[event.item], event.nbytes, phase, ""))
 
-    def update_at_home(group: int, ready: float, phase: str) -> None:
+    def update_on_host(group: int, ready: float, phase: str) -> None:
         start = max(ready, free[HOST_UPDATES])
         free[HOST_UPDATES] = updated[group] = start + to_do.pop(group)
-        found.append(TimedEvent(HOST_UPDATES, "update", str(Chunk(PARAM, group)), start, updated[group], 0, phase, ""))
+        events.append(TimedEvent(HOST_UPDATES, "update", str(Chunk(PARAM, group)), start, updated[group], 0, phase, ""))
 
     def home_free() -> float:
         return max(free[link] for link in QUEUES if link not in INWARD)
@@ -121,17 +121,17 @@ def _replay(
         last = {where: group for group, where in phase.last_copies().items()}
         if phase.phase == UPDATE and resident_update_s > 0:
             end = now + resident_update_s
-            found.append(TimedEvent(COMPUTE, "update", RESIDENT_UPDATE, now, end, 0, UPDATE, ""))
+            events.append(TimedEvent(COMPUTE, "update", RESIDENT_UPDATE, now, end, 0, UPDATE, ""))
             now = end
         if phase.phase == UPDATE:
             order = {group: at for at, group in enumerate(needed)}
             for group in sorted(to_do, key=lambda group: (order.get(group, len(order)), group)):
-                update_at_home(group, max(now, home_free()), UPDATE)
+                update_on_host(group, max(now, home_free()), UPDATE)
         for index, stop in enumerate(phase.stops):
             for place, event in enumerate(stop):
                 if event.kind in (WAIT, LEAVE, ARRIVE) and done.get(event.item, 0.0) > now:
                     end = done[event.item]
-                    found.append(TimedEvent(COMPUTE, "stall", str(event.item), now, end, 0, phase.phase, ""))
+                    events.append(TimedEvent(COMPUTE, "stall", str(event.item), now, end, 0, phase.phase, ""))
                     now = end
                 if not isinstance(event.item, Chunk):
                     if event.kind in (OFFLOAD, RELOAD):
@@ -153,18 +153,18 @@ def _replay(
                     and group in to_do
                 ):
                     ready = max(done.get(Chunk(kind, group), 0.0) for kind in (PARAM, GRAD, *CASTS))
-                    update_at_home(group, max(now, ready), phase.phase)
+                    update_on_host(group, max(now, ready), phase.phase)
             if index < len(phase.moments):
                 moment = phase.moments[index]
                 end = now + costs_s[moment.name]
                 kind = "update" if phase.phase == UPDATE or index in phase.tiles else "call"
-                found.append(TimedEvent(COMPUTE, kind, moment.name, now, end, 0, phase.phase, moment.module))
+                events.append(TimedEvent(COMPUTE, kind, moment.name, now, end, 0, phase.phase, moment.module))
                 now = end
     if not host_updates.overlaps_forward and free[HOST_UPDATES] > now:
-        found.append(TimedEvent(COMPUTE, "update", BY_THE_CPU, now, free[HOST_UPDATES], 0, UPDATE, ""))
+        events.append(TimedEvent(COMPUTE, "update", BY_THE_CPU, now, free[HOST_UPDATES], 0, UPDATE, ""))
         now = free[HOST_UPDATES]
     left = {group: end - now for group, end in updated.items() if end > now}
-    return tuple(sorted(found, key=lambda event: (event.start_s, event.end_s))), left
+    return tuple(sorted(events, key=lambda event: (event.start_s, event.end_s))), left
 
 
 def step_time(events: Sequence[TimedEvent]) -> StepTime:
@@ -187,11 +187,11 @@ def link_nbytes(events: Sequence[TimedEvent], hardware: Hardware) -> dict[str, i
     """Return the bytes that each link of one device carries in a simulated step, by its name; those between ranks each
     way.
     """
-    found: Counter[str] = Counter()
+    carried: Counter[str] = Counter()
     for event in events:
         if event.stream in QUEUES:
-            found.update(hardware.carried_nbytes(event.stream, event.nbytes))
-    return {name: found[name] for name in LINKS if found[name]}
+            carried.update(hardware.carried_nbytes(event.stream, event.nbytes))
+    return {name: carried[name] for name in LINKS if carried[name]}
 
 
 def traffic(events: Sequence[TimedEvent]) -> Traffic:

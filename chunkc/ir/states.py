@@ -81,13 +81,13 @@ class StateFormat:
 @cache
 def _dtypes(states: StateFormat, param_dtype: torch.dtype) -> dict[str, torch.dtype]:
     moment = param_dtype if param_dtype.itemsize > 4 else MOMENT_DTYPES[states.moments]
-    found: dict[str, torch.dtype] = {}
+    dtypes: dict[str, torch.dtype] = {}
     if states.master == SPLIT and param_dtype == torch.bfloat16 and states.moments != INT8:
-        found = {MASTER_LOW: torch.int16}
+        dtypes = {MASTER_LOW: torch.int16}
     elif states.master != NONE and param_dtype.itemsize < 4:
-        found = {MASTER: torch.float32}
-    found |= dict.fromkeys(states.kinds, moment)
-    return found | (dict.fromkeys(map(scale_of, states.kinds), torch.float32) if moment == torch.uint8 else {})
+        dtypes = {MASTER: torch.float32}
+    dtypes |= dict.fromkeys(states.kinds, moment)
+    return dtypes | (dict.fromkeys(map(scale_of, states.kinds), torch.float32) if moment == torch.uint8 else {})
 
 
 def num_entries(kind: str, num_elements: int) -> int:
