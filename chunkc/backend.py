@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -36,11 +36,13 @@ from chunkc.torch_private.dynamo import (
     compiled_code,
     in_compiled_autograd,
     watch_compilations,
+    watch_given,
 )
 from chunkc.torch_private.fake import DataDependentOutputException, TracingContext, detect_fake_mode, tracing
 from chunkc.tracing.autograd_checks import COMPILED_AUTOGRAD
 from chunkc.tracing.caller import runs_inside_the_compiled_call
 from chunkc.tracing.capture import detached
+from chunkc.tracing.given_modules import GIVEN
 from chunkc.tracing.internal_errors import as_internal_errors
 from chunkc.tracing.names import GraphNames
 from chunkc.variants import Variant, Variants
@@ -254,11 +256,18 @@ def _as_traced(value: Any, argument: Any) -> Any:
     return detached(value).requires_grad_(argument.requires_grad) if isinstance(value, torch.Tensor) else value
 
 
-def _begin(options: dict[str, Any] | None) -> None:
-    """The C++ compiler starts beside Dynamo's tracing. Wrong options are refused where the graph is compiled."""
+def _begin(options: dict[str, Any] | None, arguments: Collection[Any]) -> None:
+    """Note the modules that a function gets, and start the C++ compiler while Dynamo traces.
+
+    Wrong options are refused where the graph is compiled.
+    """
+    for value in arguments:
+        if isinstance(value, nn.Module):
+            GIVEN.note(value)
     with suppress(OptionsError):
         if parse_options(options, os.environ).codegen == "inductor":
             prepare_compiler()
 
 
 watch_compilations(chunkc, _begin, recompile_limit.at_limit)
+watch_given(chunkc, GIVEN.note)

@@ -116,7 +116,7 @@ def report(model: nn.Module) -> Report:
         raise ChunkcError(
             "no parameter of this model was placed or compiled by chunkc: compilation happens at the first call, and "
             "leaves out what Dynamo leaves to eager PyTorch (TORCH_LOGS=graph_breaks names it, "
-            "torch.compile(fullgraph=True) refuses it) and, in place, modules whose class is one of torch.nn's own"
+            "torch.compile(fullgraph=True) refuses it)"
             if not sessions
             else "parameters of this model belong to several compiled models; ask for them one by one"
         )

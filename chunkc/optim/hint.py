@@ -1,12 +1,14 @@
 """Warn once for each model about what its optimizer updates outside of the plan: states of an optimizer of
-`torch.optim`, and parameters that no compiled graph has taken."""
+`torch.optim`, and parameters that no compiled graph has taken, be it some of a model's or all."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -15,12 +17,19 @@ from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.session import session
 from chunkc.session.logs import logger
 from chunkc.torch_private.dynamo import unwrapped
+from chunkc.tracing.given_modules import GIVEN
 
 _hinted: weakref.WeakSet[session.Session] = weakref.WeakSet()
 """Sessions for which the warning about states was logged."""
 
 _searched: weakref.WeakSet[session.Session] = weakref.WeakSet()
 """Sessions that have had their first step."""
+
+_asked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+"""Optimizers, and how many modules had been given when their modules were last looked at."""
+
+_named: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Modules for which the warning that nothing is compiled was logged."""
 
 
 def install() -> None:
@@ -31,7 +40,7 @@ def install() -> None:
 def _hint(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    _search(optimizer)
+    _search(optimizer, _name_uncompiled(optimizer))
     if isinstance(optimizer, ChunkedOptimizer):
         return
     nbytes: dict[session.Session, int] = {}
@@ -46,14 +55,18 @@ def _hint(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             _warn_of_states(optimizer, states_nbytes)
 
 
-def _search(optimizer: Optimizer) -> None:
-    """Warn of parameters that no session owns, in the first step of a model."""
+def _search(optimizer: Optimizer, told: Collection[int]) -> None:
+    """Warn of parameters that no session owns, in the first step of a model.
+
+    Args:
+        told: `id`s of parameters of which another warning was logged.
+    """
     every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     sessions = [owner for owner in session.sessions_of(every) if owner not in _searched]
     if not sessions:
         return
     _searched.update(sessions)
-    unplanned = [p for p in every if p.grad is not None and session.owner(p) is None]
+    unplanned = [p for p in every if p.grad is not None and session.owner(p) is None and id(p) not in told]
     if unplanned:
         names = {p: name for owner in sessions for m in owner.modules for name, p in unwrapped(m).named_parameters()}
         named = [names[p] for p in unplanned if p in names] or ["a parameter of another module"]
@@ -64,6 +77,39 @@ def _search(optimizer: Optimizer) -> None:
             f" and {len(unplanned) - 1} more" if len(unplanned) > 1 else "",
             format_nbytes(sum(p.nbytes for p in unplanned)),
         )
+
+
+def _name_uncompiled(optimizer: Optimizer) -> Collection[int]:
+    """Warn of modules that `torch.compile` was given and of which no graph takes a parameter, in their first step.
+
+    Returns:
+        The `id`s of their parameters.
+    """
+    if _asked.get(optimizer) == GIVEN.num_notes:
+        return ()
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+    if not trained:
+        return ()
+    _asked[optimizer] = GIVEN.num_notes
+    uncompiled: dict[nn.Module, dict[str, nn.Parameter]] = {}
+    for module in GIVEN.with_parameters():
+        parameters = {name: p for name, p in module.named_parameters() if id(p) in trained}
+        if parameters and module not in _named and all(session.owner(p) is None for p in module.parameters()):
+            uncompiled[module] = parameters
+    nbytes_of = {id(p): p.nbytes for parameters in uncompiled.values() for p in parameters.values()}
+    if uncompiled:
+        _named.update(uncompiled)
+        largest = max(uncompiled, key=lambda module: sum(p.nbytes for p in uncompiled[module].values()))
+        logger.warning(
+            "no graph of %s (%s, ...)%s is compiled: %s of parameters are trained outside of the memory budget, with "
+            "their gradients and states. Dynamo leaves the code to eager PyTorch (TORCH_LOGS=graph_breaks says why, "
+            "torch.compile(fullgraph=True) refuses it), or no call goes through what torch.compile returned",
+            type(largest).__name__,
+            next(iter(uncompiled[largest])),
+            f" and of {len(uncompiled) - 1} more modules" if len(uncompiled) > 1 else "",
+            format_nbytes(sum(nbytes_of.values())),
+        )
+    return nbytes_of.keys()
 
 
 def _state_nbytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:

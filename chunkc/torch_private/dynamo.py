@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType, FrameType
@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch._dynamo import compiled_autograd, config, convert_frame, eval_frame, trace_rules
 from torch._dynamo.convert_frame import compile_lock
-from torch._dynamo.eval_frame import OptimizedModule, remove_from_cache
+from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, remove_from_cache
 from torch._dynamo.exc import (
     BackendCompilerFailed,
     RestartAnalysis,
@@ -85,19 +85,8 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def compile_in_place(module: nn.Module, **arguments: Any) -> None:
-    """`module.compile(...)`, also for classes of `torch.nn`, whose `forward` Dynamo skips where it is the outermost.
-
-    Such a module's call gets a function around it. Its code is its own, since Dynamo counts compilations by code.
-    """
-    if not trace_rules.check(type(module).forward):
-        module.compile(**arguments)
-        return
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return module._call_impl(*args, **kwargs)
-
-    call.__code__ = call.__code__.replace()
-    module._compiled_call_impl = torch.compile(call, **arguments)
+    """`module.compile(...)`, also for classes of `torch.nn`, whatever the backend (see `watch_given`)."""
+    module.compile(**arguments)
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
@@ -161,7 +150,7 @@ def compiled_code() -> CodeType | None:
 
 def watch_compilations(
     backend: Callable[..., Any],
-    begin: Callable[[dict[str, Any] | None], None],
+    begin: Callable[[dict[str, Any] | None, Collection[Any]], None],
     at_limit: Callable[[RecompileLimit], None],
 ) -> None:
     """Call `begin` before Dynamo traces a function that it will compile by `backend`, and `at_limit` where it compiles
@@ -170,7 +159,7 @@ def watch_compilations(
     There is no hook for that which nested compilations survive, so the function that decides it is wrapped.
 
     Args:
-        begin: gets the options that the user gave with the backend.
+        begin: gets the options that the user gave with the backend, and the function's arguments.
         at_limit: where it raises, the call of the function does; else the function runs uncompiled.
     """
     judge = convert_frame.exceeds_recompile_limit
@@ -180,7 +169,7 @@ def watch_compilations(
         exceeded, limit = judge(*args)
         asking = sys._getframe(1).f_locals
         compiler = _given_compiler(asking.get("compiler_fn"))
-        if getattr(compiler, "compiler_fn", compiler) is backend:
+        if _compiles_by(compiler, backend):
             if exceeded:
                 at_limit(
                     RecompileLimit(
@@ -193,10 +182,56 @@ def watch_compilations(
                         asking["one_graph"],
                     )
                 )
-            begin(getattr(compiler, "kwargs", {}).get("options"))
+            begin(getattr(compiler, "kwargs", {}).get("options"), asking["locals"].values())
         return exceeded, limit
 
     convert_frame.exceeds_recompile_limit = exceeds  # type: ignore[assignment]
+
+
+def watch_given(backend: Callable[..., Any], note: Callable[[Callable[..., Any]], None]) -> None:
+    """Call `note` with each module, method or function that `torch.compile` is given for `backend`.
+
+    And compile modules in place also where their class is of `torch.nn`: Dynamo skips the `forward` of these where it
+    is the outermost, so `module.compile()` would compile nothing.
+
+    There is no hook for either, so the function by which Dynamo unwraps what it is given is wrapped.
+    """
+    unwrap = eval_frame.innermost_fn
+
+    @functools.wraps(unwrap)
+    def unwrapped_and_noted(given: Callable[..., Any]) -> Callable[..., Any]:
+        innermost = unwrap(given)
+        context = sys._getframe(1).f_locals.get("self")
+        if not isinstance(context, OptimizeContext) or not _compiles_by(context.callback, backend):
+            return innermost
+        note(innermost)
+        return _visible(innermost)
+
+    eval_frame.innermost_fn = unwrapped_and_noted  # type: ignore[assignment]
+
+
+def _visible(given: Any) -> Any:
+    """A function around the call of a module that `module.compile()` compiles, where Dynamo would skip its `forward`.
+
+    Its code is its own, since Dynamo counts compilations by code.
+    """
+    if getattr(given, "__func__", None) is not nn.Module._call_impl:
+        return given
+    module = given.__self__
+    if not trace_rules.check(type(module).forward):
+        return given
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module._call_impl(*args, **kwargs)
+
+    call.__code__ = call.__code__.replace()
+    return call
+
+
+def _compiles_by(compiler: Any, backend: Callable[..., Any]) -> bool:
+    """Whether Dynamo compiles by a backend, below its wrappers and those of `torch.compile`."""
+    compiler = _given_compiler(compiler)
+    return getattr(compiler, "compiler_fn", compiler) is backend
 
 
 def _given_compiler(compiler: Any) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from harness import HUGE, take_step
@@ -55,4 +58,145 @@ def test_a_model_that_is_not_compiled_is_not_chunkc_s(caplog: pytest.LogCaptureF
     optimizer = chunkc.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
+    assert not caplog.records
+
+
+# ---------------------------------------------------------------- modules of which nothing is compiled
+
+OPTIONS = {"memory_budget": 1, "codegen": "eager"}
+
+
+class Dropped(nn.Module):
+    """A branch on a random number in a loop: Dynamo gives up on the function, and its layers are of `torch.nn`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand(()) < -1:
+                continue
+            x = layer(x)
+        return x
+
+
+class Routed(nn.Module):
+    """Experts chosen by `nonzero()`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 2), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        p, k = self.gate(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (k == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]) * p[rows, None])
+        return out
+
+
+def recurrent() -> nn.Module:
+    return nn.LSTM(8, 8)
+
+
+def averaging() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))
+
+
+def compiled_around(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(model, backend="chunkc", options=OPTIONS)
+
+
+def compiled_in_place(model: nn.Module) -> Callable[..., Any]:
+    model.compile(backend="chunkc", options=OPTIONS)
+    return model
+
+
+def compiled_in_a_function(model: nn.Module) -> Callable[..., Any]:
+    return torch.compile(lambda x: model(x), backend="chunkc", options=OPTIONS)
+
+
+def given_to_a_function(model: nn.Module) -> Callable[..., Any]:
+    call = torch.compile(lambda module, x: module(x), backend="chunkc", options=OPTIONS)
+    return lambda x: call(model, x)
+
+
+def said_of(model: nn.Module, call: Callable[..., Any], optimizer: type, caplog: pytest.LogCaptureFixture) -> list[str]:
+    chosen = optimizer(model.parameters(), lr=0.1)
+    for _ in range(3):
+        out = call(torch.randn(4, 8))
+        take_step((out[0] if isinstance(out, tuple) else out).square().mean(), chosen)
+    return [record.getMessage() for record in caplog.records if "outside of the memory budget" in record.getMessage()]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("optimizer", [chunkc.optim.SGD, torch.optim.SGD])
+@pytest.mark.parametrize("compiled", [compiled_around, compiled_in_place, compiled_in_a_function, given_to_a_function])
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (recurrent, "LSTM (weight_ih_l0, ...)"),
+        (averaging, "Sequential (0.weight, ...)"),
+        (Dropped, "Dropped (layers.0.weight, ...)"),
+        (Routed, "Routed (gate.weight, ...)"),
+    ],
+)
+def test_a_module_of_which_nothing_is_compiled_is_named_once(
+    build: Callable[[], nn.Module],
+    name: str,
+    compiled: Callable[[nn.Module], Callable[..., Any]],
+    optimizer: type,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = build()
+    (said,) = said_of(model, compiled(model), optimizer, caplog)
+    assert said.startswith(f"no graph of {name} is compiled: ")
+    assert f"({sum(p.nbytes for p in model.parameters()):,} bytes)" in said or "bytes of parameters" in said
+    assert "TORCH_LOGS=graph_breaks" in said
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_several_are_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks compiled in place, as others do: the warning names the largest."""
+    model = nn.Sequential(*(nn.LSTM(8, 8) for _ in range(3)), nn.Linear(8, 8))
+    for block in model:
+        block.compile(backend="chunkc", options=OPTIONS | {"memory_budget": HUGE})
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        for block in list(model)[:3]:
+            x, _ = block(x)
+        return model[3](x)
+
+    (said,) = said_of(model, call, chunkc.optim.SGD, caplog)
+    assert "no graph of LSTM (weight_ih_l0, ...) and of 2 more modules is compiled: 6.75 KiB" in said
+    assert chunkc.report(model[3]).num_instructions > 0  # and what can be compiled is
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_blocks_of_torch_nn_are_compiled_in_place() -> None:
+    blocks = [nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(2)]
+    x = torch.randn(2, 4, 32)
+    expected = blocks[1](blocks[0](x))
+    for block in blocks:
+        block.compile(backend="chunkc", options=OPTIONS)
+    with pytest.raises(chunkc.BudgetError):
+        blocks[0](x)
+    for block in blocks:
+        block.compile(backend="chunkc", options=OPTIONS | {"memory_budget": HUGE})
+    torch.testing.assert_close(blocks[1](blocks[0](x)), expected)
+    assert all(chunkc.report(block).num_instructions > 0 for block in blocks)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_other_backends_and_modules_that_are_not_trained_are_not_chunkc_s(caplog: pytest.LogCaptureFixture) -> None:
+    teacher, other, plain = nn.LSTM(8, 8), nn.LSTM(8, 8), nn.LSTM(8, 8)
+    calls = [
+        torch.compile(teacher, backend="chunkc", options=OPTIONS),
+        torch.compile(other, backend="aot_eager"),
+        plain,
+    ]
+    optimizer = torch.optim.SGD([*other.parameters(), *plain.parameters()], lr=0.1)
+    take_step(sum(call(torch.randn(4, 8))[0].square().mean() for call in calls), optimizer)
     assert not caplog.records

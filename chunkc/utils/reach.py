@@ -1,0 +1,75 @@
+"""Walk over the values that a function's code may reach from its variables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def within_reach(code: CodeType, local_values: Iterable[Any], global_values: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield each value that code may reach from these variables, once: by attributes, items and calls.
+
+    Of PyTorch's own modules and functions nothing is reached, nor of a module with parameters, nor of a tensor.
+    """
+    names = frozenset(_names(code))
+    visited: dict[int, Any] = {}
+    frontier = list(chain(local_values, (global_values[name] for name in names & global_values.keys())))
+    while frontier:
+        value = frontier.pop()
+        if id(value) not in visited:
+            visited[id(value)] = value  # alive, so that no other value gets its id
+            yield value
+            frontier.extend(_parts(value, names))
+
+
+def has_parameters(value: Any) -> bool:
+    """Whether a value is a parameter, or a module that has some."""
+    return isinstance(value, nn.Parameter) or (isinstance(value, nn.Module) and any(True for _ in value.parameters()))
+
+
+def _parts(value: Any, names: Collection[str]) -> Iterator[Any]:
+    """Yield the values that code with a value at hand may reach by it.
+
+    Args:
+        names: of the attributes and global variables that the code uses.
+    """
+    if isinstance(value, ModuleType):
+        if value.__name__.partition(".")[0] != "torch":
+            yield from (vars(value)[name] for name in names if name in vars(value))
+    elif isinstance(value, FunctionType):
+        yield from value.__closure__ or ()
+        yield from (value.__defaults__, value.__kwdefaults__, vars(value))
+        if not str(value.__module__).startswith("torch."):
+            of_globals = value.__globals__
+            yield from (of_globals[name] for name in _names(value.__code__) if name in of_globals)
+    elif isinstance(value, (MethodType, BuiltinFunctionType)):
+        yield value.__self__
+        yield getattr(value, "__func__", None)
+    elif isinstance(value, CellType):
+        yield from _contents(value)
+    elif isinstance(value, dict):
+        yield from list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from list(value)
+    elif not isinstance(value, (torch.Tensor, type)) and not has_parameters(value) and hasattr(value, "__dict__"):
+        yield vars(value)
+
+
+def _contents(cell: CellType) -> Iterator[Any]:
+    try:
+        yield cell.cell_contents
+    except ValueError:  # empty so far
+        return
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names of global variables and attributes in a function's code and in that of functions inside it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
