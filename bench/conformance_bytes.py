@@ -46,7 +46,7 @@ _MOST_KEPT = 3  # examples of each finding
 
 @dataclass
 class Finding:
-    """Calls of one ATen operator whose prediction is wrong in one way.
+    """Calls of one ATen operator, predicted wrongly in one way.
 
     Attributes:
         kind: "too low", "loose", "guessed" (no rule) or "raised" (the rule did).
@@ -184,7 +184,7 @@ def full_name(opinfo: Any) -> str:
 
 
 def _work(wanted: Iterable[tuple[str, str]]) -> None:
-    """In a child: one line of JSON per case, after a line that says which it is at."""
+    """Run cases in a child: print one line of JSON per case, after a line that names the case."""
     from torch.testing._internal.common_methods_invocations import op_db
 
     warnings.simplefilter("ignore")
@@ -252,7 +252,7 @@ def _run_child(left: Sequence[tuple[str, str]], out: IO[str], command: Sequence[
 
 
 def _lines(child: subprocess.Popen[str], timeout_s: float) -> Iterator[str]:
-    """What a child writes, until it ends or has written nothing for so long."""
+    """Yield a child's lines until it ends or writes nothing for too long."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def read_all() -> None:
@@ -277,7 +277,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def report(lines: Sequence[dict[str, Any]]) -> str:
-    """What is wrong, by kind and ATen operator, with an example; first how much was compared."""
+    """Report errors by kind and ATen operator, with an example; first how much was compared."""
     merged: dict[tuple[str, str], Finding] = {}
     for line in lines:
         for found in line["findings"]:

@@ -1,4 +1,4 @@
-"""Which architectures train: every one that can be built from transformers, timm and torchvision, shrunk by rule.
+"""Train architectures: every one that can be built from transformers, timm and torchvision, shrunk by rule.
 
     python bench/coverage.py [--sample N] [--family NAME] [--columns PATTERN,...] [--out FILE.json] [--jobs N]
 
@@ -21,7 +21,7 @@ So samples, columns and runs that were stopped add up. Each cell says which comm
     --columns       such as `eager/fp32,inductor/*` (default: all)
     --from FILE     takes over the answers of an earlier result, too; may be given several times
     --again         only what was refused or failed there
-    --small         a rehearsal: three architectures, two columns
+    --small         a trial: three architectures, two columns
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ Answer = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Spec:
-    """What a worker is told (see `coverage_subject.py`)."""
+    """Arguments of a worker (see `architectures/subject.py`)."""
 
     SCRIPT: ClassVar[str] = "architectures/subject.py"
     time_limit_s: float
@@ -88,7 +88,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="only what was refused or failed in earlier results")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes side by side")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT_S, metavar="SECONDS", help="for each column")
-    parser.add_argument("--small", action="store_true", help="a rehearsal")
+    parser.add_argument("--small", action="store_true", help="a trial run")
     parsed = parser.parse_args(arguments)
     patterns = [pattern.strip() for pattern in parsed.columns.split(",")]
     parsed.columns = [name for name in COLUMNS if any(fnmatchcase(name, pattern) for pattern in patterns)]
@@ -106,7 +106,7 @@ def chosen(names: Sequence[str], args: argparse.Namespace, known: Mapping[str, A
 
 
 def _left(args: argparse.Namespace, answer: Answer | None) -> list[str]:
-    """Of the columns that are asked for, those without an answer; `--again`: with one that is to be tried again."""
+    """Columns that are asked for and have no answer, or with `--again` one that is to be tried again."""
     cells = {} if answer is None else answer["cells"]
     if args.again:
         return [column for column in args.columns if column in cells and _is_failure(cells[column])]
@@ -141,7 +141,7 @@ def _is_failure(cell: Mapping[str, Any]) -> bool:
 
 
 def earlier_results(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """What goes on: those of `--from`, then the `--out` file, where it is there."""
+    """Load earlier results: those of `--from`, then the `--out` file, where it is there."""
     files = [*args.earlier, *([args.out] if args.out is not None and args.out.exists() else [])]
     return [json.loads(file.read_text()) for file in files]
 
@@ -183,7 +183,7 @@ def trained(args: argparse.Namespace, workers: Sequence[Process], names: Mapping
 
 
 def worker_timeout_s(args: argparse.Namespace) -> float:
-    """No worker is given up before the processes that it watches are."""
+    """Time limit of a worker, longer than those of the processes that it watches."""
     return (len(args.columns) + 2) * args.time_limit * WAITING
 
 
@@ -230,7 +230,7 @@ def _short(cell: Mapping[str, Any]) -> str:
 
 
 def _plain(message: str) -> str:
-    """As a cell of Markdown."""
+    """Format as a cell of Markdown."""
     return message.replace("|", "/")
 
 
@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def samples_of(result: Mapping[str, Any]) -> list[Any]:
-    """How a result's architectures were chosen, one entry for each run that added to it."""
+    """Samples of a result's architectures, one entry for each run that added to it."""
     return result["samples"] if "samples" in result else [result["sample"]]
 
 

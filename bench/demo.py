@@ -4,7 +4,7 @@
 
 Three runs of the same model, text and seed, each in a fresh process: plain `torch.compile`; chunkc under a
 budget, model data on disk, the allocator refusing every byte over the budget; and chunkc without a limit,
-whose losses must be the same to the last bit. Exits with 1 where a promise is broken; `summary.json` is
+with losses that must be the same to the last bit. Exits with 1 where a promise is broken; `summary.json` is
 written either way.
 """
 
@@ -50,7 +50,7 @@ UNLIMITED_NBYTES = 2**40
 
 @dataclass(frozen=True)
 class RunResult:
-    """What a run's process told: every step, and the fields of its last line."""
+    """Output of a run's process: every step, and the fields of its last line."""
 
     num_parameters: int
     losses: tuple[float, ...]
@@ -64,7 +64,7 @@ class RunResult:
 
     @property
     def compile_time_s(self) -> float:
-        """What the compiling steps took longer than others do."""
+        """Extra seconds of the compiling steps."""
         return sum(self.steps_s[:NUM_WARM_STEPS]) - NUM_WARM_STEPS * self.step_time_s
 
 
@@ -73,13 +73,13 @@ class RunFailed(Exception):
 
 
 def print_verdicts(console: Console, verdicts: Mapping[str, bool]) -> None:
-    """Each promise, kept or broken."""
+    """Promises, kept or broken."""
     for promise, kept in verdicts.items():
         console.print("[green]kept  [/]" if kept else "[bold red]BROKEN[/]", promise, highlight=False)
 
 
 def parser_of_runs(about: str | None, steps: int, out: str) -> argparse.ArgumentParser:
-    """What plain PyTorch and chunkc are to train; `fraction` is a Fraction, `data` and `out` are paths.
+    """Parse what plain PyTorch and chunkc train; `fraction` is a Fraction, `data` and `out` are paths.
 
     Args:
         about: a script's docstring.
@@ -191,7 +191,7 @@ def summarise(plain: RunResult, limited: RunResult, unlimited: RunResult, budget
 
 
 def judge(summary: dict[str, Any]) -> dict[str, bool]:
-    """Each promise of the demonstration, in words, and whether it was kept. A NaN loss breaks two."""
+    """Promises of the demonstration, in words, and whether each was kept. A NaN loss breaks two."""
     predicted, measured = summary["predicted_peak_nbytes"], summary["measured_peak_nbytes"]
     losses, plain_losses = summary["losses"], summary["plain_losses"]
     return {

@@ -44,7 +44,7 @@ _NUM_DIGITS = 9
 
 @dataclass(frozen=True)
 class Case:
-    """One model as `chunkc.explain` is asked about it.
+    """A model and the options of `chunkc.explain`.
 
     Attributes:
         model: a name of the test zoo's ladder, or of `chunkc.models`.
@@ -95,7 +95,7 @@ _RANKS = tuple(
 
 
 def all_cases() -> Iterator[Case]:
-    """Every case: the zoo on a CPU and for a GPU, the built-in models for a GPU, some with ranks or Inductor."""
+    """Yield every case: the zoo on a CPU and for a GPU, the built-in models for a GPU, some with ranks or Inductor."""
     for model in _ZOO:
         yield from (Case(model, **variant) for variant in _VARIANTS)
         yield from (Case(model, hardware="rtx3090", **variant) for variant in _VARIANTS[:2])
@@ -121,7 +121,7 @@ def small_cases() -> Iterator[Case]:
 
 
 def plan(case: Case) -> dict[str, Any]:
-    """What is compared of a case, by the budget. An error is its class, and the smallest budget that it names."""
+    """Plan a case in each budget. An error is its class, and the smallest budget that it names."""
     smallest = explain(case, 1)
     found = {"smallest budget": smallest}
     if (least := smallest.get("minimum_budget_nbytes")) is not None:
@@ -130,7 +130,7 @@ def plan(case: Case) -> dict[str, Any]:
 
 
 def explain(case: Case, budget: int) -> dict[str, Any]:
-    """What is compared of a case in one budget, in bytes."""
+    """Plan a case in one budget, in bytes."""
     import chunkc
     from chunkc.machines.presets import load_hardware  # of either revision
 
@@ -184,7 +184,7 @@ def child(names: Sequence[str], cases: dict[str, Case]) -> None:
 
 
 def linked(source: Path, folder: Path) -> Path:
-    """A folder for PYTHONPATH whose `chunkc` is that of a checkout, as its pyproject.toml lays it out."""
+    """Link a checkout's `chunkc` into a folder for PYTHONPATH, as its pyproject.toml lays it out."""
     folders = tomllib.loads((source / "pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
     package = folder / "chunkc"
     package.mkdir(parents=True)
@@ -199,7 +199,7 @@ def linked(source: Path, folder: Path) -> Path:
 
 
 def run(sources: Path, names: Sequence[str], flags: Sequence[str]) -> dict[str, Any]:
-    """What a process with these sources finds, by the case's name.
+    """Plan cases in a process with these sources; results by the case's name.
 
     Raises:
         SystemExit: it ended with an error.
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default=BASE, metavar="REV", help=f"the commit to compare with ({BASE})")
     parser.add_argument("--small", action="store_true", help="the few cases that run in CI")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name contains it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this text in the name")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes at once (2)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save what was found at both revisions")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -257,7 +257,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def replay(base: str, names: Sequence[str], flags: Sequence[str], scratch: Path, num_jobs: int) -> dict[str, Any]:
-    """What is planned at the base and here, as `{"base": {case: found}, "head": {case: found}}`."""
+    """Plan at the base and here, as `{"base": {case: found}, "head": {case: found}}`."""
     git = ["git", "-C", str(ROOT)]
     checkout = scratch / "checkout"
     subprocess.run([*git, "worktree", "add", "--quiet", "--detach", str(checkout), base], check=True)

@@ -26,7 +26,7 @@ _NAMED_VERSIONS = frozenset({"python", "torch", "commit", "has_changes"})
 
 def markdown(result: Mapping[str, Any], plot: Path | None = None) -> str:
     """A suite's result, as `run.py` wrote it, in Markdown, with its plot if there is one."""
-    dry_run_state = " (small: a rehearsal, no measurement)" if result["is_small"] else ""
+    dry_run_state = " (small: no measurement)" if result["is_small"] else ""
     parts = [f"## {result['suite']}{dry_run_state}", _origin(result)]
     if plot is not None:
         parts.append(f"![{result['suite']}]({plot.name})")

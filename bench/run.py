@@ -4,19 +4,19 @@
 
 Suites (all but `promise` and `peers`, where none is named):
 
-    fits    everything fits: time per step and cold compilation beside plain torch.compile
+    fits    everything fits: time per step and cold compilation against plain torch.compile
     disk    reads of a disk home; smaller and smaller budgets, model data in RAM or on disk
-    adam    Adam updates: bytes per second against the memory bound, beside other Adams
-    budget  models under budgets of 6 to 32 GB beside other systems that offload
+    adam    Adam updates: bytes per second against the memory bound, and other Adams
+    budget  models under budgets of 6 to 32 GB against other systems that offload
     bound   the same models: how much of what the machine could do is reached
     scale   the largest model that trains under a budget
     promise   the largest model that the machine can hold under 6 GB, as long as there is time
     peers   two cases of budget, for a GPU that is at hand for minutes
     checkpoint   what saving a checkpoint every 50 steps costs
-    ranks   several processes on gloo, or on all GPUs on NCCL: beside DDP and FSDP2
-    prediction   bytes planned from CPU and from CUDA fakes beside measured ones
+    ranks   several processes on gloo, or on all GPUs on NCCL: against DDP and FSDP2
+    prediction   bytes planned from CPU and from CUDA fakes against measured ones
 
-`--small` rehearses a suite on a tiny model. Results go to bench/results/SUITE-DATE.json, rewritten after every
+`--small` tries a suite on a tiny model. Results go to bench/results/SUITE-DATE.json, rewritten after every
 section, so that a run cut short keeps what it had; bench/report.py makes Markdown of them. Exits with 1 where chunkc
 itself failed; other systems that fail are rows that say why.
 """
@@ -105,7 +105,7 @@ def _seconds(text: str) -> float:
 
 
 def default_out(suite: str, is_small: bool, now: datetime) -> Path:
-    """Where a result goes unless told otherwise; rehearsals apart from measurements."""
+    """Default path of a result; small runs apart from measurements."""
     small = "-small" if is_small else ""
     return RESULTS / f"{suite}{small}-{now:%Y-%m-%d-%H%M}.json"
 
@@ -162,7 +162,7 @@ def run_suite(
 
 
 def failures(result: Mapping[str, Any]) -> list[str]:
-    """One line for each row in which chunkc failed."""
+    """List rows in which chunkc failed, a line each."""
     return [
         f"{section['title']}: {', '.join(row['labels'].values())}: {row['note']}"
         for section in result["sections"]

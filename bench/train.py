@@ -70,7 +70,7 @@ def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def other_settings(args: argparse.Namespace) -> str:
-    """What differs from the runs that the folder holds, which cannot go on then; "" where nothing does.
+    """Describe differences from the folder's runs, which cannot go on then; "" where nothing does.
 
     The first time, the settings are noted there.
     """
@@ -86,7 +86,7 @@ def other_settings(args: argparse.Namespace) -> str:
 
 
 def train(spec: RunSpec, folder: Path, log: TextIO, show: Callable[[int, str], None]) -> Trained:
-    """Train, or go on; what was trained before is read from the folder, where losses are kept beside checkpoints.
+    """Train, or go on; what was trained before is read from the folder, where losses are kept with checkpoints.
 
     Raises:
         Stopped: by Ctrl-C.
@@ -160,7 +160,7 @@ def sample(model: GPT, config: GPTConfig, prompt: bytes, length: int, seed: int)
 
 
 def judge(plain: Trained, limited: Trained, budget_nbytes: int) -> dict[str, bool]:
-    """Each promise, in words, and whether it was kept."""
+    """Promises, in words, and whether each was kept."""
     measured, predicted = (limited.end[f"{kind}_peak_nbytes"] for kind in ("measured", "predicted"))
     return {
         "measured peak <= predicted peak <= budget": measured <= predicted <= budget_nbytes,

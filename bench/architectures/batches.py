@@ -1,4 +1,4 @@
-"""What shrunk models are called with: random, in all the ways that models take."""
+"""Random inputs of shrunk models, in all the forms that models take."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def transformers_batches(kind: Any, config: Any) -> list[MakeBatch]:
 
 
 def _labelled(kind: Any, make: MakeBatch, num_labels: int) -> Iterator[MakeBatch]:
-    """The same call with labels, of the two shapes that heads take: one a word, one a sample."""
+    """Add labels to a call, in the two shapes that heads take: one a word, one a sample."""
     takes = inspect.signature(kind.forward).parameters
     if "labels" not in takes or not re.search(r"For|LMHead|PreTraining|WithLM", kind.__name__):
         return

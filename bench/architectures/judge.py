@@ -1,4 +1,4 @@
-"""What becomes of an architecture in one column: trained under chunkc, beside plain PyTorch and the default backend."""
+"""Judge an architecture in one column: trained under chunkc, compared with plain PyTorch and the default backend."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ def _in_ample_room(subject: Subject, column: Column, progress: Progress) -> tupl
 
 @dataclass(frozen=True)
 class _NearMinimum:
-    """What chunkc trained, the smallest budget that it named last, the bytes by which it exceeded its budget, and those
-    of parameters that no graph takes, which are not in it, nor are their gradients and AdamW's two states."""
+    """Results of chunkc's training: losses, the smallest budget that it named last, the bytes by which it exceeded its
+    budget, and those of parameters that no graph takes, which are not in it, nor are their gradients and AdamW's two
+    states."""
 
     trained: Trained
     minimum_nbytes: int
@@ -101,7 +102,7 @@ NUM_NUDGES = 3
 
 
 def nudged(subject: Subject, seed: int) -> Subject:
-    """The same architecture, its weights moved by roundings."""
+    """Build the architecture with weights moved by roundings."""
 
     def make() -> nn.Module:
         model, numbers = subject.make(), torch.Generator().manual_seed(seed)
@@ -122,7 +123,7 @@ class Judge:
         self._default: dict[Column, Trained | str] = {}
 
     def cell(self, column: Column) -> Cell:
-        """What becomes of a column."""
+        """Judge one column."""
         started_s, progress = time.monotonic(), Progress()
         if column.checkpointing and not self._subject.supports_checkpointing:
             return Cell(PLAIN_FAILS, "", "it has no gradient checkpointing")
@@ -162,7 +163,7 @@ class Judge:
                 plain = self._by_plain(column)
                 assert isinstance(plain, Trained)
                 if column.is_exact and not column.dropout:
-                    check_close(column, *found.losses.beside(plain.losses), "losses")
+                    check_close(column, *found.losses.paired_with(plain.losses), "losses")
                 self._default[key] = found
             except Exception as error:
                 self._default[key] = f"{progress.now}: {_message(error)}"
@@ -187,7 +188,7 @@ class Judge:
 
     def _check_losses(self, column: Column, trained: Trained, plain: Trained) -> list[str]:
         """Raises `Differs`, or gives what there is to say."""
-        far = distance(*trained.losses.beside(plain.losses))
+        far = distance(*trained.losses.paired_with(plain.losses))
         if far <= (TOLERANCE if column.is_exact else LOOSE_TOLERANCE):
             return []
         if column.is_exact:
@@ -198,19 +199,19 @@ class Judge:
         default = self._by_default(column)
         if isinstance(default, str):
             raise Differs(f"losses: {far:.2g} from plain PyTorch's, relatively")
-        other = distance(*default.losses.beside(plain.losses))
+        other = distance(*default.losses.paired_with(plain.losses))
         if not far <= max(3 * other, LOOSE_TOLERANCE):
             raise Differs(f"losses: {far:.2g} from plain PyTorch's, relatively; the default backend's {other:.2g}")
         return []
 
     def _own_distance(self, column: Column, plain: Trained) -> float:
-        """How far plain PyTorch's losses move with weights that are moved by roundings: some models double it with
-        every layer and step, and then no other code comes nearer."""
+        """Measure how far plain PyTorch's losses move with weights that are moved by roundings: some models double it
+        with every layer and step, and then no other code comes nearer."""
         farthest = 0.0
         for seed in range(NUM_NUDGES):
             _fresh()
             moved = run(nudged(self._subject, seed), column, Progress(), None, whole=True)[0]
-            farthest = max(farthest, distance(*moved.losses.beside(plain.losses)))
+            farthest = max(farthest, distance(*moved.losses.paired_with(plain.losses)))
         return farthest
 
 

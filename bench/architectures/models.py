@@ -1,4 +1,5 @@
-"""Every architecture of transformers, timm and torchvision, shrunk by rule, with random weights and random batches.
+"""Build every architecture of transformers, timm and torchvision, shrunk by rule, with random weights and random
+batches.
 
 An architecture is named `library/family/class`: `transformers/llama/LlamaForCausalLM`, `timm/resnet/test_resnet`,
 `torchvision/densenet/densenet121`. `build` tries rules, from the one that shrinks most to the one that shrinks least,
@@ -49,7 +50,7 @@ DOZEN = (
 
 
 class NotBuilt(Exception):
-    """No rule made a model that plain PyTorch can train; the message says what went wrong last."""
+    """Raised where no rule made a model that plain PyTorch can train; the message says what went wrong last."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ def loss_of(output: Any) -> Tensor:
 
 
 def architectures() -> list[str]:
-    """All names, sorted; of the libraries that are installed."""
+    """Names of the architectures of the installed libraries, sorted."""
     without_compiled_operators()
     return sorted([*transformers_names(), *timm_names(), *torchvision_names()])
 

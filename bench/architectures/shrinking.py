@@ -14,7 +14,7 @@ VOCAB = 256
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the rules go by: widths are divided by `factor`; so many layers have one of each kind."""
+    """Parameters of the rules: widths are divided by `factor`; so many layers have one of each kind."""
 
     factor: int
     num_layers: int
@@ -72,7 +72,7 @@ def _is_number(value: Any) -> bool:
 
 
 def absolute(name: str, value: Any, sizes: Sizes) -> Any:
-    """Every size has the same small value, wherever it stands."""
+    """Give every size the same small value, wherever it stands."""
     if _is_number(value):
         for pattern, most in (
             (_TOP_EXPERTS, 2), (_EXPERTS, 4), (_GROUPS, 1), (_KV_HEADS, 2 if value < 16 else 4), (_HEADS, 4),
@@ -92,7 +92,7 @@ def absolute(name: str, value: Any, sizes: Sizes) -> Any:
 
 
 def by_factor(name: str, value: Any, sizes: Sizes) -> Any:
-    """Every width is divided by the same factor, so that what divided before divides after."""
+    """Divide every width by the same factor, so that what divided before divides after."""
     if _is_number(value):
         if _WIDTHS.search(name) or _INNER.search(name) or _HEAD_SIZES.search(name) or _RANKS.search(name):
             return value // sizes.factor if value % sizes.factor == 0 else value

@@ -4,7 +4,7 @@
 
 A line on standard input names an architecture and its columns; the answer has a cell for each. The libraries are
 imported once, and a copy of this process (`os.fork`) does the work: where it dies or hangs, the column it was at has
-failed, and another copy goes on with the next. The limit is of the processors' time, so that it means the same beside
+failed, and another copy goes on with the next. The limit is of the processors' time, so that it means the same next to
 other work.
 """
 
@@ -39,7 +39,7 @@ from chunkc.runtime.device import cpu_allocator
 
 
 def _cells(name: str, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
-    """One after the other, as they come."""
+    """Yield cells one after the other, as they come."""
     try:
         subject = coverage_models.build(name)
     except NotBuilt as error:
@@ -53,7 +53,7 @@ def _cells(name: str, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
 
 
 def _answer(name: str, columns: Sequence[Column], time_limit_s: float) -> dict[str, Any]:
-    """The cells of an architecture; columns whose process died or took too long have failed."""
+    """The cells of an architecture; a column has failed if its process died or took too long."""
     cells: dict[str, Any] = {}
     answer: dict[str, Any] = {"architecture": name, "num_parameters": None, "cells": cells}
     left = list(columns)
@@ -129,7 +129,7 @@ def _processors_s(pid: int) -> float:
 
 
 def _work(name: str, columns: Sequence[Column], write: int) -> None:
-    """What a copy does; it does not return."""
+    """Serve as a copy; never returns."""
     code = 1
     try:
         with os.fdopen(write, "w", buffering=1) as lines:

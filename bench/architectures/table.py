@@ -1,4 +1,4 @@
-"""Columns, cells and the counts of `coverage.py`: plain data, shared by who asks and who trains."""
+"""Columns, cells and the counts of `coverage.py`: plain data, shared by the command and its workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTED = (TRAINED, REFUSED, FAILED)
 
 @dataclass(frozen=True)
 class Cell:
-    """One architecture in one column.
+    """Result of one architecture in one column.
 
     Attributes:
         outcome: of the words above.
@@ -37,7 +37,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """How an architecture is trained: named `codegen/setting`."""
+    """Training setting of a column: named `codegen/setting`."""
 
     setting: str
     codegen: str
@@ -82,7 +82,7 @@ COLUMNS: tuple[str, ...] = tuple(f"{codegen}/{setting}" for codegen in ("eager",
 
 
 def counts(cells: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """How many cells have which outcome."""
+    """Count cells by outcome."""
     found = dict.fromkeys((*COUNTED, DEFAULT_FAILS, PLAIN_FAILS, NOT_BUILT), 0)
     for cell in cells:
         found[cell["outcome"]] += 1
@@ -90,7 +90,7 @@ def counts(cells: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def percentage(cells: Iterable[Mapping[str, Any]]) -> float | None:
-    """Of what the default backend trains, what chunkc trains; None where that is nothing."""
+    """Percentage of the default backend's successes that chunkc trains; None if there are none."""
     found = counts(cells)
     tried = sum(found[outcome] for outcome in COUNTED)
     return 100 * found[TRAINED] / tried if tried else None

@@ -1,4 +1,4 @@
-"""One training run of an architecture: its losses, and whether it generates, is saved and loaded as in PyTorch."""
+"""Train an architecture once: its losses, and whether it generates, is saved and loaded as in PyTorch."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ LEARNING_RATE = 1e-3
 
 @dataclass(frozen=True)
 class Losses:
-    """What a run gave: losses of the steps, and of the evaluation between them; None where that was left out."""
+    """Losses of a run: losses of the steps, and of the evaluation between them; None where that was left out."""
 
     steps: tuple[float, ...]
     evaluation: float | None
 
-    def beside(self, other: Losses) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Those that both have."""
+    def paired_with(self, other: Losses) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Pair the losses that both runs have."""
         count = min(len(self.steps), len(other.steps))
         mine, others = list(self.steps[:count]), list(other.steps[:count])
         if self.evaluation is not None and other.evaluation is not None:
@@ -48,25 +48,25 @@ class Losses:
 
 @dataclass(frozen=True)
 class Trained:
-    """`peak_nbytes`: measured while it trained and was evaluated; None where nobody measured."""
+    """`peak_nbytes`: measured while it trained and was evaluated; None if not measured."""
 
     losses: Losses
     peak_nbytes: int | None
 
 
 class Progress:
-    """Where a run has come, for the message."""
+    """Stage that a run has reached, for the message."""
 
     def __init__(self) -> None:
         self.now = "building"
 
 
 class Differs(Exception):
-    """It ran, and the numbers are not what they should be."""
+    """Raised where a run ended with wrong numbers."""
 
 
 def _seed(seed: int) -> None:
-    """Of all generators: some models draw masks with NumPy's."""
+    """Seed all generators: some models draw masks with NumPy's."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -106,7 +106,8 @@ def _precision(column: Column) -> AbstractContextManager[Any]:
 
 
 def _optimizer(model: nn.Module, column: Column, *, plain: bool) -> torch.optim.Optimizer:
-    """In fp32 the reference has PyTorch's; in low precision masters decide how losses go on, so all have chunkc's."""
+    """Make the optimizer: in fp32 PyTorch's for the reference; in low precision chunkc's for all, as masters decide
+    how losses go on."""
     if plain and column.weights == torch.float32:
         return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     return chunkc.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)

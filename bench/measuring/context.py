@@ -1,4 +1,4 @@
-"""What every suite is told: size, device, time, which cases; and what it tells while it runs."""
+"""Arguments of every suite (size, device, time, cases), and its progress messages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Show = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Context:
-    """One run of a suite.
+    """Settings of a suite's run.
 
     Attributes:
-        is_small: rehearse with tiny models, hardly repeated.
+        is_small: use tiny models, hardly repeated.
         device: "cpu" or "cuda", where models compute.
         show: gets progress.
         deadline_s: of `time.monotonic`; cases that would begin later are left out, and say so. None: no limit.
-        case_pattern: cases whose names match are run, as in a shell: `llama3-8b@6*`.
+        case_pattern: cases with matching names are run, as in a shell: `llama3-8b@6*`.
         systems: those to run, names or patterns; empty for all.
         facts: what `gpu_facts.py` has written about this machine, if there is such a file.
     """
@@ -46,7 +46,7 @@ class Context:
 
     @contextmanager
     def code_cache(self) -> Iterator[Path]:
-        """A folder for compiled code: Inductor's own if the environment names one, else a fresh one, or for a rehearsal
+        """A folder for compiled code: Inductor's own if the environment names one, else a fresh one, or for a small run
         one that stays, so that it is quick next time."""
         if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
             yield Path(named)
@@ -58,7 +58,7 @@ class Context:
             yield Path(folder)
 
     def reply_timeout(self, at_most_s: float) -> Callable[[], float]:
-        """How long an answer may take, to be asked anew each time: until the deadline, and a second more."""
+        """Timeout of an answer, to be computed anew each time: until the deadline, and a second more."""
         return lambda: self.left_s(at_most_s) + 1
 
     @property

@@ -1,4 +1,4 @@
-"""What the demonstration shows: a table and loss curves in a terminal; losses and memory as PNG files."""
+"""Draw the demonstration's results: a table and loss curves in a terminal; losses and memory as PNG files."""
 
 from __future__ import annotations
 

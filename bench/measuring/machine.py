@@ -1,4 +1,4 @@
-"""Where a result comes from: hardware, versions, commit; and how much memory there is."""
+"""Describe the machine of a result: hardware, versions, commit, memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hardware() -> dict[str, Any]:
 
 
 def available_ram_nbytes() -> int:
-    """RAM that nobody uses now, as far as this process may use it."""
+    """Free RAM, as far as this process may use it."""
     return compute_tier_memory()[1]
 
 
@@ -88,7 +88,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says of this repository; None where there is no git or no repository."""
+    """Run git on this repository; None where there is no git or no repository."""
     try:
         done = subprocess.run(["git", "-C", str(_ROOT), *arguments], capture_output=True, text=True, check=True)
     except (FileNotFoundError, subprocess.CalledProcessError):

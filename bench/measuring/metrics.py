@@ -1,4 +1,4 @@
-"""What a benchmark yields: sections of rows of metrics, each with all its samples; and JSON of them."""
+"""Results of a benchmark: sections of rows of metrics, each with all its samples; and JSON of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class Row:
-    """One case: what it is, what was measured, and what else there is to say of it.
+    """Result of one case: labels, metrics and a note.
 
     `is_failure`: chunkc itself did not do what it should have; a peer's trouble is a note.
     """

@@ -1,4 +1,4 @@
-"""One of the demonstration's training runs, in a process of its own that tells of it in lines of JSON.
+"""Run one of the demonstration's trainings in a process of its own, which reports it in lines of JSON.
 
     python one_run.py '{"mode": "plain", ...}'        # the fields of RunSpec
 
@@ -38,7 +38,7 @@ Emit = Callable[[dict[str, Any]], None]
 
 @dataclass(frozen=True)
 class RunSpec(Spec):
-    """What to train and how. `data` is a file, or None for the standard library's sources.
+    """Model and settings of a run. `data` is a file, or None for the standard library's sources.
 
     Mode "plain" is Inductor with `torch.optim.AdamW`; "chunkc" has its model data at `home` and keeps to
     `memory_budget_nbytes`, to which the allocator holds it if `is_limited`. With a folder of `checkpoints`, it goes on
@@ -170,7 +170,7 @@ def _interrupts() -> Iterator[threading.Event]:
 
 
 def _report(compiled: Any) -> dict[str, Any]:
-    """What the demonstration shows of `chunkc.report`, as JSON can hold it."""
+    """Convert what the demonstration shows of `chunkc.report` to JSON."""
     report = chunkc.report(compiled)
     return {
         "predicted_peak_nbytes": report.predicted_peak_nbytes,

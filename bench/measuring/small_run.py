@@ -34,7 +34,7 @@ def run_small(suite: str, folder: Path) -> list[dict[str, Any]]:
 
 
 def medians(section: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Of every metric, and the note, by the row's first label."""
+    """Collect every metric and the note by the row's first label."""
     return {
         next(iter(row["labels"].values())): {name: metric["median"] for name, metric in row["metrics"].items()}
         | {"note": row["note"]}

@@ -50,7 +50,7 @@ class TimedOut(SubjectFailed):
 
 
 class DoesNotFit(Exception):
-    """No plan keeps to the subject's budget; `minimum_nbytes` is the smallest for which there is one."""
+    """Raised where no plan keeps to the subject's budget; `minimum_nbytes` is the smallest for which there is one."""
 
     def __init__(self, minimum_nbytes: int) -> None:
         super().__init__(f"does not fit: needs {minimum_nbytes / 2**20:,.1f} MiB")
@@ -67,7 +67,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Spec:
-    """What a process is told on its command line. A subclass names the script of this folder, and has the fields."""
+    """Arguments of a process, as JSON. A subclass names the script, relative to `bench/`, and has the fields."""
 
     SCRIPT: ClassVar[str]
 
@@ -83,8 +83,9 @@ Reply = Callable[[dict[str, Any]], None]
 
 
 def only_replies() -> Reply:
-    """What writes a line of JSON to the standard output of such a process, from now on alone: what anybody else prints,
-    also below Python, goes to standard error. From now on `DUMP_SIGNAL` makes it write every thread's stack there."""
+    """Return a function that writes a line of JSON to the standard output of such a process, from now on alone: what
+    other code prints, also below Python, goes to standard error. From now on `DUMP_SIGNAL` makes it write every
+    thread's stack there."""
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
@@ -102,7 +103,7 @@ class Turn:
     counters: Mapping[str, float]
 
     def without_first(self, num_steps: int) -> Turn:
-        """The same turn as if its first steps had not been timed; their losses and counters stay."""
+        """Copy of a turn as if its first steps had not been timed; their losses and counters stay."""
         return Turn(
             self.forward_backward_s[num_steps:],
             self.optimizer_s[num_steps:],
@@ -326,13 +327,13 @@ def interleave(
 
 
 def rotated(names: Sequence[str], by: int) -> list[str]:
-    """The same order, begun `by` places later."""
+    """Rotate an order by `by` places."""
     start = by % len(names)
     return [*names[start:], *names[:start]]
 
 
 def first_line(error: BaseException, at_most: int = 200) -> str:
-    """What a table has room for: of a failed process the last line of its log, else the first of the message."""
+    """Shorten an error for a table: of a failed process the last line of its log, else the first of the message."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     is_log = isinstance(error, SubjectFailed) and not isinstance(error, TimedOut)
     line = lines[-1] if is_log else lines[0].rstrip(":")

@@ -63,7 +63,7 @@ TRANSFORMERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 TINY: dict[str, tuple[int, int]] = {
-    # layers, width; for rehearsals
+    # layers, width; for small runs
     "tiny-1": (2, 64),
     "tiny-2": (4, 64),
     "tiny-3": (4, 128),
@@ -89,7 +89,8 @@ AnyModel = GPTConfig | ModelChoice
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is computed with: `num_matmul_parameters` are those of matrix products (a tied head among them)."""
+    """Parameters that are computed with: `num_matmul_parameters` are those of matrix products (a tied head among
+    them)."""
 
     num_layers: int
     width: int
@@ -118,7 +119,7 @@ def construct(model: AnyModel, *, is_checkpointed: bool = False, dtype: torch.dt
     forward(x, y), both int64 [batch, length], gives the mean loss of y, a 0-dim tensor.
 
     Args:
-        is_checkpointed: each block keeps its input only and runs again in the backward.
+        is_checkpointed: each block keeps its input only and is recomputed in the backward.
         dtype: of the parameters; None: the choice's.
 
     Raises:
@@ -169,7 +170,7 @@ def fill(parameter: Tensor, index: int, block: Tensor) -> None:
 
 
 def vocabulary(model: AnyModel) -> int:
-    """How many different tokens the model knows."""
+    """Size of the model's vocabulary."""
     if isinstance(model, GPTConfig):
         return model.vocabulary
     if model.name in TRANSFORMERS:

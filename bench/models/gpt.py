@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: attention, then a GELU network four times as wide, each normalised first and added."""
+    """Layer: attention, then a GELU network four times as wide, each normalised first and added."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self.logits(x).flatten(0, 1), y.flatten())
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        """What follows each token of x: float32 [batch, length, vocabulary]."""
+        """Logits of the token after each token of x: float32 [batch, length, vocabulary]."""
         h = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             h = block(h)

@@ -14,10 +14,10 @@ _NOT_STDLIB = frozenset({"site-packages", "dist-packages"})
 
 
 def stdlib_text(folder: Path | None = None) -> npt.NDArray[np.uint8]:
-    """All `*.py` files of the standard library (or below `folder`), one after the other, ordered by path.
+    """Read all `*.py` files of the standard library (or below `folder`), one after the other, ordered by path.
 
     Raises:
-        FileNotFoundError: there is none, as in a Python whose library is an archive.
+        FileNotFoundError: there is none, as where Python's library is an archive.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if folder is None else folder
     files = sorted(

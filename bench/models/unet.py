@@ -113,7 +113,7 @@ class UNet(nn.Module):
 
 
 def build(dtype: torch.dtype, *, activation_checkpointing: bool) -> nn.Module:
-    """On the ambient device."""
+    """Build the model on the ambient device."""
     return UNet(activation_checkpointing=activation_checkpointing).to(dtype)
 
 

@@ -1,8 +1,8 @@
-"""What others would do with a training step: each policy for chunks with each treatment of what forwards save.
+"""Plan a training step as other systems would: each policy for chunks with each treatment of what forwards save.
 
-A treatment says what of the saved values is absent; a policy, or chunkc's own planner, moves the chunks. All are timed
-by the same simulator, with chunkc's choice of the groups that stay in the room that the treatment leaves, and its tiles
-for the optimizer's step.
+A treatment says which saved values are offloaded or recomputed; a policy, or chunkc's own planner, moves the chunks.
+All are timed by the same simulator, with chunkc's choice of the groups that stay in the room that the treatment leaves,
+and its tiles for the optimizer's step.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Treatment:
-    """What becomes of the values that a forward saves.
+    """Treatment of the values that a forward saves.
 
     Attributes:
         name: for people; of no treatment at all nothing.
-        checkpointing: each block keeps its input and runs again.
+        checkpointing: each block keeps its input and is recomputed.
         saved_part: PyTorch's `activation_memory_budget`.
         offloads: the largest values go home until the others fit (torchtitan, DeepCompile).
     """
@@ -86,7 +86,7 @@ TREATMENTS = (
 
 @dataclass(frozen=True)
 class Planned:
-    """A case, planned on paper. `step` is None where nothing fits the budget."""
+    """A planned case. `step` is None where nothing fits the budget."""
 
     dry_run: DryRun
     predicted: PredictedStep
@@ -97,7 +97,7 @@ class Planned:
 
     @property
     def captured(self) -> Captured:
-        """The graph, with nothing absent."""
+        """The graph without an activation plan."""
         return self.dry_run.captured[0]
 
 
@@ -125,7 +125,7 @@ def _captured(case: Case, dtype: torch.dtype, treatment: Treatment, has_kernels:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A case, to be planned on paper as `chunkc explain` does. `budget_nbytes`: the case's."""
+    """A case as `chunkc explain` predicts it. `budget_nbytes`: the case's."""
 
     predicted: PredictedStep
     hardware: Hardware
@@ -196,14 +196,14 @@ def baselines(case: Case, treatments: Sequence[Treatment] = TREATMENTS) -> Itera
 def _offloading(planned: Planned) -> StepPlans | None:
     """The step with as few of the largest saved values at home as the others leave no room for."""
     now, captured = planned.dry_run.planner_state, planned.captured
-    absent = ActivationPlan(offloaded=largest(captured, now.layout, now.budget_nbytes))
-    if not absent:
+    activation_plan = ActivationPlan(offloaded=largest(captured, now.layout, now.budget_nbytes))
+    if not activation_plan:
         return None  # then it is no other than without
     every = replace(now, resident=frozenset(group.index for group in now.layout.groups) - now.layout.cut)
     runs = []
     try:
         for run in planned.dry_run.runs:
-            context = replace(run.request.context, activation_plan=absent)
+            context = replace(run.request.context, activation_plan=activation_plan)
             external_nbytes = run.request.external_nbytes - run.request.spare_nbytes
             found = decide(every, PhaseCalled(Forms(captured), external_nbytes, context))
             every = found.planner_state
@@ -233,11 +233,11 @@ def largest(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> froz
 
 
 def _by_policies(planned: Planned, step: StepPlans) -> Iterator[tuple[str, float]]:
-    """Seconds of a step whose chunks move by each policy."""
+    """Time a step with chunks moved by each policy."""
     lines = {run.phase: _line(run, step) for run in step.runs}
     if step.update is not None:
-        beside_nbytes = step.runs[0].captured.caller_nbytes
-        lines[UPDATE] = _without(update_positions(step.layout, step.tiles, beside_nbytes), step.resident)
+        caller_nbytes = step.runs[0].captured.caller_nbytes
+        lines[UPDATE] = _without(update_positions(step.layout, step.tiles, caller_nbytes), step.resident)
     fixed, captured = fixed_nbytes(step.layout, step.resident), step.runs[0].captured
     for policy in POLICIES:
         phases = []

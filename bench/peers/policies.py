@@ -1,8 +1,8 @@
-"""How others move chunks, as policies whose plans the same simulator times: what chunkc's own plans are held against.
+"""Plan chunk movements as other systems do; the same simulator times these plans and chunkc's.
 
 Each gives the events of a phase from the same positions, sizes and capacities that chunkc's planner has. Saved
 storages that go home between the phases leave and come back as far from their uses as chunks are fetched ahead. They
-are kinder to the systems than those are to themselves: exact bytes beside every call, no cost of deciding.
+are kinder to the systems than those are to themselves: exact bytes at every call, no cost of deciding.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class Policy:
-    """When an item is fetched, and who leaves for it.
+    """Policy: when an item is fetched, and which item is evicted for it.
 
     Attributes:
         name: for people.
         distance: items of so many positions ahead are fetched where there is room; 0: each when it is needed.
         releases: items leave as soon as no position within the distance needs them, room or not.
-        by_next_use: where room is short, that leaves whose next use is furthest away, else the one used longest ago.
+        by_next_use: where room is short, evict the item with the furthest next use, else the one used longest ago.
     """
 
     name: str
@@ -63,7 +63,7 @@ iteration); least recently used."""
 
 @dataclass
 class _Tier:
-    """What is in slots while a policy goes through the positions."""
+    """State of the slots while a policy goes through the positions."""
 
     items: Mapping[ItemId, Item]
     present: dict[ItemId, int] = field(default_factory=dict)  # with the position of its latest use
@@ -103,7 +103,7 @@ class _SavedOnTheWay:
         return sum(one.nbytes for one in self.moving)
 
     def begin(self, index: int) -> list[Event]:
-        """What is asked for ahead of a position, and waited for there."""
+        """Begin a position: fetch ahead of it, and wait for what it needs."""
         stop = []
         if self.leaves:
             for one in self.by_position.get(index - 1, ()):
@@ -125,7 +125,7 @@ class _SavedOnTheWay:
         return [Event(LEAVE, SavedStorage(one.storage), one.nbytes, self.links[1]) for one in gone]
 
     def ahead(self, index: int, room_nbytes: Sequence[int]) -> list[Event]:
-        """What comes back for later positions, as far as this one and those between have room for it."""
+        """Prefetch items for later positions, as far as this one and those between have room for it."""
         stop = []
         for at in range(index + 1, index + 1 + self.distance if not self.leaves else 0):
             for one in self.by_position.get(at, ()):

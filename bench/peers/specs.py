@@ -1,4 +1,4 @@
-"""What a subject's process is told: which system trains which model, where, and under which limit."""
+"""Arguments of a subject's process: which system trains which model, where, and under which limit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PACKAGES = {TORCHAO: "torchao", DEEPSPEED: "deepspeed"}
 
 @dataclass(frozen=True)
 class SubjectSpec(Spec):
-    """What trains and how.
+    """System, model and limits of a subject.
 
     Attributes:
         system: one of those above.

@@ -1,4 +1,4 @@
-"""One subject of a benchmark: a model in training, in a process of its own, that obeys commands.
+"""Train one subject of a benchmark in a process of its own, by commands.
 
     python subject.py '{"model": {...}, ...}'        # the fields of SubjectSpec
 
@@ -65,7 +65,7 @@ class Trainer:
         return x.clone().to(self.spec.device), y.clone().to(self.spec.device)
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
-        """One training step: seconds of forward with backward, of the optimizer, of all; and the loss.
+        """Timing of one training step: seconds of forward with backward, of the optimizer, of all; and the loss.
 
         A checkpoint that is due is saved in the midst of so many steps, so that none of a turn's goes on in the next.
         """
@@ -188,7 +188,7 @@ def _obey(trainer: Trainer, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _device_limit(spec: SubjectSpec) -> AbstractContextManager[Any]:
-    """On a GPU the limit holds from the start: a model that does not fit fails while it is moved there."""
+    """Limit a GPU's memory from the start: a model that does not fit fails while it is moved there."""
     if spec.device == "cuda":
         torch.set_float32_matmul_precision("high")
         if spec.limit_nbytes is not None:
@@ -197,7 +197,7 @@ def _device_limit(spec: SubjectSpec) -> AbstractContextManager[Any]:
 
 
 def _cpu_limit(spec: SubjectSpec) -> AbstractContextManager[Any]:
-    """On a CPU it holds once the model is built: until then home and compute tier are the same memory."""
+    """Limit a CPU's memory once the model is built: until then home and compute tier are the same memory."""
     if spec.device != "cpu" or spec.limit_nbytes is None:
         return nullcontext()
     return cpu_allocator.hard_limit(spec.limit_nbytes)

@@ -2,7 +2,7 @@
 
 Every system trains the same model on the same batches with AdamW at the same rates, in the same precision: for a
 model in "bfloat16", arithmetic in bf16 and fp32 master weights and moments; in "float32", all of it fp32. How masters
-come about differs: chunkc and DeepSpeed keep bf16 parameters beside them; the others have fp32 parameters and cast
+come about differs: chunkc and DeepSpeed keep bf16 parameters in addition; the others have fp32 parameters and cast
 them (`torch.autocast`, FSDP2's mixed-precision policy), which is PyTorch's documented way.
 """
 
@@ -50,7 +50,7 @@ class Trainee:
 
 
 def make(spec: SubjectSpec) -> Trainee:
-    """What `spec` says.
+    """Set up the system that `spec` names.
 
     Raises:
         Unavailable: the system is not installed, or does not work on this device.
@@ -60,14 +60,14 @@ def make(spec: SubjectSpec) -> Trainee:
 
 
 def _plain(spec: SubjectSpec, *, is_checkpointed: bool = False) -> Trainee:
-    """Everything on the device: `torch.compile` and the fused AdamW."""
+    """Keep everything on the device: `torch.compile` and the fused AdamW."""
     model = families.build(spec.model, is_checkpointed=is_checkpointed, dtype=torch.float32).to(spec.device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAM)
     return _trainee(model, _compiled(model, spec), optimizer, _autocast(spec))
 
 
 def _checkpointing(spec: SubjectSpec) -> Trainee:
-    """The same, each block keeping its input only."""
+    """Keep everything on the device, and each block's input only."""
     return _plain(spec, is_checkpointed=True)
 
 
@@ -238,7 +238,7 @@ def _trainee(
 
 
 def _compiled(model: nn.Module, spec: SubjectSpec) -> Any:
-    """By Inductor; for a rehearsal, captured and differentiated the same but run operator by operator."""
+    """Compile with Inductor; in a small run, captured and differentiated the same but run operator by operator."""
     return torch.compile(model, backend="inductor" if spec.codegen == "inductor" else "aot_eager")
 
 

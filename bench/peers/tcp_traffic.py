@@ -1,4 +1,4 @@
-"""What this process has sent over TCP, by the kernel's own count."""
+"""Count bytes that this process has sent over TCP, as the kernel does."""
 
 from __future__ import annotations
 

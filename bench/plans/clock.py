@@ -7,7 +7,7 @@ that copies sleeps for what is left of it. First the machine is calibrated, with
 copying a model's parameters once takes a quarter of a step's arithmetic, or all of it. For each of these, each home and
 each budget, the machine is calibrated anew, as its speed changes from minute to minute; and
 
-- a step is planned on paper, as `chunkc explain` does, with `activations="auto"` and `overlap="backward"`, and timed by
+- a step is planned as `chunkc explain` does, with `activations="auto"` and `overlap="backward"`, and timed by
   the simulator; then it trains, and its median step is held against that;
 - the policies of other systems (`policies`) move the chunks of the same model, by the same runtime under the same
   budget, updated in `step()`, as they do it: with all that forwards save kept, with every block recomputed, with
@@ -73,7 +73,7 @@ LATENCY_S = 2e-4
 
 @dataclass(frozen=True)
 class Size:
-    """What trains, over which links, in what room.
+    """Model, links and budget of a case.
 
     Attributes:
         ratios: seconds that all parameters take over a link, to those of a step's arithmetic.
@@ -109,7 +109,7 @@ class Finding:
 
     @property
     def distance(self) -> float:
-        """How far the prediction is from what was measured, as a part of that."""
+        """Relative error of the prediction."""
         return abs(self.predicted_s / self.measured_s - 1)
 
     @property
@@ -141,8 +141,8 @@ def _paced(copy: Callable[..., None], link: str, hardware: Hardware) -> Callable
 
 @contextmanager
 def planned_by(policy: Policy, treatment: Treatment, budget_nbytes: int) -> Iterator[None]:
-    """Inside, chunks move as the policy says, and of saved values is absent what the treatment says; what stays is
-    chunkc's choice.
+    """Inside, chunks move as the policy says, and saved values are offloaded or recomputed as the treatment says; what
+    stays is chunkc's choice.
 
     Compilation raises `BudgetError` where that does not fit.
     """
@@ -183,7 +183,7 @@ def _moving_as(moved: PhasePlan, known: PhasePlan) -> PhasePlan:
 
 
 def _waiting_once(stops: Iterable[Sequence[Event]]) -> Iterator[tuple[Event, ...]]:
-    """The same events, with one wait for each copy: at the use that it is for, or where its slot is given back."""
+    """Add one wait for each copy to the events: at the use that it is for, or where its slot is given back."""
     under_way: dict[Any, Event] = {}
     for stop in stops:
         found = []
@@ -198,7 +198,7 @@ def _waiting_once(stops: Iterable[Sequence[Event]]) -> Iterator[tuple[Event, ...
 
 
 class Recomputed(torch.nn.Module):
-    """A block that keeps its input, and runs again in the backward."""
+    """A block that keeps its input, and is recomputed in the backward."""
 
     def __init__(self, block: torch.nn.Module) -> None:
         super().__init__()

@@ -86,7 +86,7 @@ CLAIMS = (
 
 @dataclass(frozen=True)
 class Finding:
-    """What `explain` says of a claim. Speeds are of all devices together, homes and traffic of one rank."""
+    """Explanation of a claim. Speeds are of all devices together, homes and traffic of one rank."""
 
     claim: Claim
     batch_size: int
@@ -138,7 +138,7 @@ def explain_claim(claim: Claim, show: Callable[[str], None]) -> Finding:
         return chunkc.explain(model, *args, **options, **kwargs)
 
     def largest(fits: Callable[[chunkc.Explanation], bool]) -> int:
-        """How many of the batch sizes fit: all before the first that does not."""
+        """Count the batch sizes that fit: all before the first that does not."""
         return bisect.bisect(BATCH_SIZES, False, key=lambda batch_size: not fits(explained(batch_size)))
 
     num_fitting = largest(lambda found: found.fits and found.host_fits) or largest(lambda found: found.fits)
@@ -176,7 +176,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="default: bench/results/headline-DATE.json")
-    parser.add_argument("--only", default="", metavar="TEXT", help="rows whose system or hardware contains it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only rows with this text in system or hardware")
     options = parser.parse_args(arguments)
     now = datetime.now(UTC)
     out = options.out or RESULTS / f"headline-{now:%Y-%m-%d-%H%M}.json"

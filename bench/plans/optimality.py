@@ -1,4 +1,4 @@
-"""How far plans are from the best: chunkc's predicted step beside a lower bound, and beside other policies' plans.
+"""Compare chunkc's predicted step with a lower bound, and with other policies' plans.
 
     python bench/plans/optimality.py [--small] [--only TEXT] [--overlap none|backward] [--out FILE.json]
 
@@ -56,7 +56,7 @@ SMALL_CASES = (Case("gpt2-small", "rtx2060-6g", 2, "1.2GiB", 256), Case("bert-ba
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of a case; seconds and bytes of one step, None where it does not fit."""
+    """Results of a case; seconds and bytes of one step, None where it does not fit."""
 
     model: str
     hardware: str
@@ -70,7 +70,7 @@ class Finding:
 
     @property
     def distance(self) -> float | None:
-        """How far the step is above the bound, as a part of it."""
+        """Relative distance of the step from the bound."""
         if self.step_time_s is None or not self.lower_bound_s:
             return None
         return self.step_time_s / self.lower_bound_s - 1
@@ -135,7 +135,7 @@ def _seconds(value: float | None) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="two small models, under a minute")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose 'model machine batch' contains it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this text in 'model machine batch'")
     parser.add_argument("--overlap", default=NONE, help="as the optimizer's argument (default: none)")
     parser.add_argument("--exact", action="store_true", help="whole gaps, not parts: for small instances")
     parser.add_argument("--out", type=Path, metavar="FILE.json")

@@ -1,10 +1,10 @@
 """A lower bound on a training step's time under a budget, whatever moves what when: a linear program.
 
-The program knows every call's arithmetic and the bytes that it cannot do without. Whatever else may be absent is cut
+The program knows every call's arithmetic and the bytes that it cannot do without. Whatever else may be evicted is cut
 into *gaps*: an item between two of its uses. Of each gap a part is kept, copied away and back, or, of a value that the
 forward saved, made again by its call. Between calls, time is cut into windows; copies have a rate in each, and nothing
 is in memory before it has been copied there, or gone before it has been copied away. All of it is relaxed to real
-numbers: a part of an item may stay, copies may be cut anywhere, calls run again need nothing but their seconds. What a
+numbers: a part of an item may stay, copies may be cut anywhere, recomputed calls need nothing but their seconds. What a
 real schedule does is a solution of the program, so its time is no less. A schedule is one of a step that ends with
 everything up to date where it belongs, as anyone may read it then: what a step has changed is copied home within it.
 States are changed once their gradient is complete. Until then what has come of them takes room.
@@ -31,8 +31,8 @@ NUM_WINDOWS = 24
 
 @dataclass(frozen=True)
 class Call:
-    """One call: its seconds, the bytes that it cannot do without; the fewest seconds for which it runs again, where
-    that is less."""
+    """Work of one call: its seconds, the bytes that it cannot do without; the fewest seconds of its recomputation,
+    where that is less."""
 
     seconds: float
     nbytes: int
@@ -44,9 +44,9 @@ class Gap:
     """An item between two uses, in units of calls.
 
     Attributes:
-        begin, end: it may be absent during calls `begin` to `end - 1`. Where `end` is not behind `begin` it goes on
+        begin, end: it may be evicted during calls `begin` to `end - 1`. Where `end` is not behind `begin` it goes on
             through the optimizer's step into the next step's forward.
-        is_dirty: it has to be copied away before it may be absent.
+        is_dirty: it has to be copied away before it is evicted.
         is_read: it has to be copied back.
         rerun: the call that makes it again instead; None: only a copy brings it back.
     """
@@ -259,14 +259,14 @@ def _backward_windows(window_of: Sequence[int], num_forward: int) -> list[int]:
 
 
 def _covers(gap: Gap, at: int, num_calls: int) -> bool:
-    """Whether the item may be absent during a call; call `num_calls` is the optimizer's step."""
+    """Whether the item may be evicted during a call; call `num_calls` is the optimizer's step."""
     if gap.begin < gap.end:
         return gap.begin <= at < gap.end
     return at >= gap.begin or at < gap.end
 
 
 def _windows(gap: Gap, window_of: Sequence[int], num_calls: int, stepping: int) -> Iterator[int]:
-    """The windows in which the item may be absent, in order."""
+    """The windows in which the item may be evicted, in order."""
     if gap.begin < gap.end:
         last = stepping if gap.end > num_calls else window_of[gap.end - 1]
         yield from range(window_of[gap.begin] if gap.begin < num_calls else stepping, last + 1)

@@ -1,4 +1,4 @@
-"""A planned step as the bound's problem: its calls, what of each may be absent, and when."""
+"""Convert a planned step to the bound's problem: its calls, what may be evicted, and when."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from plans.optimality_bound import Call, Gap, Problem, UpdateWork
 def problem_of(
     captured: Captured, step: StepPlans, updates: Updates, hardware: Hardware, budget_nbytes: int, *, early: bool
 ) -> Problem:
-    """What the bound knows of a step in one graph.
+    """A step in one graph, as the bound sees it.
 
     Args:
-        captured: with nothing absent.
+        captured: without an activation plan.
         step: as planned, in which some of it is.
         early: groups may be updated in the backward.
     """
@@ -67,13 +67,13 @@ def problem_of(
 
 
 def _again_s(captured: Captured, num_calls: int) -> list[float | None]:
-    """For each call, the seconds of what a backward may repeat of it, where that is less."""
+    """Seconds that a backward takes to recompute each call, where that is less."""
     found = [None if call.recompute_call is None else call.recompute_call.cost_s for call in captured.forward.calls]
     return [*found, *[None] * (num_calls - len(found))]
 
 
 def _chunk_gaps(positions: Sequence[Position], step: StepPlans, early: bool) -> Iterator[Gap]:
-    """Where chunks of parameters and of gradients may be absent."""
+    """Find where chunks of parameters and of gradients may be evicted."""
     layout, num_calls = step.layout, len(positions)
     trained = layout.groups_of(step.trained)
     uses: dict[Chunk, list[int]] = {}
@@ -96,7 +96,7 @@ def _chunk_gaps(positions: Sequence[Position], step: StepPlans, early: bool) -> 
 
 
 def _saved_gaps(captured: Captured) -> Iterator[Gap]:
-    """Where values that the forward saved may be absent, and which call makes each again."""
+    """Find where saved values may be evicted, and which call recomputes each."""
     forward, backward = captured.forward, captured.backward
     if backward is None:
         return

@@ -1,9 +1,9 @@
-"""How long it takes to plan a model that is traced already, for a budget that it was not planned for before.
+"""Time the planning of a traced model for a budget that it was not planned for before.
 
     python bench/plans/planning.py [--small] [--only TEXT] [--overlap none|backward] [--rounds N] [--out FILE.json]
 
 Each case (a model, a machine, a batch size, a budget) is traced, described and planned once, for the whole device, as
-`chunkc explain --activations auto` does. Then it is planned for the budget: a step is rehearsed, which is where ways
+`chunkc explain --activations auto` does. Then it is planned for the budget: a step is run dry, which is where ways
 are searched, and its plans are made, put into graphs and verified. Prints the processor's seconds of both (median of
 the rounds), the simulated step, and a digest of the plans: equal digests are equal plans, event for event and byte for
 byte. Nothing runs. `--out` saves the figures with the machine and its versions.
@@ -61,7 +61,7 @@ class Finding:
 
 
 def digest(step: StepPlans) -> str:
-    """Of equal plans it is the same."""
+    """Digest of a plan: equal plans have equal ones."""
     text = "".join(map(str, (*step.plans, sorted(step.resident), step.tiles)))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -100,13 +100,15 @@ def examine(case: Case, overlap: str, num_rounds: int) -> Finding:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="a small model, within seconds")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose model, hardware and budget contain it")
+    parser.add_argument(
+        "--only", default="", metavar="TEXT", help="only cases with this text in model, hardware and budget"
+    )
     parser.add_argument("--overlap", choices=(NONE, BACKWARD), default=BACKWARD)
     parser.add_argument("--rounds", type=int, default=1, metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     options = parser.parse_args(arguments)
     cases = SMALL_CASES if options.small else CASES
-    table = Table("case", "first plan", "rehearsal", "plans", "planning", "step", "digest")
+    table = Table("case", "first plan", "dry run", "plans", "planning", "step", "digest")
     found = []
     for case in (case for case in cases if options.only.lower() in f"{case.model} {case.hardware} {case.budget}"):
         one = examine(case, options.overlap, options.rounds)

@@ -1,11 +1,11 @@
-"""How much of a cold compilation is planning: a deep GPT's first step, under half of the memory that it needs.
+"""Measure the share of planning in a cold compilation: a deep GPT's first step, under half of the memory that it needs.
 
     python bench/plans/planning_share.py [--layers 90] [--small]
 
-Inductor's cache is empty, values that the forward saves may be absent (`activations="auto"`), and the backward updates
-(`overlap="backward"`). Prints the seconds of the first step, which compiles, and those in it in which the policy
-decides and plans are made, put into graphs and verified. Time to compile grows with the number of layers, not with
-their width. A wide model's plans take longer: `planning.py` says how long.
+Inductor's cache is empty, values that the forward saves may be offloaded or recomputed (`activations="auto"`), and the
+backward updates (`overlap="backward"`). Prints the seconds of the first step, which compiles, and those in it in which
+the policy decides and plans are made, put into graphs and verified. Time to compile grows with the number of layers,
+not with their width. A wide model's plans take longer: `planning.py` says how long.
 """
 
 from __future__ import annotations

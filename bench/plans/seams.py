@@ -1,12 +1,13 @@
-"""What a step would gain if chunks stayed in slots from the backward to the update, and from there to the next forward.
+"""Predict what a step would gain if chunks stayed in slots from the backward to the update, and from there to the next
+forward.
 
     python bench/plans/seams.py [--small] [--only TEXT]
 
 After a backward and after a step chunkc gives every slot back, since anyone may read and change parameters and
-gradients then, in ways that nothing sees. Here each case is planned as if nobody did: the update finds parameters and
+gradients then, in ways that nothing sees. Here each case is planned as if none did: the update finds parameters and
 gradients of the first groups where the backward had them, or the forward finds their parameters where the update had
 them. The number of groups is the best of a few. All are timed by the simulator that `chunkc explain` uses, and held
-against the step as it is, beside what `overlap="backward"` gains. Nothing runs. Prints a table.
+against the step as it is, and with what `overlap="backward"` gains. Nothing runs. Prints a table.
 """
 
 from __future__ import annotations
@@ -96,11 +97,11 @@ class Seams:
         self.passes_s = self._total(self.passes)
 
     def now_s(self) -> float:
-        """Of a step as it is."""
+        """Time a step as it is."""
         return self._total([*self.passes, *self._planned(UPDATE, update=self._update((), ()))])
 
     def to_update_s(self, left: Sequence[int]) -> float:
-        """Of a step whose update finds these groups' parameters and gradients in slots.
+        """Time a step with these groups' parameters and gradients in slots at the update.
 
         Raises:
             NoRoom, BudgetError: there is none for it.
@@ -109,7 +110,7 @@ class Seams:
         return self._total(self._planned(FORWARD, BACKWARD, UPDATE, update=update))
 
     def to_forward_s(self, left: Sequence[int]) -> float:
-        """Of a step whose forward finds these groups' parameters in slots; they are updated last.
+        """Time a step with these groups' parameters in slots at the forward; they are updated last.
 
         Raises:
             NoRoom, BudgetError: there is none for it.
@@ -186,14 +187,23 @@ def examine(case: Case) -> Finding:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="one small model, in seconds")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose 'model machine batch' contains it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this text in 'model machine batch'")
     options = parser.parse_args(arguments)
     cases = [
         case
         for case in (SMALL_CASES if options.small else CASES)
         if options.only in f"{case.model} {case.hardware} {case.batch_size}"
     ]
-    columns = "model", "machine", "batch", "budget", "step", "backward to update", "update to forward", "early updates"
+    columns = (
+        "model",
+        "machine",
+        "batch",
+        "budget",
+        "step",
+        "backward to update",
+        "update to forward",
+        "updates in backward",
+    )
     table = Table(*columns)
     for case in cases:
         row = examine(case).row

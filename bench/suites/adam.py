@@ -147,7 +147,7 @@ def _section(context: Context, size: Size, device: str, precision: str, cache: P
 
 
 def bytes_per_s(times_s: list[float], nbytes: int) -> float:
-    """Of the median pass."""
+    """Bandwidth of the median pass."""
     return nbytes / statistics.median(times_s)
 
 

@@ -1,4 +1,4 @@
-"""What a process of the suite `adam` is told, and the candidates there are."""
+"""Arguments of a process of the suite `adam`, and the candidates."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class AdamSpec(Spec):
-    """One candidate over `num_elements` parameters."""
+    """A candidate over `num_elements` parameters."""
 
     SCRIPT = "suites/adam_subject.py"
 

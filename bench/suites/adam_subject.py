@@ -1,11 +1,11 @@
-"""One candidate of the suite `adam`, in a process of its own, that obeys commands.
+"""Run one candidate of the suite `adam` in a process of its own, by commands.
 
     python adam_subject.py '{"candidate": ...}'        # the fields of AdamSpec
 
     time N      times N passes over a working set that is made for them and given up after: seconds of each
     check       the largest difference of parameters from the reference after a few updates of a few elements
 
-The working set exists only while it is timed, so that many candidates can wait beside each other; its pages are
+The working set exists only while it is timed, so that many candidates can wait at once; its pages are
 other ones in every turn, which spreads what their place costs over the samples.
 """
 
@@ -78,7 +78,7 @@ def _cuda_s(run: Callable[[], object]) -> float:
 
 
 def _difference(spec: AdamSpec) -> float | None:
-    """In fp32 parameters or masters; None for what updates nothing."""
+    """Largest difference in fp32 parameters or masters; None for what updates nothing."""
     small = replace(spec, num_elements=NUM_CHECK_ELEMENTS)
     update = adam_updates.make(small)
     if update.result is None:

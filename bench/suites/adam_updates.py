@@ -26,7 +26,7 @@ _BLOCK_LENGTH = 65_521  # a prime; values repeat after so many elements
 
 @dataclass(frozen=True)
 class Update:
-    """One pass over the working set.
+    """Run one pass over the working set.
 
     Attributes:
         run: the pass.
@@ -54,7 +54,7 @@ def reference(num_elements: int, num_steps: int) -> Tensor:
 
 
 def reference_bf16(num_elements: int, num_steps: int) -> Tensor:
-    """The same for gradients rounded to bf16: the masters."""
+    """Masters after reference updates with gradients rounded to bf16."""
     return _reference(num_elements, num_steps, torch.bfloat16)
 
 
@@ -145,7 +145,7 @@ def _torch_adamw(spec: AdamSpec, *, has_casts: bool = False, **kind: Any) -> Upd
 
 
 def _deepspeed(spec: AdamSpec, *, has_casts: bool = False) -> Update:
-    """As DeepSpeed's offloading uses it; it compiles at the first use."""
+    """DeepSpeed's CPU Adam as its offloading uses it; it compiles at the first use."""
     if spec.device != "cpu":
         raise Unavailable("it updates on the CPU")
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -201,7 +201,7 @@ def _low_bit(spec: AdamSpec, make_optimizer: Callable[[list[Tensor]], torch.opti
 
 
 def _copy(spec: AdamSpec) -> Update:
-    """One read and one write."""
+    """Copy: one read and one write."""
     num_elements = spec.num_elements * 2
     a = _values(num_elements, spec.device, 0, torch.float32)
     b = torch.zeros_like(a)

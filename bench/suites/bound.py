@@ -44,7 +44,7 @@ def run(context: Context) -> Iterator[Section]:
 
 
 def rates_section(hardware: least_step_time.Hardware) -> Section:
-    """What the machine does."""
+    """Rates of the machine."""
     rates = {
         "matrix products": ("flops_per_s", hardware.flops_per_s),
         "memory": ("nbytes_per_s", hardware.memory_bytes_per_s),

@@ -1,4 +1,4 @@
-"""The suite `budget`: models under memory budgets, chunkc beside other systems that offload.
+"""The suite `budget`: models under memory budgets, chunkc against other systems that offload.
 
 A section per model and budget. Every system is a process of its own, held to the budget (by torch's allocator on a
 GPU, by a metered one on a CPU). They take turns where all of them fit into the machine side by side; else each runs
@@ -112,7 +112,7 @@ PEERS = Size(
 
 
 def small(device: str) -> Size:
-    """For rehearsals: a model with little more than it needs there at least, and one that fits."""
+    """Cases of small runs: a model with little more than its least budget, and one that fits."""
     tight, roomy = (ModelChoice(name, 64, "float32") for name in ("tiny-3", "hf-tiny"))
     tight_nbytes = limit_for(device, least_budget_nbytes(tight, 2, device, "eager") + 2 * MIB)
     cases = (Case(tight, 2, tight_nbytes), Case(roomy, 2, GB, is_checkpointed=False, systems=(CHUNKC, PLAIN)))
@@ -121,7 +121,7 @@ def small(device: str) -> Size:
 
 @dataclass
 class Outcome:
-    """What became of one system in one case."""
+    """Outcome of one system in one case."""
 
     system: str
     turns: list[Turn] = field(default_factory=list)
@@ -239,7 +239,7 @@ def train_turn(process: SubjectProcess, outcome: Outcome, num_settling: int, num
 
 
 def compared(outcomes: Iterable[Outcome], tolerance: float, budget_nbytes: int) -> list[Outcome]:
-    """Copies whose notes and failures say how losses and bytes compare; those given stay as they are."""
+    """Copy outcomes, with notes and failures that say how losses and bytes compare."""
     copies = {outcome.system: replace(outcome) for outcome in outcomes}
     compare_losses(list(copies.values()), tolerance)
     check_promise(copies, budget_nbytes)
@@ -247,7 +247,7 @@ def compared(outcomes: Iterable[Outcome], tolerance: float, budget_nbytes: int) 
 
 
 class Guard:
-    """What goes wrong inside becomes the outcome's note; of chunkc, a failure, unless budget or time is too small."""
+    """Turn an error inside into the outcome's note; of chunkc, a failure, unless budget or time is too small."""
 
     def __init__(self, outcome: Outcome, context: Context) -> None:
         self._outcome, self._context = outcome, context
@@ -269,7 +269,7 @@ NO_ANSWER = (DoesNotFit, OutOfMemory, Unavailable, SubjectFailed)
 
 
 def judged(error: BaseException, system: str, context: Context) -> tuple[str, bool]:
-    """What to note of one of `NO_ANSWER`; whether it is a failure: of chunkc, unless budget or time is too small."""
+    """Note for one of `NO_ANSWER`, and whether it is chunkc's failure: not if budget or time is too small."""
     if isinstance(error, TimedOut) and context.is_out_of_time:
         return "the time was up", False
     prefix = {OutOfMemory: "out of memory: ", SubjectFailed: "failed: "}.get(type(error), "")
@@ -277,7 +277,7 @@ def judged(error: BaseException, system: str, context: Context) -> tuple[str, bo
 
 
 def compare_losses(outcomes: Sequence[Outcome], tolerance: float) -> None:
-    """Note whose losses differ from chunkc's; where chunkc's differ from everybody's, the failure is chunkc's."""
+    """Note losses that differ from chunkc's; if all others do, the failure is chunkc's."""
     subject = next((outcome for outcome in outcomes if outcome.system == CHUNKC and outcome.losses), None)
     if subject is None:
         return
@@ -334,7 +334,7 @@ def spec_of(
 
 
 def plan_budget(device: str, limit_nbytes: int) -> int:
-    """What chunkc is told where torch's allocator is held to `limit_nbytes`.
+    """Options of chunkc where torch's allocator is held to `limit_nbytes`.
 
     On a GPU that limit is for what the allocator takes of the driver: whole pages, which blocks fill only in part.
     """
@@ -464,7 +464,7 @@ def _link_metrics(turns: Sequence[Turn], hardware: Hardware) -> dict[str, Metric
 
 
 def _host_metrics(turns: Sequence[Turn], is_ahead: bool) -> dict[str, Metric]:
-    """What chunkc's own instructions take of the host: per instruction, and as a part of the step.
+    """Host seconds of chunkc's own instructions: per instruction, and as a part of the step.
 
     Where the host runs ahead of the device, to wait for a copy is such an instruction too.
     """

@@ -1,4 +1,4 @@
-"""The suite `checkpoint`: what it costs to save every 50 steps, beside the same training without.
+"""The suite `checkpoint`: the cost of saving every 50 steps, against the same training without.
 
 The demonstration's GPT, under a third of plain PyTorch's memory with model data on disk, and with all of it resident.
 Of each, two processes take turns. A turn has as many steps as lie between two checkpoints, and one is saved in the

@@ -138,7 +138,7 @@ def _minimum_nbytes(spec: SubjectSpec, cache: Path, timeout_s: Timeout) -> int:
 
 
 def _metrics(turns: list[Turn], base: list[Turn], report: Mapping[str, Any]) -> dict[str, Metric]:
-    """Of one subject; traffic and waiting are per step."""
+    """Metrics of one subject; traffic and waiting are per step."""
     metrics = {}
     for name, key in (("predicted peak", "predicted_peak_nbytes"), ("measured peak", "measured_peak_nbytes")):
         if key in report:

@@ -1,9 +1,9 @@
-"""How fast a disk home is read: the suite `disk`'s section about the disk alone, without a model.
+"""Measure how fast a disk home is read: the suite `disk`'s section about the disk alone, without a model.
 
 Each subject is a home of its own over the same disk, that reads as much: one piece or several at a time, through the
-page cache or past it. Plain loops stand beside them, in place of `fio`. All take turns, in another order each round.
-"Cold" is a home that the page cache has forgotten; "beside writes" is a cold one with another region of the same file
-being written meanwhile, as training does.
+page cache or past it. Plain loops are compared with them, in place of `fio`. All take turns, in another order each
+round. "Cold" is a home that the page cache has forgotten; "beside writes" is a cold one with another region of the same
+file being written meanwhile, as training does.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Subject:
         for begin in range(0, self.sizes.nbytes, self.sizes.chunk_nbytes):
             self.home.read(self.region, begin, self._slot)
 
-    def write_beside(self) -> None:
+    def write_elsewhere(self) -> None:
         self.home.write(self._other, 0, self._written)
 
     def forget(self) -> None:
@@ -70,7 +70,7 @@ class Subject:
 
 
 class Loop(Subject):
-    """One request after the other into the same aligned memory, and nothing else."""
+    """Read by one request after the other into the same aligned memory."""
 
     def __init__(self, directory: str, sizes: Sizes, *, past_cache: bool) -> None:
         super().__init__(directory, sizes)
@@ -83,7 +83,7 @@ class Loop(Subject):
 
 
 def subjects(directory: str, sizes: Sizes) -> dict[str, Subject]:
-    """Every way to read, by name."""
+    """Ways to read, by name."""
     found: dict[str, Subject] = {}
     for num in (1, NUM_UNDER_WAY):
         for past_cache in (False, True):
@@ -129,14 +129,14 @@ def section(context: Context, advance: Progress, directory: str | None = None) -
 
 
 def _turn(subject: Subject, state: str) -> tuple[float, float]:
-    """Wall and processor seconds of one pass over the home; the processor's are not those of writes beside it."""
+    """Wall and processor seconds of one pass over the home; the processor's are without those of concurrent writes."""
     if state == "in the cache":
         for begin in range(0, subject.sizes.nbytes, LOOP_NBYTES):
             os.preadv(subject.file.fd, [bytearray(LOOP_NBYTES)], begin)
     else:
         subject.forget()
-    beside = _writing(subject.write_beside) if state == "cold, beside writes" else contextlib.nullcontext()
-    with beside:
+    writer = _writing(subject.write_elsewhere) if state == "cold, beside writes" else contextlib.nullcontext()
+    with writer:
         begun_s, used_s = time.perf_counter(), time.process_time()
         subject.read()
         return time.perf_counter() - begun_s, time.process_time() - used_s

@@ -1,4 +1,4 @@
-"""The suite `fits`: where all of it fits, what chunkc costs beside plain `torch.compile` with a fused AdamW.
+"""The suite `fits`: chunkc's cost where all of it fits, against plain `torch.compile` with a fused AdamW.
 
 Cases: `steps`, the time per step, in processes that live through all rounds and take turns; `compilation`, a start with
 an empty cache, each sample a fresh process; `deep-compilation`, the same with twice as many layers; and
@@ -86,7 +86,7 @@ def _spec(size: Size, options: dict[str, Any] | None, device: str) -> SubjectSpe
 
 
 def cold_times_s(turn: Turn) -> tuple[float, float]:
-    """What the first step took longer than steady ones: forward and backward, and the optimizer."""
+    """Extra seconds of the first step over steady ones: forward and backward, and the optimizer."""
     return tuple(  # type: ignore[return-value]
         max(0.0, samples_s[0] - statistics.median(samples_s[2:]))
         for samples_s in (turn.forward_backward_s, turn.optimizer_s)
@@ -96,7 +96,7 @@ def cold_times_s(turn: Turn) -> tuple[float, float]:
 def _second_starts(
     size: Size, specs: Mapping[str, SubjectSpec], folder: Path, advance: Progress, timeout_s: Timeout
 ) -> Section:
-    """Each subject has a cache of its own in `folder`, which a first start fills."""
+    """Time second starts: each subject has a cache of its own in `folder`, which a first start fills."""
     caches = {name: folder / str(number) for number, name in enumerate(specs)}
     for name, spec in specs.items():
         advance(f"filling the cache: {name}")
@@ -112,7 +112,7 @@ def _starts(
     advance: Progress,
     timeout_s: Timeout,
 ) -> Section:
-    """Each sample by a fresh process; a cache is None where nothing may be compiled yet."""
+    """Sample each start in a fresh process; a cache is None where nothing may be compiled yet."""
     compile_s: dict[str, list[float]] = {name: [] for name in specs}
     optimizer_s: dict[str, list[float]] = {name: [] for name in specs}
     for repeat in range(size.num_repeats):

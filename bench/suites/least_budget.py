@@ -1,4 +1,4 @@
-"""The smallest budget of a model on this machine, as chunkc says before it runs: rehearsals take theirs from it."""
+"""The smallest budget of a model on this machine, as chunkc says before it runs: small runs take theirs from it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hardware_here(device: str) -> Hardware:
 
 @cache
 def least_budget_nbytes(model: ModelChoice, batch_size: int, device: str, codegen: str) -> int:
-    """What a model with activation checkpointing needs at least, libraries on a GPU included."""
+    """Smallest budget of a model with activation checkpointing, libraries on a GPU included."""
     with torch.device("meta"):
         module = construct(model, is_checkpointed=True)
         x = torch.zeros(batch_size, model.length, dtype=torch.int64)

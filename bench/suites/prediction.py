@@ -2,7 +2,7 @@
 
 A section per model, budget and way of compiling; a row per phase of the step. CPU fakes are what `chunkc explain` sees
 for a CPU, CUDA fakes what it sees for a GPU, on any machine (`passes.retarget_cuda`). The plan is the one that the
-training ran by: made from fake tensors of the device where it ran, a CPU in a rehearsal. What was measured is the
+training ran by: made from fake tensors of the device where it ran, a CPU in a small run. What was measured is the
 allocator's count of that very run. Bytes that libraries keep on a GPU are left out of all of them, and stated apart.
 """
 
@@ -37,7 +37,7 @@ NUM_STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a budget for it, and who compiles."""
+    """A model, its budget and its code generator."""
 
     model: ModelChoice
     batch_size: int
@@ -58,7 +58,7 @@ FULL = tuple(
 
 
 def small(device: str) -> tuple[Case, ...]:
-    """For rehearsals: those of the suite `budget`."""
+    """Cases of small runs: those of the suite `budget`."""
     return tuple(Case(of.model, of.batch_size, of.budget_nbytes, "eager") for of in budget.small(device).cases)
 
 

@@ -84,7 +84,7 @@ def run(context: Context) -> Iterator[Section]:
 
 
 def choose(cases: Sequence[Case], s_per_gib: float | None, available_nbytes: int) -> tuple[Case, str]:
-    """The first case whose home fits into free RAM and is soon pinned, else the last; and why not a larger one."""
+    """Choose the first case with a home that fits into free RAM and is soon pinned, else the last, and say why."""
     rate, reasons = s_per_gib or ASSUMED_S_PER_GIB, []
     for case in cases[:-1]:
         home_nbytes = budget.HOST_NBYTES_PER_PARAMETER[CHUNKC] * sizes(case.model).num_parameters
@@ -100,7 +100,7 @@ def choose(cases: Sequence[Case], s_per_gib: float | None, available_nbytes: int
 
 
 def pinning_s_per_gib(path: Path | None) -> float | None:
-    """Of the most that was pinned at once, as the facts have it; None where they do not."""
+    """Seconds per GiB to pin the largest region of the facts; None where they have none."""
     if path is None or not path.is_file():
         return None
     figures = [fact["figures"] for fact in json.loads(path.read_text())["facts"] if fact["status"] != "FAIL"]
@@ -109,7 +109,7 @@ def pinning_s_per_gib(path: Path | None) -> float | None:
 
 
 def next_attempt(attempt: Attempt, error: BaseException, seconds: float, smallest: Case) -> Attempt | None:
-    """What to try after a failure: without a limit if that was hit, else eager code if it came soon, else the smallest
+    """Choose what to try after a failure: no limit if that was hit, else eager code if it came soon, else the smallest
     model; None if nothing is left."""
     if isinstance(error, OutOfMemory):
         if attempt.is_limited:
@@ -179,7 +179,7 @@ class Run:
         return spec if self.attempt.is_limited else replace(spec, limit_nbytes=None)
 
     def section(self, reason: str) -> Section:
-        """All that was measured so far."""
+        """Rows measured so far."""
         case = self.attempt.case
         counts = sizes(case.model)
         (outcome,) = budget.compared([self.outcome], 0.0, case.budget_nbytes)

@@ -8,7 +8,7 @@ on CPUs that would be the same memory.
 
 A rank's memory is what torch's allocator was asked for at the most, to the byte, and on CPUs for chunkc what is in use
 at its home at that time as well, which is a memory map. Bytes on the wire are those that TCP says were acknowledged, on
-all connections of a rank; of NCCL's nobody says them.
+all connections of a rank; of NCCL's they are unknown.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ What comes and goes takes less room, then, than whole blocks, as FSDP2 and chunk
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks compute, and how many there are."""
+    """Device and number of the ranks."""
 
     device: str
     num_ranks: int
@@ -64,7 +64,7 @@ class Place:
         return Place(context.device, torch.cuda.device_count() if context.device == "cuda" else NUM_RANKS)
 
     def memory_nbytes(self, report: dict[str, Any]) -> int:
-        """What a rank takes at the most: the allocator's peak, with its home where that is the same memory."""
+        """Peak bytes of a rank: the allocator's peak, with its home where that is the same memory."""
         found: int = report["measured_peak_nbytes"]
         return report.get("with_home_nbytes", found) if self.device == "cpu" else found
 
@@ -102,7 +102,7 @@ class Ranks:
         return Turn(*map(slowest, names), losses, {})
 
     def reports(self) -> list[dict[str, Any]]:
-        """Of each rank."""
+        """Reports of all ranks."""
         return list(self._pool.map(SubjectProcess.report, self._ranks))
 
 
@@ -190,7 +190,7 @@ def _started(
 
 
 def spec_of(name: str, size: Size, options: Mapping[str, int], place: Place) -> SubjectSpec:
-    """One of the subjects; `options` are chunkc's."""
+    """Spec of a subject; `options` are chunkc's."""
     system = name if name in (DDP, FSDP2_RANKS) else CHUNKC_RANKS
     return SubjectSpec(
         size.model,

@@ -31,7 +31,7 @@ _SMALL = Sizes(
 
 @dataclass(frozen=True)
 class RatesSpec(Spec):
-    """What to measure; `is_small`: for a rehearsal, quickly."""
+    """Rates to measure; `is_small`: quickly."""
 
     SCRIPT = "suites/rates.py"
 

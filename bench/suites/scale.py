@@ -2,7 +2,7 @@
 
 A section per budget. A model trains if two steps end within the budget, in a fresh process that is held to it. Models
 that would need more RAM than there is are not begun; the row says so. All systems run blocks again in the backward
-(activation checkpointing), as the systems whose results these are compared with do, but for plain training.
+(activation checkpointing), as the systems do that these are compared with, but for plain training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROBE_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Size:
-    """Budgets in bytes by name, the family from small to large, a batch, and who trains."""
+    """Budgets in bytes by name, the family from small to large, a batch, and the systems."""
 
     budgets: dict[str, int]
     family: tuple[ModelChoice, ...]
@@ -42,7 +42,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Probe:
-    """One model tried: whether it trains, else why not."""
+    """Result of a model: whether it trains, else why not."""
 
     fits: bool
     reason: str = ""

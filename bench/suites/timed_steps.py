@@ -1,4 +1,4 @@
-"""What suites have in common that time steps of subjects which take turns: sizes, turns, and a row's metrics."""
+"""Time steps of subjects that take turns: sizes, turns, and a row's metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HUGE_NBYTES = 2**40
 """A budget that everything fits."""
 
 LOSS_TOLERANCE = 1e-2
-"""Subjects whose losses differ by more do not train the same model: their times compare nothing."""
+"""Subjects with losses that differ by more do not train the same model: their times compare nothing."""
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class Size:
     codegen: str = "inductor"
 
     def setting(self, num_rounds: int, **more: Any) -> dict[str, Any]:
-        """What holds for all rows; `num_rounds` were measured."""
+        """Setting that all rows share; `num_rounds` were measured."""
         counts = {"num_rounds": num_rounds, "num_steps_per_round": self.num_steps}
         return setting_of(self.model, self.batch_size, **more, **counts)
 
     def take_turns(self, subjects: Mapping[str, Steps], context: Context, advance: Progress) -> dict[str, list[Turn]]:
-        """Each subject's turns, as long as there is time."""
+        """Run each subject's turns, as long as there is time."""
         return interleave(
             subjects,
             num_rounds=self.num_rounds,
@@ -55,7 +55,7 @@ class Size:
 SMALL = Size(
     GPTConfig(num_layers=2, width=64, num_heads=2, length=32), batch_size=2, num_rounds=1, num_steps=3, codegen="eager"
 )
-"""A rehearsal's."""
+"""Size of small runs."""
 
 
 def step_metrics(turns: Sequence[Turn], bases: Mapping[str, Sequence[Turn]], *, in_parts: bool) -> dict[str, Metric]:
