@@ -1,4 +1,4 @@
-"""`chunkc.report`: what was predicted, what was measured, what moved and where the time went."""
+"""Report on a model's training (`chunkc.report`): predictions, measurements, traffic and times."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from chunkc.session.session import Session, sessions_of
 
 @dataclass(frozen=True)
 class Report:
-    """A model's training so far.
+    """Predictions and measurements of a model's training so far.
 
     Attributes:
         memory_budget_nbytes, predicted_peak_nbytes: of the compute tier.
-        measured_peak_nbytes: all that was in use; None where nothing meters the tier (on a CPU:
+        measured_peak_nbytes: all bytes in use at the peak; None if the tier is not metered (on a CPU:
             `chunkc.runtime.device.cpu_allocator.install`).
-        measured_planned_nbytes: the same without tensors of the program that no plan knows, such as a copy of the model
-            or an average of its weights: what a prediction is for.
-        unplanned_nbytes: those of them that were there in the run of the measured peak.
-        minimum_budget_nbytes: the smallest budget that every graph compiled so far can work with, in segments where
-            that takes less; an upper bound of it for a graph that Inductor has compiled whole.
-        home_nbytes: bytes at home.
-        measured_with_home_nbytes: the measured peak of both together: what is in use at home at a time counts. With
-            several processes and a home in RAM, that is less than the sum of both peaks: gradients take no room there
-            while a model has none.
+        measured_planned_nbytes: the same without tensors of the program that are in no plan, such as a copy of the
+            model or an average of its weights; comparable with the prediction.
+        unplanned_nbytes: those tensors' bytes in the run of the measured peak.
+        minimum_budget_nbytes: the smallest budget that works for all graphs compiled so far, in segments where that
+            takes less; an upper bound of it for a graph that Inductor has compiled whole.
+        home_nbytes: bytes of home memory.
+        measured_with_home_nbytes: the measured peak of compute tier and home, counting home bytes in use at the time.
+            With several processes and a home in RAM, it is less than the sum of both peaks: gradients take no home
+            memory while a model has none.
         chunk_size_nbytes, num_chunks: chunks of parameters; gradients and states have as many again.
-        num_resident_chunks: those that never leave the compute tier.
+        num_resident_chunks: chunks that never leave the compute tier.
         traffic_nbytes: bytes copied `to_device` and `to_home` so far.
-        gradients_read_nbytes: bytes of gradients that norms have read at home so far, on a GPU through the link, beside
-            what any plan moves: those of the first step, and those that were changed before `clip_grad_norm_`.
-        time_s: seconds so far in `compute`, `host` (what chunkc's own instructions took beyond arithmetic, updates and
-            waiting), `wait` (for copies), `to_device`, `to_home` (busy links).
+        gradients_read_nbytes: bytes of gradients that norms have read at home so far, on a GPU through the link, in
+            addition to planned traffic: those of the first step, and those that were changed before `clip_grad_norm_`.
+        time_s: seconds so far in `compute`, `host` (chunkc's own instructions without arithmetic, updates and waiting),
+            `wait` (for copies), `to_device`, `to_home` (busy links).
         host_step_s: seconds of the host in the latest step's `forward`, `backward` and `update` (the optimizer's step),
             as far as it had them: planning, bookkeeping and launching, without waiting for copies. On a CPU the host
             computes, and arithmetic is part of it; on a GPU a step that lasts longer hides it.
         num_instructions: segments run, chunks moved and gradients sunk so far.
         moments: (label, predicted bytes, measured bytes or None) of the latest step.
         plan_text: the latest plans, printed.
-        estimates: operators whose inner memory is a guess, each with the most that plans reckon with.
-        num_allocator_retries: how often a GPU's allocator gave back what it had cached to find room, so far: each one
-            halts computation; a smaller budget leaves it more.
-        overhead_nbytes: the part of every prediction that no plan moves: on a GPU, workspaces of libraries and room for
+        estimates: operators with a guess for their inner memory, each with the largest that plans use.
+        num_allocator_retries: how often a GPU's allocator emptied its cache to find room, so far: each time halts
+            computation; a smaller budget leaves the cache more room.
+        overhead_nbytes: bytes of every prediction that no plan moves: on a GPU, workspaces of libraries and room for
             the optimizer's tables of work (`machines.devices.TABLES_NBYTES`), of which small models fill little.
     """
 
@@ -96,21 +96,21 @@ class Report:
         return "\n".join(f"{label:<18} {value}" for label, value in rows)
 
     def _divided(self) -> Iterator[tuple[str, str]]:
-        """What of the measured peak plans answer for, and what else was there."""
+        """Yield the planned and the unplanned bytes of the measured peak."""
         assert self.measured_planned_nbytes is not None
         yield "  in the plan", format_nbytes(self.measured_planned_nbytes)
-        yield "  in no plan", f"{format_nbytes(self.unplanned_nbytes)}, tensors that the program holds beside it"
+        yield "  in no plan", f"{format_nbytes(self.unplanned_nbytes)}, other tensors of the program"
 
 
 def report(model: nn.Module) -> Report:
-    """What chunkc knows of a model that was placed or compiled by it.
+    """Report on a model that was placed or compiled by chunkc.
 
     Raises:
-        ChunkcError: chunkc has nothing to do with the model (yet).
-        TypeError: it is no module, such as a compiled function.
+        ChunkcError: the model was not placed or compiled by chunkc (yet).
+        TypeError: `model` is no module, such as a compiled function.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"give the model whose parameters are trained, a torch.nn.Module, not {type(model).__name__}")
+        raise TypeError(f"give the model that is trained, a torch.nn.Module, not {type(model).__name__}")
     sessions = sessions_of(model.parameters())
     if len(sessions) != 1:
         raise ChunkcError(

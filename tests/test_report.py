@@ -266,7 +266,7 @@ def test_nothing_is_known_of_other_models() -> None:
 
 
 def test_a_function_is_no_model() -> None:
-    with pytest.raises(TypeError, match=r"the model whose parameters are trained, a torch\.nn\.Module, not function"):
+    with pytest.raises(TypeError, match=r"the model that is trained, a torch\.nn\.Module, not function"):
         chunkc.report(torch.compile(torch.sin, backend="chunkc"))
 
 

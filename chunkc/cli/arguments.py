@@ -1,4 +1,4 @@
-"""The command line of `chunkc`: its commands and what they take."""
+"""Define the command line of `chunkc`: its commands and their arguments."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from chunkc.models import MODELS
 from chunkc.optim.update_mode import DEVICE, NONE, OVERLAP, UPDATE_ON
 
 BAD_INPUT = 2
-"""The exit code of what makes no sense."""
+"""Exit code for invalid input."""
 
 WHOLE = re.compile("[0-9]{1,18}")
 """A whole number as people write it."""
 
 MASTER_WEIGHTS: dict[str, bool | str] = {"true": True, "false": False, SPLIT: SPLIT, FLOAT32: FLOAT32}
-"""What the optimizer's `master_weights` is called on the command line."""
+"""Name on the command line -> the optimizer's `master_weights`."""
 
 EPILOG = f"""examples:
   chunkc explain gpt-18b --hardware rtx3090 --host-memory 288GiB --batch-size 4 --activation-checkpointing
@@ -42,12 +42,12 @@ exit code: 0 it fits, 3 it does not, 2 bad input, 1 a fault in chunkc itself, 13
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
-        """One line, without the usage."""
+        """Exit with one line, without the usage."""
         self.exit(BAD_INPUT, f"chunkc: {one_line(message)}\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the parser of the command line."""
     parser = _Parser(prog="chunkc", description="The command `chunkc`: `explain`, `diff` and `calibrate`.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     explain_parser = commands.add_parser(
@@ -93,7 +93,7 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
         help="what a disk home holds: optimizer states, everything, or (auto) everything on a CPU, states behind a GPU",
     )
     command.add_argument("--chunk-size", default="auto", metavar="SIZE", help='bytes, "4MiB" or "auto"')
-    codegen_help = "who compiles the segments; default: eager, which takes other bytes than training's inductor"
+    codegen_help = "how segments are compiled; default: eager, which takes other bytes than training's inductor"
     command.add_argument("--codegen", choices=["eager", "inductor"], default="eager", help=codegen_help)
     command.add_argument(
         "--activations",
@@ -102,7 +102,7 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
         help="what becomes of the values that the forward saves; default: keep",
     )
     command.add_argument("--loss-tile-rows", type=_positive, metavar="N", help="cross entropy in tiles of so many rows")
-    command.add_argument("--strict", action="store_true", help="refuse operators whose inner memory is a guess")
+    command.add_argument("--strict", action="store_true", help="refuse operators with a guess for inner memory")
     _add_optimizer_arguments(command.add_argument_group("the optimizer of chunkc.optim, by its own arguments"))
     command.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
     why_help = "of a parameter, module, chunk or saved value: where it is at each moment, and what else would cost"

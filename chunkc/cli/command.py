@@ -1,8 +1,8 @@
-"""The command `chunkc`: `explain`, `diff` and `calibrate`.
+"""Run the command `chunkc`: `explain`, `diff` and `calibrate`.
 
 Exit codes: 0 it fits (or the command did its work), 3 it does not fit, 2 bad input, with one line that says why, 1 a
-fault in chunkc itself, with one line that says where, 130 it was interrupted. Names may have any characters: all that
-is said passes `chunkc.ir.text`, and no terminal sees its control characters.
+fault in chunkc itself, with one line that says where, 130 it was interrupted. Names may have any characters: all
+output passes `chunkc.ir.text`, which keeps control characters from the terminal.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ _LOGS = "TORCH_LOGS"
 _TRACEBACK = f'; {_LOGS}="+chunkc" shows the traceback'
 
 READER_LEFT = 128 + 13
-"""What a shell says of a program that SIGPIPE ended."""
+"""A shell's exit code for a program that SIGPIPE ended."""
 
 
 def _size(text: str) -> int | str:
-    """Bytes as a number; all else as it stands, for `parse_options` to judge."""
+    """Convert digits to bytes; leave any other text to `parse_options`."""
     return int(text) if WHOLE.fullmatch(text.strip()) else text
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code."""
+    """Run the command; return its exit code."""
     open_streams()
     options = build_parser().parse_args(arguments)
     try:
@@ -71,11 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         say("interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # as `chunkc explain MODEL | head` does once it has enough
+    except BrokenPipeError:  # in `chunkc explain MODEL | head`, when head exits
         return READER_LEFT
     except Exception as error:
-        said = message_of(error)
-        what = f"{type(error).__name__}{f': {said}' if said else ''}{raised_in(error)}"
+        message = message_of(error)
+        what = f"{type(error).__name__}{f': {message}' if message else ''}{raised_in(error)}"
         say(f"a fault in chunkc itself, not in what it was given: {what}{_TRACEBACK}")
         if _LOGS in os.environ:
             traceback.print_exception(error)
@@ -136,7 +136,7 @@ def _explain(options: argparse.Namespace) -> int:
 
 
 def _explain_on(hardware: Hardware, mesh: DeviceMesh | None, options: argparse.Namespace) -> int:
-    # What the user's code prints is not the answer, which may be JSON.
+    # The user's code may print; that must not mix with the answer, which may be JSON.
     with contextlib.redirect_stdout(sys.stderr):
         target = _target(options, mesh)
     settings = {
@@ -189,7 +189,7 @@ def _explain_on(hardware: Hardware, mesh: DeviceMesh | None, options: argparse.N
 
 
 def _check_output(path: Path | None) -> None:
-    """Refuse what cannot be written before a long explanation is made for it."""
+    """Refuse an output that cannot be written, before a long explanation is made for it."""
     if path is None:
         return
     if not os.path.isdir(path.parent):
@@ -208,7 +208,7 @@ def _check_output(path: Path | None) -> None:
 
 
 def _given(options: argparse.Namespace, sizes: dict[str, int | None]) -> Iterator[str]:
-    """What the user chose of the model, in words."""
+    """Yield the user's choices for the model, in words."""
     for name, size in sizes.items():
         if size is not None:
             yield f"{name.replace('_', ' ')} {size}"
@@ -233,16 +233,16 @@ def _largest(
     show: Show,
     zero_stage: ZeroStage | None,
 ) -> tuple[int, list[str]]:
-    """The largest size, and sentences about it; 1 where not even that fits.
+    """Return the largest size that fits, and sentences about it; 1 if not even that fits.
 
-    The search goes over captures with the size in symbols. It and the next size are then captured for themselves;
-    where that cannot be done, or says something else, so is every size that is tried.
+    The search uses captures with the size as a symbol. The result and the next size are then captured for themselves;
+    if there are no symbolic captures, or the bytes differ, every size that is tried is captured for itself.
     """
     words = what.replace("_", " ")
 
     def build(size: int) -> Subject:
-        asked = {**sizes, what: size}
-        return target.build(asked["batch_size"], asked["seq_len"])
+        all_sizes = {**sizes, what: size}
+        return target.build(all_sizes["batch_size"], all_sizes["seq_len"])
 
     @cache
     def needs(size: int) -> int:
@@ -270,17 +270,17 @@ def _largest(
                 show(f"trying {words} {size:,}")
                 return scaling.minimum_nbytes(size) or needs(size)
 
-            found = largest(needs_at, budget_nbytes)
-            if not needs(found) <= budget_nbytes < needs(found + 1):
-                raise UnsupportedError(f"captured with {words} {found:,} alone, the model takes other bytes")
+            size = largest(needs_at, budget_nbytes)
+            if not needs(size) <= budget_nbytes < needs(size + 1):
+                raise UnsupportedError(f"captured with {words} {size:,} alone, the model takes other bytes")
         except UnsupportedError as error:
             notes.append(f"every size was traced for itself: {error}")
-            found = largest(needs, budget_nbytes)
+            size = largest(needs, budget_nbytes)
     except BudgetError as error:
         return 1, [f"not even {words} 1 fits: it needs {format_nbytes(error.minimum_nbytes)}", *notes]
-    next_needs = format_nbytes(needs(found + 1))
-    answer = f"{words} {found:,} is the largest that fits: {found + 1:,} needs {next_needs}"
-    return found, [answer, *notes]
+    next_needs = format_nbytes(needs(size + 1))
+    answer = f"{words} {size:,} is the largest that fits: {size + 1:,} needs {next_needs}"
+    return size, [answer, *notes]
 
 
 def _calibrate(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""How the command speaks: answers, errors and progress, for any output there is."""
+"""Write the command's answers, errors and progress to any kind of output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chunkc.ir.text import one_line
 
 
 def open_streams() -> None:
-    """Have an output and an error output that take any text, also where a shell closed them."""
+    """Make standard output and error accept any text, also if a shell closed them."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -26,17 +26,17 @@ def open_streams() -> None:
 
 
 def say(what: str) -> None:
-    """One line on standard error."""
+    """Write one line to standard error."""
     sys.stderr.write(one_line(f"chunkc: {what}") + "\n")
 
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Inside, the answer is written to the standard output.
+    """Flush the answer that the block writes to the standard output, and turn errors in writing into `OptionsError`.
 
     Raises:
-        OptionsError: it cannot be, as on a full disk.
-        BrokenPipeError: nobody reads it any more.
+        OptionsError: it cannot be written, as on a full disk.
+        BrokenPipeError: the reader closed the pipe.
     """
     try:
         yield
@@ -50,13 +50,13 @@ def answering() -> Iterator[None]:
 
 
 def leave_standard_output() -> None:
-    """Let nobody write what is still buffered, as Python does at its end."""
+    """Discard buffered output, which Python would try to write when it exits."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """What is being done, on standard error, where that is a terminal."""
+    """Show the work in progress on standard error, if that is a terminal."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

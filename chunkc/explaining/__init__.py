@@ -1,1 +1,1 @@
-"""What a training step will need and how long it will take, said before anything runs or is allocated."""
+"""Predict a training step's bytes and seconds before anything runs or is allocated."""

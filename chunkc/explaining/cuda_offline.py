@@ -1,4 +1,4 @@
-"""A model captured on this machine, as a CUDA device would train it: for plans of hardware that is not there."""
+"""Adapt a model captured on the CPU to a CUDA device that is not there."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _RECENT = (9, 0)
 
 
 def captured_for(hardware: Hardware, capture: Callable[[], OfflineStep]) -> OfflineStep:
-    """What `capture` returns, with attention taken apart if the hardware's device has no kernel for some of it.
+    """Capture a step, with attention decomposed if the hardware's device has no kernel for some of it.
 
-    PyTorch takes it apart before it traces, so the model is captured once more. Where the device has a kernel for other
-    attention of the same model, that is taken apart, too: more is counted than is taken then.
+    PyTorch decomposes it before it traces, so the model is captured once more. If the device has a kernel for other
+    attention of the same model, that is decomposed too, and more bytes are counted than will be taken.
 
     Raises:
-        PartlyCapturedError: `capture` does.
+        PartlyCapturedError: raised by `capture`.
     """
     failure = None
     try:
@@ -44,10 +44,10 @@ def captured_for(hardware: Hardware, capture: Callable[[], OfflineStep]) -> Offl
 
 
 def planned_on(graph: OfflineGraph, hardware: Hardware, codegen: str) -> OfflineGraph:
-    """The graph as it runs on the hardware's device; as it is, where that is a CPU.
+    """Return the graph as it runs on the hardware's device; unchanged if that is a CPU.
 
-    What Inductor generates for a CUDA device cannot be had without one, so for `codegen="inductor"` the operators stay
-    the CPU's too, and only parameters, gradients and states are rounded as the device's allocator rounds them.
+    Inductor generates no code for a CUDA device without one, so for `codegen="inductor"` the operators stay the CPU's,
+    and only parameters, gradients and states are rounded as the device's allocator rounds them.
     """
     if hardware.kind != "cuda":
         return graph
@@ -60,14 +60,14 @@ def planned_on(graph: OfflineGraph, hardware: Hardware, codegen: str) -> Offline
 
 
 def storages_on(storage_nbytes: Iterable[int], hardware: Hardware) -> tuple[int, ...]:
-    """Bytes that the hardware's allocator takes for storages."""
+    """Return the bytes that the hardware's allocator takes for storages."""
     return tuple(rounded_nbytes(n) for n in storage_nbytes) if hardware.kind == "cuda" else tuple(storage_nbytes)
 
 
 def overhead_on(hardware: Hardware) -> int:
-    """Bytes inside the budget that stay on the device whatever is planned: cuBLAS's workspaces, the optimizer's tables.
+    """Return the bytes of the budget that no plan moves: cuBLAS's workspaces and the optimizer's tables.
 
-    A device whose capability is not known counts as a recent one, whose workspaces are larger.
+    A device of unknown capability counts as a recent one, which has larger workspaces.
     """
     if hardware.kind != "cuda":
         return 0

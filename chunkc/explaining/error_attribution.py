@@ -1,4 +1,4 @@
-"""Whose an error is that comes out of an explanation: the user's model's, and of which of its modules, or chunkc's."""
+"""Attribute an exception in an explanation to a module of the user's model, or to chunkc."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 
 MODEL_CALL = "<chunkc>"
-"""The file of the code that calls the model: none that would be named as a line of the user's."""
+"""File name of the code that calls the model, so that no file of the user's is named for it."""
 
 _LIBRARY = Path(sysconfig.get_paths()["stdlib"])
 _PACKAGES = {"site-packages", "dist-packages"}
 
 
 def is_own_fault(error: BaseException) -> bool:
-    """Whether the error came out of chunkc's own code, or of a library that it called, and not of the user's model."""
+    """Whether chunkc's own code raised the error, or a library that it called, and not the user's model."""
     for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
         file = frame.f_code.co_filename
         if file == MODEL_CALL:
@@ -31,13 +31,13 @@ def is_own_fault(error: BaseException) -> bool:
 
 
 def raised_in(error: BaseException) -> str:
-    """Where the error was raised: ` (planning.py:120)`; nothing where it was not raised yet."""
+    """Return the line that raised the error as ` (planning.py:120)`; "" if it was not raised yet."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
 
 
 def module_that_raises(model: nn.Module, call: Callable[[], Any]) -> str:
-    """The innermost module whose forward raises when `call` calls the model, as `blocks.3.up (Linear)`; "" if none."""
+    """Return the innermost module that raises when `call` calls the model, as `blocks.3.up (Linear)`; "" if none."""
     names = {module: name for name, module in model.named_modules()}
     running: list[nn.Module] = []
     handles = []

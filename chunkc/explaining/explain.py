@@ -1,7 +1,6 @@
-"""`chunkc.explain`: what a training step will need and how long it will take, before anything runs or is allocated.
+"""Explain a training step (`chunkc.explain`): predict its bytes and seconds before anything runs or is allocated.
 
-The model goes through the same capture, layout, planner and verifier as in training; only the compiler and the
-runtime are left out.
+The model goes through the same capture, layout, planner and verifier as in training, without compiler and runtime.
 """
 
 from __future__ import annotations
@@ -17,7 +16,13 @@ from chunkc.explaining.cuda_offline import captured_for, overhead_on, planned_on
 from chunkc.explaining.fake_copies import has_dynamic_dimensions
 from chunkc.explaining.host import host_needs
 from chunkc.explaining.measured import measured_side
-from chunkc.explaining.memory_timeline import StepPlans, explained_moments, peak_of, saved_again, saved_at_home
+from chunkc.explaining.memory_timeline import (
+    StepPlans,
+    explained_moments,
+    offloaded_by_module,
+    peak_of,
+    recomputed_by_module,
+)
 from chunkc.explaining.offline import OfflineGraph, OfflineStep, PartlyCapturedError, capture_offline
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.over_ranks import (
@@ -55,10 +60,10 @@ from chunkc.utils.garbage import no_automatic_collection
 IN_SLOTS = Updates()
 
 StateFormatOf = Callable[[nn.Parameter], StateFormat]
-"""In what form an optimizer keeps states for a parameter."""
+"""Return the form in which an optimizer keeps states for a parameter."""
 
 Show = Callable[[str], None]
-"""Told what begins."""
+"""Show the work that begins, in a progress display."""
 
 
 def explain(
@@ -95,31 +100,30 @@ def explain(
     Args:
         model: real, on the meta device or on fake tensors.
         memory_budget: of one device, as in `torch.compile`'s options; "auto": 90 % of what the hardware's device
-            has beside the driver's context and page tables for all of the host's memory.
+            has without the driver's context and page tables for all of the host's memory.
         hardware: a preset's name (`"rtx3090"`, `"8xv100-32g"`), a file, or a `Hardware`. Its devices train the model
-            together, as `chunkc.distribute` has it, and what is explained is one of them.
+            collectively, as with `chunkc.distribute`; one of them is explained.
         home, disk_holds, chunk_size, codegen, whole_graph, activations, loss_tile_rows, strict: as in `torch.compile`'s
-            options, but that codegen is "eager" by default. Of a model that chunkc has compiled, all these are its own
-            by default, and what its latest step measured is put beside what is predicted.
+            options, except that codegen is "eager" by default. For a model that chunkc has compiled, all defaults are
+            its own, and the explanation also has the measurements of its latest step.
         optimizer: of `chunkc.optim`: "adamw", "adam", "lamb" or "sgd". None: the model's own, or else AdamW.
-        update_on, overlap, undoable, moments_dtype, master_weights, stochastic_rounding, momentum: as the optimizer
-            will have them; None is its own default. Where a format or a momentum is given, it counts for all
-            parameters, whatever optimizer the model has.
-        why: a parameter, module, chunk (`param:3`) or saved value (`forward.2:0`), of which `Explanation.why` then says
-            where it is at each moment, and what it would cost to have it elsewhere.
-        world_size, mesh: how many of the hardware's devices do so; or hosts and devices of each, such as `"2x8"`. The
-            third of three numbers, `"2x4x2"`, says how many compute each layer together: over so many ranks
-            `parallelize_module` has cut the model.
-        zero_stage: as `chunkc.distribute` takes it.
-        show: told what begins, for a progress display.
+        update_on, overlap, undoable, moments_dtype, master_weights, stochastic_rounding, momentum: arguments of the
+            optimizer; None is its default. A given format or momentum counts for all parameters, even if the model has
+            another optimizer.
+        why: a parameter, module, chunk (`param:3`) or saved value (`forward.2:0`). `Explanation.why` then says where it
+            is at each moment, and what it would cost to have it elsewhere.
+        world_size, mesh: how many of the hardware's devices train the model; or hosts and devices of each, such as
+            `"2x8"`. The third of three numbers, `"2x4x2"`, is the number of devices that compute each layer together:
+            `parallelize_module` has cut the model over as many ranks.
+        zero_stage: as in `chunkc.distribute`.
+        show: called with the work that begins, for a progress display.
 
-    Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced in symbols, and every moment then says
-    its bytes as an expression in them.
+    Dimensions of arguments that `torch._dynamo.mark_dynamic` marked are traced as symbols, and every moment then has
+    its bytes as an expression of them.
 
     Raises:
         OptionsError: an argument makes no sense, or the optimizer refuses it.
-        UnsupportedError: the model cannot be captured, or has an operator whose memory is not known,
-            which `strict` refuses.
+        UnsupportedError: the model cannot be captured; or with `strict`, it has an operator with unknown memory.
     """
     refuse_distributed(model)
     own, own_hardware, measured = measured_side(model)
@@ -151,7 +155,7 @@ def explain(
 
 
 def _class_of(model: nn.Module) -> str:
-    """The name of the user's class, also of a compiled model."""
+    """Return the name of the user's class, also for a compiled model."""
     return type(unwrapped(model)).__name__
 
 
@@ -171,8 +175,8 @@ def minimum_budget(
     zero_stage: ZeroStage | None = None,
     **kwargs: Any,
 ) -> int:
-    """The smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, those of the
-    optimizer together."""
+    """Return the smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, with
+    those of the optimizer in `choice`."""
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
     form = {"codegen": codegen, "activations": activations, "loss_tile_rows": loss_tile_rows, "strict": strict}
     options = parse_options({**asked, **form})
@@ -194,11 +198,11 @@ def minimum_of_call(
     hardware: Hardware,
     trains: bool | None = None,
 ) -> int:
-    """The smallest budget, in bytes, of a step that calls a model so, compiled with these options.
+    """Return the smallest budget, in bytes, of a step with this call of a model, compiled with these options.
 
     Args:
-        trains: in training mode, or in evaluation mode; None: in the mode that the model is in. Whether gradients are
-            made is up to the caller's grad mode.
+        trains: in training mode, or in evaluation mode; None: in the mode that the model is in. The caller's grad mode
+            decides whether there are gradients.
 
     Raises:
         UnsupportedError: the model cannot be captured.
@@ -224,13 +228,15 @@ def step_on(
     zero_stage: ZeroStage | None = None,
     trains: bool | None = None,
 ) -> OfflineStep:
-    """One training step of a model, as the hardware would run it: on several devices, as rank 0 of them would.
+    """Capture one training step of a model as the hardware runs it; of several devices, as rank 0 does.
 
-    With `dynamic`, dimensions that are marked so are traced in symbols; `trains`: as in `capture_offline`.
+    Args:
+        dynamic: trace dimensions that are marked as dynamic as symbols.
+        trains: as in `capture_offline`.
 
     Raises:
-        OptionsError: other ranks compute layers together than devices of the hardware do.
-        UnsupportedError: there is no graph; or there are several, and symbols in them.
+        OptionsError: the model's layers are cut over another number of ranks than the hardware says.
+        UnsupportedError: there is no graph; or there are several, with symbols.
     """
     check_layers(model, hardware)
 
@@ -253,29 +259,31 @@ def step_on(
 
 
 def on_hardware(hardware: Hardware, step: OfflineStep, options: Options, zero_stage: ZeroStage | None) -> OfflineStep:
-    """A captured step, as the hardware would run it."""
+    """Return a captured step as the hardware runs it."""
     step = cut_over(step, hardware, zero_stage, options)
     graphs = tuple(planned_on(graph, hardware, options.codegen) for graph in step.graphs)
     return replace(step, graphs=graphs, storage_nbytes=storages_on(step.storage_nbytes, hardware))
 
 
 def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options, zero_stage: ZeroStage | None) -> str:
-    """What is known of a step whose first graphs alone were captured."""
+    """Say what the captured first graphs of a step need."""
     step = on_hardware(hardware, before, options, zero_stage)
     predicted = PredictedStep(step, options, training_in(hardware, step.graphs), IN_SLOTS)
     needs = format_nbytes(predicted.fitting(1).budget_nbytes)
     names = [name for graph in step.graphs for name in graph.capture.order_of_use()]
     covered = f", from {names[0]} to {names[-1]}," if names else ""
     num_graphs = len(step.graphs)
-    what = f"The graph before that{covered} needs" if num_graphs == 1 else f"The {num_graphs} before that{covered} need"
+    graphs = (
+        f"The graph before that{covered} needs" if num_graphs == 1 else f"The {num_graphs} before that{covered} need"
+    )
     return (
-        f"{what} a budget of {needs}; what comes after depends on the values, and in training each BudgetError names "
+        f"{graphs} a budget of {needs}; what comes after depends on the values, and in training each BudgetError names "
         "the smallest for what was compiled by then"
     )
 
 
 def training_in(machine: Hardware, graphs: Sequence[OfflineGraph]) -> Hardware:
-    """The machine at the rate of the floating-point dtype that most parameters have."""
+    """Return the machine with the rate of the floating-point dtype that most parameters have."""
     sizes: dict[torch.dtype, int] = {}
     specs = {spec.name: spec for graph in graphs for spec in (*graph.movable, *graph.fixed)}
     for spec in (spec for spec in specs.values() if spec.dtype.is_floating_point):
@@ -284,10 +292,10 @@ def training_in(machine: Hardware, graphs: Sequence[OfflineGraph]) -> Hardware:
 
 
 def budget_of(options: Options, hardware: Hardware) -> int:
-    """The budget in bytes on given hardware.
+    """Return the budget in bytes on given hardware.
 
     Raises:
-        OptionsError: the budget is more than a GPU has; or it is a part of a memory that the hardware does not state.
+        OptionsError: the budget is more than a GPU has; or a fraction of a memory that the hardware does not state.
     """
     usable, asked = hardware.usable_memory_nbytes, options.memory_budget
     if usable is None and not isinstance(asked, int):
@@ -298,7 +306,7 @@ def budget_of(options: Options, hardware: Hardware) -> int:
     if hardware.kind == "cuda" and usable is not None and budget > usable:
         raise OptionsError(
             f"memory_budget is {format_nbytes(budget)}, but a device of {hardware.name} has {format_nbytes(usable)} "
-            "beside the driver's context"
+            "without the driver's context"
         )
     return budget
 
@@ -320,7 +328,7 @@ def explain_step(
     layout = dry_run.planner_state.layout
     step = predicted.planned(dry_run)
     events = predicted.events(step)
-    at_home, again = saved_at_home(step), saved_again(step)
+    at_home, again = offloaded_by_module(step), recomputed_by_module(step)
     expressions = () if at_home or again else predicted.expressions(dry_run)  # which are of a step that keeps all
     moments = tuple(explained_moments(step, events, expressions))
     leaving_nbytes = sum(at_home.values())

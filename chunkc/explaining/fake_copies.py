@@ -1,7 +1,7 @@
-"""A model on fake tensors, which is traced in its place: nothing is allocated, and the model stays as it is.
+"""Copy a model onto fake tensors, to trace the copy in its place: nothing is allocated, and the model stays as it is.
 
-Of a model that `parallelize_module` has cut (see `chunkc.distributed.tensor_parallel`) the copy has what this rank
-has of each parameter, an ordinary tensor. Its modules read the `DTensor` that this lies in, as on ranks that run.
+For a model that `parallelize_module` has cut (see `chunkc.distributed.tensor_parallel`), the copy has this rank's shard
+of each parameter, an ordinary tensor. Its modules read the `DTensor` around that shard, as on real ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FakeCopy:
 
     Attributes:
         names: of its parameters, by identity.
-        elsewhere_numel: of each parameter whose layer ranks compute together, by name, the elements that others have.
+        elsewhere_numel: name -> elements that only other ranks have, for parameters of layers that are cut over ranks.
     """
 
     model: nn.Module
@@ -40,15 +40,15 @@ class FakeCopy:
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Whether ranks compute layers together."""
+        """Whether layers are cut over ranks."""
         return bool(self.elsewhere_numel)
 
 
 def mode_of(model: nn.Module, arguments: Iterable[Any]) -> FakeTensorMode:
-    """The mode of the fake tensors in a model and among the arguments of a call; a new one where there are none.
+    """Return the mode of the fake tensors in a model and among the arguments of a call; a new one if there are none.
 
     Raises:
-        UnsupportedError: they are of several.
+        UnsupportedError: they have several modes.
     """
     values = [*(local(tensor) for tensor in _tensors(model)), *arguments]
     modes = {id(value.fake_mode): value.fake_mode for value in values if isinstance(value, FakeTensor)}
@@ -58,7 +58,7 @@ def mode_of(model: nn.Module, arguments: Iterable[Any]) -> FakeTensorMode:
 
 
 def may_move(parameter: nn.Parameter) -> bool:
-    """Whether the parameter can live in a chunk, as far as its own storage decides it (see `session.can_move`)."""
+    """Whether the parameter can live in a chunk, as far as its own storage decides it (see `session.movable`)."""
     if owner(parameter) is not None or isinstance(parameter, FakeTensor | DTensor):
         return True
     return type(parameter) is nn.Parameter and parameter.untyped_storage().nbytes() == parameter.nbytes
@@ -70,10 +70,10 @@ def has_dynamic_dimensions(arguments: Any) -> bool:
 
 
 def fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor on the CPU like the given one.
+    """Return a fake tensor on the CPU like the given one.
 
     Raises:
-        UnsupportedError: it is sparse, or lies over ranks.
+        UnsupportedError: it is sparse, or distributed.
     """
     if isinstance(tensor, FakeTensor) and not (has_dynamic_dimensions(tensor) and _owns_its_storage(tensor)):
         return tensor
@@ -90,13 +90,13 @@ def fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
 
 
 def _owns_its_storage(tensor: Tensor) -> bool:
-    """Whether the tensor is as large as its storage. A view of another is traced with a storage of fixed size, so where
-    it makes no difference it is traced as what it is a view of."""
+    """Whether the tensor is as large as its storage. A view is traced with a storage of fixed size, so a view of the
+    whole storage is traced as the tensor that it is a view of."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
 
 
 def fake_copy(model: nn.Module, mode: FakeTensorMode) -> FakeCopy:
-    """A model's copy on fake tensors.
+    """Copy a model onto fake tensors.
 
     Raises:
         UnsupportedError: something in the model cannot be copied.
@@ -118,9 +118,11 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> FakeCopy:
     except (TypeError, RuntimeError) as error:
         raise UnsupportedError(f"{type(model).__name__} cannot be copied to be explained: {error}") from error
     for module in list(copied.modules()):
-        # A part that is compiled by itself would call what it was copied from.
-        parts = {name: unwrapped(part) for name, part in module._modules.items() if isinstance(part, OptimizedModule)}
-        module._modules.update(parts)
+        # The copy of a submodule that is compiled by itself would call the original.
+        inner = {
+            name: unwrapped(child) for name, child in module._modules.items() if isinstance(child, OptimizedModule)
+        }
+        module._modules.update(inner)
         reading = {name: readers[id(p)] for name, p in module._parameters.items() if id(p) in readers}
         if reading:
             let_read(module, reading)
@@ -129,21 +131,21 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> FakeCopy:
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters, buffers, and tensors that modules keep as plain attributes or in lists and dictionaries of these."""
+    """Return parameters, buffers, and tensors in plain attributes, or in lists and dictionaries in these."""
     return [*model.parameters(), *model.buffers(), *(leaf for leaf in _plain(model) if isinstance(leaf, Tensor))]
 
 
 def _meshes(model: nn.Module) -> list[DeviceMesh]:
-    """The meshes that modules keep, which no copy may have anew."""
+    """Return the meshes that modules keep, which must not be copied."""
     return [leaf for leaf in _plain(model) if isinstance(leaf, DeviceMesh)]
 
 
 def _plain(model: nn.Module) -> list[Any]:
-    """What modules keep as plain attributes or in lists and dictionaries of these."""
-    kept = [
+    """Return the values of modules' plain attributes, and in lists and dictionaries in these."""
+    attributes = [
         value
         for module in model.modules()
         for key, value in vars(module).items()
         if key not in ("_parameters", "_buffers", "_modules")
     ]
-    return pytree.tree_leaves(kept)
+    return pytree.tree_leaves(attributes)

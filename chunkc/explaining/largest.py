@@ -1,8 +1,8 @@
-"""The largest batch size or sequence length that fits a budget: certified by planning it and the next one.
+"""Find the largest batch size or sequence length that fits a budget, certified by planning it and the next one.
 
 Bytes grow almost linearly with a batch, so the search follows the line through the two sizes that bound the answer and
-takes a handful of plans; where the line misleads, it halves the range instead, so that no growth takes more than
-about twice the plans of a bisection. Both ends of the answer are planned for themselves: no extrapolation decides.
+takes a handful of plans; where the line misleads, it halves the range instead, so that it never takes more than about
+twice the plans of a bisection. Both ends of the answer are planned for themselves: no extrapolation decides.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from chunkc.ir.errors import BudgetError, OptionsError
 
 LIMIT = 1 << 24
-"""A size that fits and is larger than this is no answer: bytes do not depend on it."""
+"""The largest size to try: if it fits, bytes do not depend on the size."""
 
 FARTHEST_JUMP = 64
-"""The next size to try is at most this many times the one that fitted."""
+"""The next size to try is at most this many times the last that fitted."""
 
 
 def largest(minimum_nbytes: Callable[[int], int], budget_nbytes: int) -> int:
-    """The largest size whose smallest budget is within `budget_nbytes`.
+    """Return the largest size with a smallest budget within `budget_nbytes`.
 
     Args:
         minimum_nbytes: size (from 1) -> smallest budget that works, in bytes; must not fall.

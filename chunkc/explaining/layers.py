@@ -1,4 +1,4 @@
-"""Ranks that compute layers together, on paper: a mesh of PyTorch's over ranks that are not there.
+"""Make a device mesh over fake ranks that compute layers together.
 
 A user's factory calls `parallelize_module` with a dimension of it, as in training. Nothing is exchanged.
 """
@@ -15,13 +15,13 @@ from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 
 HOSTS, DATA, LAYERS = "hosts", "dp", "tp"
-"""The mesh's dimensions: of copies, where there are any, of parts, and of the ranks that compute a layer together."""
+"""The mesh's dimensions: of copies, if there are several, of shards, and of ranks that compute a layer together."""
 
 
 @contextmanager
 def fake_mesh(hardware: Hardware) -> Iterator[DeviceMesh | None]:
-    """Inside, this process is rank 0 of as many ranks as the hardware has devices, and there is a mesh of them; None
-    where devices do not compute layers together.
+    """Make this process rank 0 of as many fake ranks as the hardware has devices; yield their mesh, or None if devices
+    do not compute layers together.
 
     Raises:
         OptionsError: this process is in a process group already.
@@ -31,8 +31,8 @@ def fake_mesh(hardware: Hardware) -> Iterator[DeviceMesh | None]:
         return
     if dist.is_initialized():
         raise OptionsError(
-            "this process is in a process group of torch.distributed already, and layers are cut over ranks on paper: "
-            "start chunkc explain by itself, without torchrun"
+            "this process is in a process group of torch.distributed already, and chunkc explain makes one of fake "
+            "ranks: start it by itself, without torchrun"
         )
     sizes = {HOSTS: hardware.num_copies, DATA: hardware.devices_per_row, LAYERS: hardware.devices_per_layer}
     if hardware.num_copies == 1:

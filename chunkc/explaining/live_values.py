@@ -1,4 +1,4 @@
-"""Which values of a step on fake tensors are alive when, counted as training counts real ones."""
+"""Count the live values of a step on fake tensors, as training counts real ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chunkc.policy.live_values import LiveValues
 
 
 class PredictedValues(LiveValues[int | None]):
-    """Storages by their numbers in a step on fake tensors; None is a value that has none.
+    """Live storages by their numbers in a step on fake tensors; None stands for a value without a storage.
 
     Args:
         is_on_gpu: the step ran with the CPU's operators, and is to run on a GPU.
@@ -46,8 +46,7 @@ class PredictedValues(LiveValues[int | None]):
         return self._constants_nbytes
 
     def graph_compiled(self, captured: Captured) -> None:
-        """A graph's constants are there from now on: on a GPU those that are no single numbers, which PyTorch leaves on
-        the CPU."""
+        """Count a graph's constants from now on; on a GPU without single numbers, which PyTorch leaves on the CPU."""
         for value in captured.constants:
             if not self._is_on_gpu:
                 self._constants_nbytes += value.untyped_storage().nbytes()
@@ -59,32 +58,34 @@ class PredictedValues(LiveValues[int | None]):
 
 
 def outputs_of(forward: PhaseCall, own: Captured) -> list[int | None]:
-    """The storages of a forward's outputs; None also of a saved value that only the hardware's operators have.
+    """Return the storages of a forward's outputs; None also for saved values that only the hardware's operators have.
 
-    The step ran with the CPU's operators. What they return to the caller is the same on every device.
+    The step ran with the CPU's operators. Outputs for the caller are the same on every device.
     """
     by_name = dict(zip(forward.names, forward.outputs, strict=True))
     program, num_user_outputs = own.forward, own.forward.num_user_outputs
     saved = [by_name.get(name) for name in program.outputs[num_user_outputs : len(program.outputs) - program.num_extra]]
-    dropped = next((by_name.get(names[0]) for names in program.remade.values()), None)  # is alive for as long as extra
+    dropped = next(
+        (by_name.get(names[0]) for names in program.remade.values()), None
+    )  # alive as long as the extra outputs
     return [*forward.outputs[:num_user_outputs], *saved, *[dropped] * program.num_extra]
 
 
-def gone_storages(forward: PhaseCall, own: Captured, alive: frozenset[int]) -> frozenset[str]:
-    """Storages that the program of a forward's backward has as held, and that are not alive any more."""
+def freed_storages(forward: PhaseCall, own: Captured, alive: frozenset[int]) -> frozenset[str]:
+    """Return the storages that a forward's backward counts as held and that are not alive any more."""
     if own.backward is None:
         return frozenset()
     program, storage_of = own.forward, own.forward.value_storages()
-    names = [
+    numbered = [
         *zip(program.inputs.values(), forward.arguments, strict=True),
         *(
-            (storage_of[value], at)
-            for value, at in zip(program.outputs, outputs_of(forward, own), strict=True)
+            (storage_of[value], number)
+            for value, number in zip(program.outputs, outputs_of(forward, own), strict=True)
             if value is not None
         ),
     ]
-    found = {name: at for name, at in names if at is not None}
+    number_of = {name: number for name, number in numbered if number is not None}
     inputs = tuple(own.backward.inputs.values())
     kept = inputs[len(inputs) - own.backward.num_extra :]
-    gone = (name for name, at in found.items() if name in own.backward.held and at not in alive)
-    return frozenset(gone).difference(kept)
+    freed = (name for name, number in number_of.items() if name in own.backward.held and number not in alive)
+    return frozenset(freed).difference(kept)

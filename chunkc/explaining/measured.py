@@ -1,4 +1,4 @@
-"""What a compiled model's latest step measured, to be put beside an explanation."""
+"""Read the measurements of a compiled model's latest step, for its explanation."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from chunkc.session.session import Session, sessions_of
 
 
 def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Measured | None]:
-    """The options and the hardware a model was compiled with, and what was measured; nothing where it was not.
+    """Return the options and the hardware that a model was compiled with, and its measurements, as far as they exist.
 
-    The measured peak is that of all its steps so far, the moments and events those of the latest.
+    The measured peak is that of all its steps so far; moments and events are those of the latest.
     """
     sessions = sessions_of(model.parameters())
     if len(sessions) != 1:
@@ -45,15 +45,15 @@ def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Me
 
 
 def _planned_moments(session: Session) -> Iterator[tuple[str, int | None]]:
-    """Measured bytes of each call of the latest step, without what no plan counts."""
+    """Yield the measured bytes of each call of the latest step, without unplanned bytes."""
     for record in session.records.latest.values():
         for name, nbytes in record.measurement.peaks:
             yield name, None if nbytes is None else nbytes - record.measurement.unplanned_nbytes
 
 
 def _calls(session: Session) -> Iterator[TimedEvent]:
-    """When the calls of the latest step ran, from the beginning of its forward; none where the host runs ahead of the
-    device, as times on the host say nothing of the device's then."""
+    """Yield the calls of the latest step with their times since its forward began; none on a GPU, where the host runs
+    ahead of the device and its times say nothing about the device's."""
     forward = session.records.latest.get(FORWARD)
     if session.device.type != "cpu" or forward is None or not forward.measurement.spans_s:
         return
@@ -63,6 +63,6 @@ def _calls(session: Session) -> Iterator[TimedEvent]:
         modules = {moment.name: moment.module for moment in record.plan.moments}
         measurement = record.measurement
         for (name, _), (start_s, end_s) in zip(measurement.peaks, measurement.spans_s, strict=True):
-            if start_s >= origin_s:  # a phase that has not run since is the step's before
+            if start_s >= origin_s:  # an earlier one belongs to the previous step
                 module = modules.get(name, "")
                 yield TimedEvent(COMPUTE, kind, name, start_s - origin_s, end_s - origin_s, 0, phase, module)

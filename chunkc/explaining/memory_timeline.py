@@ -1,4 +1,4 @@
-"""A planned step's moments and its peak, for people: what is in memory, by kind and by the user's module."""
+"""Describe a planned step's moments and its peak: bytes in memory by kind and by the user's module."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from chunkc.policy.captured_step import Captured
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a graph's phase.
+    """A planned run of a graph's phase.
 
     Attributes:
         name: the phase's; where there are several graphs, `forward.1` is the second forward and `backward.1` its
             backward.
         plan: moments are named after the run. A single graph's forward and backward share one.
         graph: rewritten, with chunk nodes.
-        present: chunks that are in slots when it begins.
-        freed: storages that the program has as held, and that are gone.
+        present: chunks that have slots when it begins.
+        freed: storages that the program counts as held, and that are freed already.
     """
 
     name: str
@@ -53,24 +53,27 @@ class PlannedRun:
 
     @property
     def updates(self) -> dict[str, Tile]:
-        """What is updated in it, by the name of the moment."""
+        """Tiles that the run updates, by the name of the moment."""
         planned = self.planned
         return {planned.moments[at].name: tile for at, tile in planned.tiles.items()}
 
     @property
     def returned_before_nbytes(self) -> int:
-        """Outputs of the call before, which the caller may hold."""
+        """Bytes of the previous call's outputs, which the caller may hold."""
         return self.captured.output_nbytes if self.phase == FORWARD else 0
 
     def costs_s(self) -> dict[str, float]:
-        """Seconds of arithmetic, by the moment's name."""
+        """Return the seconds of arithmetic, by the moment's name."""
         return {m.name: call.cost_s for m, call in zip(self.calls, self.program.calls, strict=True)}
 
 
 @dataclass(frozen=True)
 class StepPlans:
-    """A planned step: the runs of its graphs, and the optimizer's update in slots, with a moment for each of `tiles`;
-    the CPU updates `cpu_updated`."""
+    """A planned step: the runs of its graphs, and the optimizer's update in slots, with a moment for each of `tiles`.
+
+    Attributes:
+        cpu_updated: groups that the CPU updates at home.
+    """
 
     runs: tuple[PlannedRun, ...]
     layout: ChunkLayout
@@ -81,8 +84,8 @@ class StepPlans:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        found = {id(plan): plan for plan in (*(run.plan for run in self.runs), self.update) if plan is not None}
-        return tuple(found.values())
+        by_identity = {id(plan): plan for plan in (*(run.plan for run in self.runs), self.update) if plan is not None}
+        return tuple(by_identity.values())
 
     @property
     def phases(self) -> tuple[PhasePlan, ...]:
@@ -95,7 +98,7 @@ class StepPlans:
 
     @property
     def gradients_at_home(self) -> frozenset[int]:
-        """Groups whose gradients go home, unless updates use them up: these know of no backward that keeps them."""
+        """Groups with gradients that are written home: the trained ones that no update in a backward consumes."""
         return frozenset(
             index
             for run in self.runs
@@ -112,9 +115,9 @@ class StepPlans:
 def explained_moments(
     step: StepPlans, events: Sequence[TimedEvent], expressions: Sequence[str] = ()
 ) -> Iterator[ExplainedMoment]:
-    """Every operation of forward and backward, and every tile of the update.
+    """Yield a moment for each operation of forward and backward, and for each tile of the update.
 
-    `expressions`: the non-model bytes of each of the former, for a step of dynamic shapes.
+    `expressions`: the non-model bytes of each operation, for a step with dynamic shapes.
     """
     in_symbols = iter(expressions)
     spans = {event.name: event for event in events if event.kind in ("call", "update")}
@@ -131,8 +134,8 @@ def explained_moments(
         )
 
     for run in step.runs:
-        gone_nbytes = sum(run.program.storages[storage] for storage in run.freed)
-        extra = run.returned_before_nbytes - gone_nbytes
+        freed_nbytes = sum(run.program.storages[storage] for storage in run.freed)
+        extra = run.returned_before_nbytes - freed_nbytes
         operations = call_steps(run.program, run.captured.memories)
         for at_call, moment in enumerate(run.planned.moments):
             if at_call in run.planned.tiles:
@@ -168,7 +171,7 @@ def _contents(moment: Moment, activations: int, temporaries: int) -> dict[str, i
 
 
 def peak_of(step: StepPlans) -> Peak:
-    """The fullest moment of the step and what fills it, by kind and module."""
+    """Return the fullest moment of the step and its bytes, by kind and module."""
     moments = [moment for phase in step.phases for moment in phase.moments]
     if not moments:
         return Peak("", "", "", {})
@@ -214,39 +217,39 @@ def _largest_first(contents: Mapping[str, int]) -> dict[str, int]:
 
 
 def makers_of(captured: Captured) -> dict[str, str]:
-    """Storage -> the module whose call made it."""
-    found: dict[str, str] = {}
+    """Return storage -> the module that made it."""
+    makers: dict[str, str] = {}
     for program in captured.programs.values():
         for call in program.calls:
             for storage in call.output_storages:
-                found.setdefault(storage, call.module or "the model")
-    return found
+                makers.setdefault(storage, call.module or "the model")
+    return makers
 
 
-def saved_at_home(step: StepPlans) -> dict[str, int]:
-    """Bytes of saved values that go home between forward and backward, by the module whose call made them."""
-    found: dict[str, int] = {}
+def offloaded_by_module(step: StepPlans) -> dict[str, int]:
+    """Return the bytes of offloaded saved values, by the module that made them."""
+    by_module: dict[str, int] = {}
     for run in step.runs:
         makers = makers_of(run.captured) if run.phase == FORWARD else {}
-        for one in run.captured.offloaded if run.phase == FORWARD else ():
-            module = makers.get(one.storage, "the model")
-            found[module] = found.get(module, 0) + one.nbytes
-    return found
+        for saved in run.captured.offloaded if run.phase == FORWARD else ():
+            module = makers.get(saved.storage, "the model")
+            by_module[module] = by_module.get(module, 0) + saved.nbytes
+    return by_module
 
 
-def saved_again(step: StepPlans) -> dict[str, int]:
-    """Bytes of saved values that the backward makes again, by the module whose call made them."""
-    found: dict[str, int] = {}
+def recomputed_by_module(step: StepPlans) -> dict[str, int]:
+    """Return the bytes of saved values that the backward recomputes, by the module that made them."""
+    by_module: dict[str, int] = {}
     for run in step.runs:
         makers = makers_of(run.captured) if run.phase == FORWARD else {}
         for storage in run.program.remade if run.phase == FORWARD else ():
             module = makers.get(storage, "the model")
-            found[module] = found.get(module, 0) + run.program.storages[storage]
-    return found
+            by_module[module] = by_module.get(module, 0) + run.program.storages[storage]
+    return by_module
 
 
 def _slots_at(step: StepPlans, peak: Moment) -> list[ItemId]:
-    """Chunks that have a slot at a moment."""
+    """Return the chunks that have a slot at a moment."""
     starts = [*(run.present for run in step.runs), *([frozenset()] if step.update else [])]
     for phase, start in zip(step.phases, starts, strict=True):
         present: set[ItemId] = set(start)

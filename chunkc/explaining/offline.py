@@ -1,6 +1,6 @@
-"""Capture a model without running it: on fake tensors, whatever its size, through the very Dynamo and AOTAutograd.
+"""Capture a model of any size on fake tensors, through the same Dynamo and AOTAutograd as in training.
 
-Nothing is allocated. Where a model has graph breaks, the code between its graphs runs on fake tensors too.
+Nothing is allocated. If a model has graph breaks, the code between its graphs runs on fake tensors too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from chunkc.distributed.whole_parameters import with_own_meshes, with_whole_para
 from chunkc.explaining.error_attribution import MODEL_CALL, module_that_raises
 from chunkc.explaining.fake_copies import FakeCopy, fake, fake_copy, may_move, mode_of
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
-from chunkc.explaining.untraceable import NeedsValuesError, told, why_none
+from chunkc.explaining.untraceable import NeedsValuesError, explained_error, why_no_graph
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.layout import ParamSpec
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -41,19 +41,21 @@ from chunkc.utils.garbage import no_automatic_collection
 from chunkc.variants import Variants
 
 NUM_RECOMPILES = 1_000_000
-"""A model whose graph breaks inside a loop is compiled once per iteration here, where nothing is compiled for real."""
+"""Limit of recompilations. A graph break inside a loop makes one per iteration, and none generates code here."""
 
 MAX_STEPS = 4
-"""Steps on fake tensors until one compiles nothing."""
+"""Steps on fake tensors after which one must compile nothing."""
 
 
 @dataclass(frozen=True)
 class OfflineGraph:
-    """One captured graph and the parameters it uses: those that may live in chunks, in order of use, and the others.
+    """A captured graph and the parameters that it uses.
 
-    `checkpointed`: the model recomputes a part of it in the backward (`torch.utils.checkpoint`).
-    `sizes`: the symbols in its inputs' sizes -> which dimension each is, and how long that was.
-    `graph_fraction`: its fraction of the model (see `policy.graph_fraction`).
+    Attributes:
+        movable: parameters that may live in chunks, in order of use; `fixed`: all others.
+        checkpointed: the model recomputes some of it in the backward (`torch.utils.checkpoint`).
+        sizes: symbol in its inputs' sizes -> its dimension, and the length that was traced.
+        graph_fraction: its fraction of the model (see `policy.graph_fraction`).
     """
 
     capture: TracedGraphs
@@ -64,22 +66,22 @@ class OfflineGraph:
     graph_fraction: float = 1.0
 
     def phase(self, name: str) -> fx.GraphModule:
-        """The traced forward or backward."""
-        found = self.capture.forward if name == FORWARD else self.capture.backward
-        assert found is not None
-        return found
+        """Return the traced forward or backward."""
+        traced = self.capture.forward if name == FORWARD else self.capture.backward
+        assert traced is not None
+        return traced
 
 
 @dataclass(frozen=True)
 class OfflineStep:
-    """What one training step runs.
+    """A captured training step: its graphs and their calls.
 
     Attributes:
         graphs: in the order in which they are compiled.
-        calls: the forwards, and after them the backwards where there are several, in order.
-        storage_nbytes: bytes of each storage that the calls number.
+        calls: in order: the forwards, then the backwards if there are several graphs.
+        storage_nbytes: bytes of each numbered storage of the calls.
         alive: storages that are alive when the optimizer steps.
-        elsewhere_numel: elements of its parameters that other ranks of a layer have, and this one has not.
+        elsewhere_numel: elements of its parameters that only other ranks of a layer have.
     """
 
     graphs: tuple[OfflineGraph, ...]
@@ -90,7 +92,7 @@ class OfflineStep:
 
 
 class PartlyCapturedError(UnsupportedError):
-    """The model needs the values of tensors after some of its graphs. `before`: their forwards."""
+    """A model needs the values of tensors after some of its graphs. `before`: the step up to there."""
 
     def __init__(self, message: str, before: OfflineStep) -> None:
         super().__init__(message)
@@ -110,22 +112,22 @@ def capture_offline(
     state_format_of: Callable[[nn.Parameter], StateFormat] = state_format_of,
     trains: bool | None = None,
 ) -> OfflineStep:
-    """The graphs that one call of `model` compiles to, and how a training step runs them.
+    """Capture the graphs of one call of `model`, and the order in which a training step calls them.
 
     Args:
         model, args, kwargs: real, on the meta device, or fake tensors already.
-        dynamic: trace in symbols the dimensions of arguments that `torch._dynamo.mark_dynamic` (or
-            `maybe_mark_dynamic`) marked; not of a model whose layers are cut over ranks.
-        codegen: who would compile the segments. For Inductor, the C++ compiler is asked for its vector instructions
-            meanwhile: its code depends on them.
+        dynamic: trace as symbols the dimensions of arguments that `torch._dynamo.mark_dynamic` (or
+            `maybe_mark_dynamic`) marked; not for a model with layers that are cut over ranks.
+        codegen: as in `torch.compile`'s options. For Inductor, the C++ compiler is asked for its vector instructions:
+            the generated code depends on them.
         loss_tile_rows: as in `torch.compile`'s options.
         repeatable: as in `capture_graph`.
-        state_format_of: in what form an optimizer keeps states for a parameter of `model`.
+        state_format_of: the form in which an optimizer keeps states for a parameter of `model`.
         trains: in training mode, or in evaluation mode; None: in the mode that `model` is in.
 
     Raises:
         UnsupportedError: the model cannot be copied or captured, or needs real values between two graphs
-            (`PartlyCapturedError`, where some come before that).
+            (`PartlyCapturedError` if it does so after some graphs).
     """
     if codegen == "inductor":
         find_vector_isa()
@@ -134,7 +136,7 @@ def capture_offline(
     copied = fake_copy(model, mode)
     if dynamic and copied.is_tensor_parallel:
         raise UnsupportedError(
-            "PyTorch traces no DTensors whose sizes are symbols: explain a model that parallelize_module has cut for "
+            "PyTorch traces no DTensors with symbols for sizes: explain a model that parallelize_module has cut for "
             "one size at a time, without torch._dynamo.mark_dynamic"
         )
     fake_model = copied.model if trains is None else copied.model.train(trains)
@@ -159,28 +161,28 @@ def capture_offline(
     try:
         with _default_device(), mode, many_recompiles, torch.random.fork_rng():
             compiled(*fake_args, **fake_kwargs)
-            found = recorder.step()
-            if len(found.calls) > 1:  # what happens between graphs is that of a step in which nothing is traced
-                found = _step_without_captures(recorder, lambda: compiled(*fake_args, **fake_kwargs))
+            step = recorder.step()
+            if len(step.calls) > 1:  # storages between graphs are those of a step in which nothing is traced
+                step = _step_without_captures(recorder, lambda: compiled(*fake_args, **fake_kwargs))
     except Exception as error:
-        what = told(error, module)
-        if isinstance(what, NeedsValuesError) and recorder.log.calls:
+        explained = explained_error(error, module)
+        if isinstance(explained, NeedsValuesError) and recorder.log.calls:
             before = replace(recorder.step(), alive=frozenset())  # its optimizer's step is not known
-            raise PartlyCapturedError(str(what), before) from error
-        if what is error:
+            raise PartlyCapturedError(str(explained), before) from error
+        if explained is error:
             raise
-        raise what from (error if isinstance(what, UnsupportedError) else None)
+        raise explained from (error if isinstance(explained, UnsupportedError) else None)
     finally:
-        # Dynamo remembers every backend for good, and what it compiled as long as the code, which that refers to.
+        # Dynamo remembers every backend for good, and compiled code as long as the code object, to which that refers.
         recorder.graphs.clear()
         remove_from_cache(call_model)
-    if not found.graphs:
-        raise UnsupportedError(f"torch.compile captured no graph: {why_none(model)}")
-    return found
+    if not step.graphs:
+        raise UnsupportedError(f"torch.compile captured no graph: {why_no_graph(model)}")
+    return step
 
 
 class _Recorder:
-    """The backend that Dynamo calls: captures graphs, and logs their calls."""
+    """Backend for Dynamo that captures graphs and logs their calls."""
 
     def __init__(
         self,
@@ -204,13 +206,13 @@ class _Recorder:
         self._used: set[str] = set()
 
     def step(self) -> OfflineStep:
-        """What was recorded since the log was begun."""
+        """Return the step that was recorded since the log was begun."""
         log = self.log
         elsewhere_numel = sum(self._copied.elsewhere_numel.get(name, 0) for name in self._used)
         return OfflineStep(tuple(self.graphs), tuple(log.calls), tuple(log.nbytes), log.alive(), elsewhere_numel)
 
     def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """As the backend of training does it."""
+        """Capture a graph as the backend of training does."""
         if not any(isinstance(value, DeviceMesh) for value in inputs):
             return self._served(gm, inputs)
         own, left = with_own_meshes(gm, inputs)
@@ -257,20 +259,20 @@ class _Recorder:
         return name not in self._own_names.values()
 
     def _name(self, inputs: Sequence[Any], names: Sequence[str]) -> list[str | None]:
-        """A name per input that is a parameter, made unique: as a session that knows none of them names them."""
-        found: list[str | None] = []
+        """Return a unique name per input that is a parameter, as a new session names it; None for other inputs."""
+        unique: list[str | None] = []
         for value, name in zip(inputs, names, strict=True):
             if isinstance(value, nn.Parameter):
                 if id(value) not in self._own_names:
                     self._own_names[id(value)] = unique_name(name, self._is_free)
-                found.append(self._own_names[id(value)])
+                unique.append(self._own_names[id(value)])
             else:
-                found.append(None)
-        return found
+                unique.append(None)
+        return unique
 
 
 def _step_without_captures(recorder: _Recorder, call: Callable[[], Any]) -> OfflineStep:
-    """A whole training step in which nothing is compiled.
+    """Run training steps until one compiles nothing, and return it.
 
     Raises:
         UnsupportedError: every step compiles something.
@@ -287,7 +289,7 @@ def _step_without_captures(recorder: _Recorder, call: Callable[[], Any]) -> Offl
 
 
 def _backward(output: Any) -> None:
-    """The backward of a loss: of the first number that the model returns, or else of all that it returns."""
+    """Run the backward of the first single number that the model returns, or else of all its outputs."""
     leaves = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
     losses = [next((leaf for leaf in leaves if leaf.numel() == 1), None)]
     if losses[0] is None:
@@ -297,27 +299,28 @@ def _backward(output: Any) -> None:
 
 
 def _sizes(gm: fx.GraphModule) -> dict[str, str]:
-    found: dict[str, str] = {}
+    """Return symbol -> a description of the dimension that it stands for."""
+    sizes: dict[str, str] = {}
     for node in placeholders(gm.graph):
         value = node.meta.get("example_value")
         for dim, length in enumerate(value.shape if isinstance(value, Tensor) else ()):
             if isinstance(length, torch.SymInt):
                 name = re.sub(r"^L\['(?:kwargs'\]\['(\w+)|(args))'\]", r"\1\2", source_name(node))
-                found.setdefault(str(length), f"dimension {dim} of {name}, {length.node.hint:,} here")
-    return found
+                sizes.setdefault(str(length), f"dimension {dim} of {name}, {length.node.hint:,} here")
+    return sizes
 
 
 def _default_device() -> AbstractContextManager[object]:
-    """New tensors of the model's code are on the CPU as the fakes are, whatever the caller's default device is."""
+    """Put new tensors of the model's code on the CPU, as the fakes are, whatever the caller's default device is."""
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def _with_own_code(model: nn.Module) -> Callable[..., Any]:
-    """Calls the model from a code object, and with globals, of its own.
+    """Return a function that calls the model from a code object of its own, with globals of its own.
 
-    Dynamo keeps what it compiled, and counts recompilations, by code object, and adds to its globals; here all that
+    Dynamo keeps compiled code, and counts recompilations, by code object, and adds to its globals; here all of this
     goes with the copy of the model. On the code of the user's class it would make the next compilations fall back to
-    running it eagerly.
+    eager execution.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:

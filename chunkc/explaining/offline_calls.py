@@ -1,4 +1,4 @@
-"""Which graphs a step on fake tensors runs, in which order, and which of their values are alive when each begins."""
+"""Log the graphs' calls of a step on fake tensors, with the storages that are alive when each begins."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from chunkc.passes.graphs.symbols import hint
 
 @dataclass(frozen=True)
 class PhaseCall:
-    """One run of a graph's forward or backward.
+    """A run of a graph's forward or backward.
 
     Attributes:
-        graph: which of the graphs, by its place among them.
+        graph: its number.
         phase: `forward` or `backward`.
-        arguments, outputs: the storage of each value, by number; None of what is no tensor.
+        arguments, outputs: the storage of each value, by number; None if the value is no tensor.
         names: of the outputs, in the graph as it was traced.
         alive: storages of this call's arguments, and of earlier calls, that are alive when it begins.
     """
@@ -35,7 +35,7 @@ class PhaseCall:
 
 
 class CallLog:
-    """Calls as they happen. Storages are numbered, and not kept alive."""
+    """Log of calls. Storages are numbered, and not kept alive."""
 
     def __init__(self) -> None:
         self.calls: list[PhaseCall] = []
@@ -46,7 +46,7 @@ class CallLog:
     def run(
         self, graph: int, phase: str, module: fx.GraphModule, arguments: list[Any], skipped: Iterable[int] = ()
     ) -> list[Any]:
-        """Log a run of a traced graph. Returns fake results, None where they are `skipped`; empties `arguments`."""
+        """Log a run of a traced graph. Return fake results, None where they are `skipped`; empty `arguments`."""
         taken = self._numbers(arguments)
         alive = self.alive()
         results = _results(module, arguments, frozenset(skipped))
@@ -59,20 +59,20 @@ class CallLog:
 
     def _number(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
-        key = storage_key(tensor)  # as long as it is referred to, however weakly, no other storage has it
+        key = storage_key(tensor)  # unique as long as a reference to the storage exists, even a weak one
         if key not in self._storages:
             self._storages[key] = len(self.nbytes), StorageWeakRef(storage)
             self.nbytes.append(int(storage.nbytes()))
         return self._storages[key][0]
 
     def alive(self) -> frozenset[int]:
-        """Storages that are alive now."""
+        """Return the storages that are alive now."""
         return frozenset(number for number, ref in self._storages.values() if not ref.expired())
 
 
 @torch.no_grad()
 def _results(module: fx.GraphModule, arguments: list[Any], skipped: frozenset[int]) -> list[Any]:
-    """Fake results of a traced graph, over the same storages as its own: those of arguments, and shared ones."""
+    """Make fake results of a traced graph that share storages, with arguments and each other, as its own results do."""
     nodes = [node for node in module.graph.nodes if node.op == "placeholder"]
     storages: dict[int, Tensor] = {}
     for node, value in zip(nodes, arguments, strict=True):
@@ -80,17 +80,17 @@ def _results(module: fx.GraphModule, arguments: list[Any], skipped: frozenset[in
         if isinstance(traced, Tensor) and isinstance(value, Tensor):
             storages.setdefault(storage_key(traced), value)
     arguments.clear()
-    found: list[Any] = []
+    results: list[Any] = []
     for position, node in enumerate(returned(module.graph)):
         value = None if node is None or position in skipped else node.meta["val"]
         if isinstance(value, Tensor):
             value = _over(value, storages)
-        found.append(hint(value))
-    return found
+        results.append(hint(value))
+    return results
 
 
 def _over(traced: Tensor, storages: dict[int, Tensor]) -> Tensor:
-    """A fake tensor like a traced one, over the storage that stands for the traced one's."""
+    """Make a fake tensor like a traced one, over the storage that stands for the traced one's."""
     key = storage_key(traced)
     shape, stride = (tuple(map(hint, numbers)) for numbers in (traced.shape, traced.stride()))
     base = storages.get(key)

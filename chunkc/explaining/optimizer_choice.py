@@ -1,4 +1,4 @@
-"""The optimizer that a training will have, named by its constructor's arguments: what `explain` reckons with."""
+"""Describe the optimizer of a training that is only explained, by its constructor's arguments."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {"adamw": AdamW, "adam": Adam
 
 @dataclass(frozen=True)
 class Optimizer:
-    """How one model will be updated.
+    """The optimizer of a model, as far as plans depend on it.
 
     Attributes:
         name: of the optimizer, for people.
-        num_stages: of an update (see `chunkc.ir.updates`); of several optimizers the most.
-        asked: dtype of parameters -> what was asked for; empty where what the model's own optimizer declared counts.
+        num_stages: of an update (see `chunkc.ir.updates`); the most if there are several optimizers.
+        asked: dtype of parameters -> requested form; empty if the declarations of the model's own optimizer count.
     """
 
     name: str
@@ -36,17 +36,18 @@ class Optimizer:
     asked: Mapping[torch.dtype, StateFormat]
 
     def state_format_of(self, parameter: torch.Tensor) -> StateFormat:
-        """In what form it keeps states for a parameter of the model."""
+        """Return the form in which it keeps states for a parameter of the model."""
         return self.asked.get(parameter.dtype) or state_format_of(parameter)
 
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """What a user says of the optimizer. Where all but the first two are as here, a model's own counts, else `AdamW`.
+    """A user's choice of an optimizer. If all but the first two are defaults, a model's own optimizer counts, or else
+    `AdamW`.
 
     Attributes:
-        optimizer: of `OPTIMIZERS`; None: `AdamW` where anything else is said of it.
-        update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum, undoable: its constructor's.
+        optimizer: of `OPTIMIZERS`; None: `AdamW`, if any other argument is given.
+        update_on, overlap, moments_dtype, master_weights, stochastic_rounding, momentum, undoable: of its constructor.
             None: its default.
     """
 
@@ -61,21 +62,21 @@ class OptimizerChoice:
 
     @property
     def _arguments(self) -> dict[str, torch.dtype | str | float]:
-        """Those that not every optimizer has."""
-        said = {
+        """Given arguments that not every optimizer has."""
+        optional = {
             "moments_dtype": self.moments_dtype,
             "master_weights": self.master_weights,
             "stochastic_rounding": self.stochastic_rounding or None,
             "momentum": self.momentum,
             "undoable": self.undoable or None,
         }
-        return {name: value for name, value in said.items() if value is not None}
+        return {name: value for name, value in optional.items() if value is not None}
 
     def of(self, model: nn.Module) -> Optimizer:
-        """The optimizer for a model.
+        """Return the optimizer for a model.
 
         Raises:
-            OptionsError, UnsupportedError: the constructor refuses it for these parameters, in its own words.
+            OptionsError, UnsupportedError: as the constructor raises them for these parameters.
         """
         if self.optimizer not in (None, *OPTIMIZERS):
             raise OptionsError(f"optimizer is {self.optimizer!r}; allowed: {', '.join(OPTIMIZERS)}")
@@ -89,25 +90,25 @@ class OptimizerChoice:
         trained = list(named.values())
         if self.optimizer is None and self._arguments.keys() <= {"undoable"}:
             self._make(kind, {torch.float32: "in float32"})
-            found = [known for parameter in trained if (known := declared(parameter)) is not None]
-            num_stages = max((known.num_stages for known in found), default=1)
-            return Optimizer("the model's optimizer" if found else kind.__name__, num_stages, {})
+            own = [declaration for parameter in trained if (declaration := declared(parameter)) is not None]
+            num_stages = max((declaration.num_stages for declaration in own), default=1)
+            return Optimizer("the model's optimizer" if own else kind.__name__, num_stages, {})
         first = {parameter.dtype: name for name, parameter in reversed(named.items())}
-        made = self._make(kind, first or {torch.float32: "in float32"})
-        num_stages = max(known.num_stages for known in made.values())
-        return Optimizer(kind.__name__, num_stages, {dtype: known.states for dtype, known in made.items()})
+        by_dtype = self._make(kind, first or {torch.float32: "in float32"})
+        num_stages = max(declaration.num_stages for declaration in by_dtype.values())
+        return Optimizer(kind.__name__, num_stages, {dtype: own.states for dtype, own in by_dtype.items()})
 
     def _make(self, kind: type[ChunkedOptimizer], names: Mapping[torch.dtype, str]) -> dict[torch.dtype, Declared]:
-        """Make such an optimizer for an empty parameter of each dtype, and return what it declares for them.
+        """Make such an optimizer for an empty parameter of each dtype, and return its declarations.
 
-        `names`: by which an error names the parameter of a dtype.
+        `names`: dtype -> the parameter's name in errors.
         """
         dtypes = sorted(names, key=str)
         empty = [nn.Parameter(torch.empty(0, dtype=dtype, device="cpu")) for dtype in dtypes]
         given = [(names[dtype], parameter) for dtype, parameter in zip(dtypes, empty)]
         kind(given, update_on=self.update_on, overlap=self.overlap, **self._arguments)  # type: ignore[arg-type]
-        found = {parameter.dtype: declared(parameter) for parameter in empty}
-        return {dtype: known for dtype, known in found.items() if known is not None}
+        declarations = {parameter.dtype: declared(parameter) for parameter in empty}
+        return {dtype: declaration for dtype, declaration in declarations.items() if declaration is not None}
 
 
 ADAMW = OptimizerChoice()

@@ -1,7 +1,7 @@
-"""A model that is cut over ranks, as one of them trains it: what `chunkc.distribute` makes of it, without any rank.
+"""Cut a captured step over ranks as `chunkc.distribute` does, without any rank.
 
-The rank is number 0, whose parts are the largest. Where its copies and exchanges stand is the planner's to say, as on
-ranks that run: the layout tells it that groups are cut, and the hardware over how many devices.
+The result is the step of rank 0, which has the largest shards. The planner places its copies and exchanges as on real
+ranks: the layout says that groups are cut, and the hardware over how many devices.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def refuse_distributed(model: nn.Module) -> None:
     """Refuse a model that `chunkc.distribute` has cut.
 
     Raises:
-        UnsupportedError: it has.
+        UnsupportedError: it is cut.
     """
     for name, parameter in model.named_parameters():
         if isinstance(local_shard_of(parameter), LocalShard):
@@ -50,21 +50,21 @@ def refuse_distributed(model: nn.Module) -> None:
 
 
 def check_layers(model: nn.Module, hardware: Hardware) -> None:
-    """Compare the ranks that compute a model's layers together with the devices that are said to do so.
+    """Check that a model's layers are cut over as many ranks as the hardware says.
 
     Raises:
-        OptionsError: they are not as many.
-        UnsupportedError: ranks that run would refuse how `parallelize_module` has cut the model.
+        OptionsError: they are not.
+        UnsupportedError: real ranks would refuse how `parallelize_module` has cut the model.
     """
-    found, wanted = mesh_of_layers(unwrapped(model)), hardware.devices_per_layer
-    if found is None and wanted > 1:
+    cut, wanted = mesh_of_layers(unwrapped(model)), hardware.devices_per_layer
+    if cut is None and wanted > 1:
         raise OptionsError(
             f"mesh says that {wanted} devices compute each layer together, but parallelize_module has cut none: let it "
             f"cut the model over a mesh of {wanted} ranks first. A factory in a file may have the parameter mesh, and "
             'takes mesh["tp"] of it'
         )
-    if found is not None and found[1].size() != wanted:
-        name, size = found[0], found[1].size()
+    if cut is not None and cut[1].size() != wanted:
+        name, size = cut[0], cut[1].size()
         raise OptionsError(
             f"parallelize_module has cut {name} over {size} ranks: say so in the last of three numbers of mesh, such "
             f'as "1x2x{size}" for two rows of them'
@@ -72,41 +72,41 @@ def check_layers(model: nn.Module, hardware: Hardware) -> None:
 
 
 def with_ranks(hardware: Hardware, world_size: int | None, mesh: str | None) -> Hardware:
-    """The hardware as far as the ranks use it that train one model together.
+    """Return the part of the hardware that the ranks of one training use.
 
     Args:
-        world_size: how many there are; None: one on each device.
+        world_size: number of ranks; None: one on each device.
         mesh: hosts, and ranks on each: `2x8`. Parameters are cut over the ranks of a host, and hosts have copies, as on
-            a mesh of two dimensions. None: they are cut over all ranks, which lie on no more hosts than they need.
-            With a third number, `2x4x2`, so many neighbours compute each layer together (tensor parallelism), and what
-            each of them has is cut over as many ranks as the second number says. `1x4x2` has no copies, and needs as
-            many hosts as have eight devices.
+            a mesh of two dimensions. None: they are cut over all ranks, on no more hosts than needed. With a third
+            number, `2x4x2`, as many neighbours compute each layer together (tensor parallelism), and the shard of each
+            of them is cut over as many ranks as the second number says. `1x4x2` has no copies, and needs as many hosts
+            as have eight devices.
 
     Raises:
-        OptionsError: the hardware has no such devices, or the two say different things.
+        OptionsError: the hardware has no such devices, or `world_size` and `mesh` disagree.
     """
     if mesh is None:
         return hardware if world_size is None else hardware.used_by(world_size)
-    found = _MESH.fullmatch(mesh.strip().lower())
-    if found is None:
+    match = _MESH.fullmatch(mesh.strip().lower())
+    if match is None:
         raise OptionsError(
             f"mesh is {short(mesh)}; allowed: hosts and ranks on each, such as 2x8; with tensor parallelism a third "
             "number, of devices that compute each layer together, such as 2x4x2"
         )
-    num_copies, each, of_a_layer = (int(number or 1) for number in found.groups())
-    num_ranks = num_copies * each * of_a_layer
+    num_copies, num_shards, per_layer = (int(number or 1) for number in match.groups())
+    num_ranks = num_copies * num_shards * per_layer
     if world_size is not None and world_size != num_ranks:
         raise OptionsError(f"world_size is {world_size}, but mesh {short(mesh)} has {num_ranks} ranks")
-    is_anywhere = found[3] is not None and num_copies == 1
-    return hardware.used_by(num_ranks, None if is_anywhere else num_copies, num_copies, of_a_layer)
+    on_any_hosts = match[3] is not None and num_copies == 1
+    return hardware.used_by(num_ranks, None if on_any_hosts else num_copies, num_copies, per_layer)
 
 
 def cut_over(step: OfflineStep, hardware: Hardware, zero_stage: ZeroStage | None, options: Options) -> OfflineStep:
-    """The step with rank 0's parts in place of all parameters; one rank has all of them.
+    """Return the step with rank 0's shards in place of the parameters; unchanged for a single rank.
 
     Raises:
         OptionsError: there is no such stage.
-        UnsupportedError: ranks that run would refuse the model or an option.
+        UnsupportedError: real ranks would refuse the model or an option.
     """
     check_zero_stage(zero_stage)
     if hardware.num_devices == 1:
@@ -121,10 +121,10 @@ def _cut(graph: OfflineGraph, hardware: Hardware, zero_stage: ZeroStage | None) 
             f"{spec.name} shares its memory with other tensors, or is no dense tensor of real numbers: ranks cannot "
             "have parts of it"
         )
-    return replace(graph, movable=tuple(_part(spec, hardware, zero_stage) for spec in graph.movable))
+    return replace(graph, movable=tuple(_shard(spec, hardware, zero_stage) for spec in graph.movable))
 
 
-def _part(spec: ParamSpec, hardware: Hardware, zero_stage: ZeroStage | None) -> ParamSpec:
+def _shard(spec: ParamSpec, hardware: Hardware, zero_stage: ZeroStage | None) -> ParamSpec:
     if not spec.shape:
         return spec.part(Shards((), 1, 0, zero_stage, hardware.devices_per_row * hardware.num_copies))
     if not torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous():
@@ -133,7 +133,7 @@ def _part(spec: ParamSpec, hardware: Hardware, zero_stage: ZeroStage | None) -> 
 
 
 def refuse_optimizer(optimizer: Optimizer, specs: Collection[ParamSpec], num_ranks: int) -> None:
-    """Refuse an optimizer whose states cannot be cut over ranks.
+    """Refuse an optimizer with states that cannot be cut over ranks.
 
     Raises:
         UnsupportedError: they cannot.
@@ -144,14 +144,14 @@ def refuse_optimizer(optimizer: Optimizer, specs: Collection[ParamSpec], num_ran
 
 
 def layers_of(graphs: Iterable[fx.GraphModule], hardware: Hardware) -> Layers | None:
-    """What rank 0 exchanges with those that compute layers with it, while it runs these graphs; None: there are none.
+    """Count rank 0's exchanges within layers while it runs these graphs; None if layers are not cut.
 
     `graphs`: of each forward and backward of a step.
     """
     if hardware.devices_per_layer == 1:
         return None
-    found = [exchange_of(node, hardware) for graph in graphs for node in graph.graph.nodes]
-    exchanges = [exchange for exchange in found if exchange is not None]
+    nodes = [node for graph in graphs for node in graph.graph.nodes]
+    exchanges = [exchange for node in nodes if (exchange := exchange_of(node, hardware)) is not None]
     return Layers(
         num_ranks=hardware.devices_per_layer,
         collectives=len(exchanges),
@@ -163,7 +163,7 @@ def layers_of(graphs: Iterable[fx.GraphModule], hardware: Hardware) -> Layers | 
 def ranks_of(
     layout: ChunkLayout, events: Sequence[TimedEvent], hardware: Hardware, layers: Layers | None
 ) -> Ranks | None:
-    """What rank 0 does in a step; None where the model is not cut."""
+    """Count rank 0's exchanges in a step; None if the model is not cut."""
     if not layout.cut:
         return None
     carried = Counter(link_nbytes(events, hardware))
@@ -196,7 +196,7 @@ def _gathered(layout: ChunkLayout, events: Sequence[TimedEvent]) -> Iterator[Gat
 
 
 def notes(ranks: Ranks | None, hardware: Hardware) -> Iterator[str]:
-    """What was assumed of the ranks."""
+    """Yield the assumptions about the ranks."""
     if ranks is None:
         return
     where = f"{ranks.num_ranks} ranks on {ranks.num_hosts} host{'s' if ranks.num_hosts > 1 else ''}"

@@ -1,4 +1,4 @@
-"""A training step on paper: its graphs described and laid out, rehearsed under a budget, and planned."""
+"""Predict a training step: describe and lay out its graphs, dry-run it under a budget, and plan it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from chunkc.policy.state import Forms, Key, PhaseCalled, StepRequest
 from chunkc.tracing.build import Builder
 
 Plans = dict[tuple[int, Key], StepPlan]
-"""(graph, what was asked for) -> its plan."""
+"""(graph, key of the request) -> its plan."""
 
 
 class PredictedStep:
-    """The graphs of a step, to be planned for budgets."""
+    """A step's graphs, to be planned for any budget."""
 
     def __init__(self, step: OfflineStep, options: Options, hardware: Hardware, updates: Updates) -> None:
         self._step, self._hardware = step, hardware
@@ -55,7 +55,7 @@ class PredictedStep:
         self.training = Training(self.graphs, step, updates, options.home, hardware, options.activations)
 
     def fitting(self, budget_nbytes: int) -> DryRun:
-        """The training under a budget, or, where it would refuse that, under the next that it takes."""
+        """Dry-run the training under a budget, or under the smallest one that is no longer refused."""
         while True:
             try:
                 return run_dry(self.training, budget_nbytes)
@@ -63,15 +63,15 @@ class PredictedStep:
                 budget_nbytes = error.minimum_nbytes
 
     def expressions(self, dry_run: DryRun) -> tuple[str, ...]:
-        """Every moment's bytes in the symbols of a graph that was traced so; nothing where there are none."""
+        """Return the bytes at each operation in the symbols of the first graph; empty without symbols."""
         return self.graphs[0].expressions(dry_run.captured[0])
 
     def minimum_nbytes(self, dry_run: DryRun) -> int:
-        """The smallest budget that works, in whichever form the graphs have there, if the rehearsed one does."""
+        """Return the smallest budget that works, in whichever form the graphs have there; the dry run's works."""
         return min(self.fitting(1).budget_nbytes, dry_run.budget_nbytes)
 
     def planned(self, dry_run: DryRun) -> StepPlans:
-        """The verified plans of a step."""
+        """Return the verified plans of a step."""
         several = len(self._step.calls) > 1
         runs: list[PlannedRun] = []
         plans: Plans = {}
@@ -81,25 +81,25 @@ class PredictedStep:
             captured = dry_run.captured[run.graph].following(request.context.activation_plan or KEEP_ALL)
             if run.phase == FORWARD:
                 present = frozenset[ItemId]()
-            found = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
+            made = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
             if (
                 run.phase == BACKWARD
-                and (context := request.context.with_present(found.plan, present)) != request.context
+                and (context := request.context.with_present(made.plan, present)) != request.context
             ):
                 present = frozenset()
                 external_nbytes = request.external_nbytes - request.spare_nbytes
                 forms = Forms(dry_run.captured[run.graph])
                 request = decide(dry_run.planner_state, PhaseCalled(forms, external_nbytes, context)).request
-                found = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
+                made = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
             name = f"{run.phase}.{run.number}" if several else run.phase
             plan = (
-                found.plan.with_less_external(request.spare_nbytes)
+                made.plan.with_less_external(request.spare_nbytes)
                 .beginning_with(gradients)
                 .with_less_external(run.freed_nbytes)
             )
             if several:
                 plan = _of_one_run(plan, run, name, captured)
-            runs.append(PlannedRun(name, run.phase, captured, plan, found.graphs[run.phase], present, run.freed))
+            runs.append(PlannedRun(name, run.phase, captured, plan, made.graphs[run.phase], present, run.freed))
             present = plan.kept if run.phase == FORWARD else frozenset[ItemId]()
             if run.phase == BACKWARD:
                 gradients |= captured.trained.difference(*(moment.consumed for moment in plan.moments))
@@ -107,7 +107,7 @@ class PredictedStep:
         return StepPlans(tuple(runs), planner_state.layout, planner_state.resident, *self._update(dry_run))
 
     def events(self, step: StepPlans) -> tuple[TimedEvent, ...]:
-        """The planned step against the clock."""
+        """Simulate the planned step's events in time."""
         hardware, updates = self._hardware, self.training.updates
         costs = {name: cost_s for run in step.runs for name, cost_s in run.costs_s().items()}
         nbytes = updates.nbytes(step)
@@ -128,14 +128,15 @@ class PredictedStep:
         )
 
     def _update(self, dry_run: DryRun) -> tuple[Plan | None, frozenset[int], tuple[Tile, ...]]:
-        """The plan of the optimizer's step, the groups that the CPU updates at home, and the tiles of the others."""
+        """Return the plan of the optimizer's step, the groups that the CPU updates at home, and the other groups'
+        tiles."""
         if all(captured.backward is None for captured in dry_run.captured):
             return None, frozenset(), ()
-        found = update_plan(dry_run.update, self._hardware)
-        return found.plan, dry_run.cpu_updated, found.tiles
+        made = update_plan(dry_run.update, self._hardware)
+        return made.plan, dry_run.cpu_updated, made.tiles
 
     def _plan(self, captured: Captured, graph: int, request: StepRequest, plans: Plans) -> StepPlan:
-        """A graph's plan that was asked for."""
+        """Make the requested plan of a graph, or return it if it was made before."""
         key = graph, request.key
         if key not in plans:
             plans[key] = step_plan(captured, request, self._hardware)
@@ -143,15 +144,15 @@ class PredictedStep:
 
 
 def _of_one_run(plan: Plan, run: PredictedRun, name: str, captured: Captured) -> Plan:
-    """The part of a graph's plan that is one run's, with calls named after it, and without what is gone by then."""
-    gone_nbytes = sum(captured.forward.storages[storage] for storage in run.freed)
+    """Return the phase of a graph's plan that is the run's, with calls named after it and without freed storages."""
+    freed_nbytes = sum(captured.forward.storages[storage] for storage in run.freed)
     (phase,) = (phase for phase in plan.phases if phase.phase == run.phase)
     moments = tuple(
         replace(
             moment,
             name=moment.name if at in phase.tiles else f"{name}.{moment.name.removeprefix(f'{run.phase}.')}",
-            other_nbytes=moment.other_nbytes + gone_nbytes,
-            non_model_nbytes=moment.non_model_nbytes - gone_nbytes,
+            other_nbytes=moment.other_nbytes + freed_nbytes,
+            non_model_nbytes=moment.non_model_nbytes - freed_nbytes,
         )
         for at, moment in enumerate(phase.moments)
     )

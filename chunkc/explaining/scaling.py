@@ -1,8 +1,8 @@
-"""The smallest budget of a step as a function of one size, its batch or its sequence: one capture for many sizes.
+"""Compute the smallest budget of a step as a function of its batch size or sequence length, from few captures.
 
-The dimensions that depend on the size are found by building the arguments at two sizes, and traced in symbols. A
-compiler may decide by the size what code it makes (Inductor sums more than 4,096 elements otherwise than fewer): there
-it is captured again.
+The dimensions that depend on the size are found by building the arguments at two sizes, and traced as symbols. A
+compiler may generate other code for other sizes (Inductor sums more than 4,096 elements otherwise than fewer): the
+step is captured again then.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from chunkc.policy.decide import smallest_budget
 from chunkc.tracing.dynamic_shapes import OtherGraphError, Templates
 
 TRACED_SIZE = 6
-"""Sizes are traced at this one first, and compared with the next: no special case, as 1 is, and cheap."""
+"""The size to trace first; the next larger one is compared with it. Cheap, and no special case as 1 is."""
 
 MAX_CAPTURES = 4
-"""Where sizes make more graphs than these, each is likely to be a graph of its own."""
+"""If sizes make more graphs than these, each size is likely to make a graph of its own."""
 
 Build = Callable[[int], tuple[nn.Module, Sequence[Any], Mapping[str, Any]]]
 """Size -> model, positional and keyword arguments of one call of it."""
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass(frozen=True)
 class SizedStep:
-    """A step of every size that makes one graph."""
+    """A step at all sizes that make the same graph."""
 
     templates: Templates
     layout: ChunkLayout
@@ -61,9 +61,9 @@ class SizedStep:
     activations: Activations = "keep"
 
     def minimum_nbytes(self, size: int) -> int | None:
-        """The smallest budget that works, in bytes; None where the captured graph is not that of this size.
+        """Return the smallest budget that works, in bytes; None if this size makes another graph.
 
-        In segments a graph takes the least. Where that is beyond the budget, it may still fit whole.
+        In segments a graph takes the least. If that is more than the budget, it may still fit whole.
         """
         values = {symbol: line.at(size) for symbol, line in self.lines.items()}
         budget_nbytes = self.templates.builder.budget_nbytes
@@ -77,10 +77,10 @@ class SizedStep:
 
 
 class Scaling:
-    """A step of any size, captured again where a size makes another graph.
+    """A step at any size, captured again for a size that makes another graph.
 
     Attributes:
-        captures: what there is so far, the first at `TRACED_SIZE`.
+        captures: so far, the first at `TRACED_SIZE`.
     """
 
     def __init__(
@@ -91,25 +91,25 @@ class Scaling:
         choice: OptimizerChoice = ADAMW,
         zero_stage: ZeroStage | None = None,
     ) -> None:
-        """Captures the step with its size in symbols.
+        """Capture the step with its size as a symbol.
 
         Raises:
-            UnsupportedError: the model, or what it is given, depends on the size in another way than by the lengths of
-                dimensions; or the model cannot be traced with those in symbols.
+            UnsupportedError: the model, or its arguments, depend on the size in another way than by the lengths of
+                dimensions; or the model cannot be traced with symbols.
         """
         self._capture = partial(_capture, build, options, hardware, choice, zero_stage)
         self.captures = [self._capture(TRACED_SIZE)]
         self._captures_left = MAX_CAPTURES - 1
 
     def minimum_nbytes(self, size: int) -> int | None:
-        """The smallest budget that works, in bytes; None for a size that has to be captured for itself."""
+        """Return the smallest budget that works, in bytes; None for a size that has to be captured for itself."""
         for capture in reversed(self.captures):
-            found = capture.minimum_nbytes(size)
-            if found is not None:
-                return found
+            minimum_nbytes = capture.minimum_nbytes(size)
+            if minimum_nbytes is not None:
+                return minimum_nbytes
         if size < TRACED_SIZE or self._captures_left == 0:
             return None
-        self._captures_left -= 1  # also where it fails: it would at the next size
+        self._captures_left -= 1  # also if it fails: it would fail again at the next size
         try:
             self.captures.append(self._capture(size))
         except UnsupportedError:
@@ -125,7 +125,7 @@ def _capture(
     zero_stage: ZeroStage | None,
     traced_size: int,
 ) -> SizedStep:
-    """The step, traced at a size that is in symbols.
+    """Trace the step at a size that is a symbol.
 
     Raises:
         UnsupportedError: as `Scaling`.
@@ -156,7 +156,7 @@ def _layouts(model: nn.Module) -> list[tuple[torch.Size, torch.dtype]]:
 
 
 def _mark(leaves: Sequence[Any], others: Sequence[Any], traced_size: int) -> dict[int, Line]:
-    """Mark the dimensions that differ as dynamic. Returns their length at `traced_size` -> how it grows.
+    """Mark the dimensions that differ as dynamic. Return their length at `traced_size` -> its growth with the size.
 
     Raises:
         UnsupportedError: something else differs, or two dimensions of one length grow differently.

@@ -1,7 +1,6 @@
-"""What `chunkc explain` is asked about: a built-in model, a factory in a file, or a class of an installed package.
+"""Find the model for `chunkc explain`: a built-in one, a factory in a file, or a class of an installed package.
 
-Each becomes a function of batch size and sequence length that builds the model and its inputs without memory behind
-them.
+Each becomes a function of batch size and sequence length that builds the model and its inputs without memory.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from chunkc.models.layers import cut_layers
 from chunkc.torch_private.fake import FakeTensorMode
 
 DEFAULT_IMAGE_SIZE = 224
-"""Pixels of an image's edge where a configuration names none, as ImageNet's models have it."""
+"""Pixels of an image's edge if a configuration names none; the size of ImageNet's models."""
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -53,7 +52,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Target:
-    """Something to explain. `build(batch_size, seq_len)`: None means the target's own."""
+    """A model to explain. `build(batch_size, seq_len)`: None means the model's own."""
 
     name: str
     build: Callable[[int | None, int | None], Subject]
@@ -61,11 +60,11 @@ class Target:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """How a model is to be built.
+    """Options for building a model.
 
     Attributes:
         dtype: None means the model's own.
-        mesh: of the ranks, where some of them compute its layers together; None: each computes all of a layer.
+        mesh: of the ranks, if layers are cut over some of them; None: each rank computes whole layers.
     """
 
     dtype: torch.dtype | None = None
@@ -75,7 +74,7 @@ class ModelOptions:
 
 @contextlib.contextmanager
 def errors_of(what: str, *, explained: bool = False) -> Iterator[None]:
-    """Errors of user code, whatever they are, become one line that names it; `sys.exit` is one of them.
+    """Turn any error of user code, `sys.exit` included, into one line that names the code.
 
     With `explained`, the code runs inside chunkc's: errors that are chunkc's own stay as they are.
     """
@@ -88,14 +87,14 @@ def errors_of(what: str, *, explained: bool = False) -> Iterator[None]:
     except BaseException as error:
         if explained and is_own_fault(error):
             raise
-        said = message_of(error)
-        detail = f": {said}" if said else ""
+        message = message_of(error)
+        detail = f": {message}" if message else ""
         module = "".join(f" {note}" for note in getattr(error, "__notes__", ()))
         raise OptionsError(f"{what} raised {type(error).__name__}{module}{detail}{_where(what, error)}") from error
 
 
 def _where(what: str, error: BaseException) -> str:
-    """` (train.py:12)`, the innermost line of the user's file that an error passed through; empty if there is none."""
+    """Return the innermost line of the user's file that an error passed through, as ` (train.py:12)`; "" if none."""
     path = Path(what.rpartition(":")[0]).resolve()
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == path]
@@ -103,23 +102,23 @@ def _where(what: str, error: BaseException) -> str:
 
 
 class _OneMode(FakeTensorMode):
-    """A mode that copies of its tensors share. `copy.deepcopy` of a module, by which `nn.TransformerEncoder` makes its
-    layers, would else copy the mode with each parameter."""
+    """A fake tensor mode that copies of its tensors share. `copy.deepcopy` of a module, by which
+    `nn.TransformerEncoder` makes its layers, would copy the mode with each parameter otherwise."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
         return self
 
 
 def _new_mode() -> FakeTensorMode:
-    """A mode in which tensors have no memory. One serves a target throughout: tensors of two do not mix."""
+    """Make the mode of a target's fake tensors; tensors of two modes do not mix."""
     return _OneMode(allow_non_fake_inputs=True)
 
 
 def built_in(name: str, options: ModelOptions) -> Target:
-    """A model of `chunkc.models`.
+    """Return a model of `chunkc.models`.
 
     Raises:
-        OptionsError: there is none of that name; near matches are named.
+        OptionsError: there is none of that name; the error lists similar names.
     """
     spec, mode = find_model(name), _new_mode()
 
@@ -137,10 +136,10 @@ def built_in(name: str, options: ModelOptions) -> Target:
 
 
 def from_file(text: str, options: ModelOptions) -> Target:
-    """`FILE.py:FACTORY`, a function that returns `(model, args)` or `(model, args, kwargs)`.
+    """Load `FILE.py:FACTORY`, a function that returns `(model, args)` or `(model, args, kwargs)`.
 
-    The factory gets `batch_size`, `seq_len`, `dtype` and `activation_checkpointing` if it has parameters of these
-    names and the user gave them. So it gets the `mesh` over which it is to cut layers; then it builds on the meta
+    The factory gets `batch_size`, `seq_len`, `dtype` and `activation_checkpointing` if it has parameters of these names
+    and the user gave them. Likewise it gets the `mesh` over which it is to cut layers; then it builds on the meta
     device, on which `parallelize_module` exchanges nothing.
 
     Raises:
@@ -192,14 +191,14 @@ def from_file(text: str, options: ModelOptions) -> Target:
 
 
 def from_module(text: str, config: Path | None, options: ModelOptions) -> Target:
-    """`PACKAGE:CLASS`, a Hugging Face model class, with a configuration file (None: the class's default).
+    """Return the Hugging Face model class `PACKAGE:CLASS`, with a configuration file (None: the class's default).
 
     Raises:
         OptionsError: there is no such class, or it is no `transformers` model; or its layers are to be cut over ranks.
     """
     if options.mesh is not None:
         raise OptionsError(
-            "--module builds a model whose layers are whole, and the third number of --mesh says that devices compute "
+            "--module builds a model with whole layers, and the third number of --mesh says that devices compute "
             "each of them together: write a factory that calls parallelize_module, and explain FILE.py:FACTORY"
         )
     package, _, class_name = text.partition(":")
@@ -219,17 +218,17 @@ def from_module(text: str, config: Path | None, options: ModelOptions) -> Target
     values = _read_json(config) if config is not None else {}
 
     def build(batch_size: int | None, seq_len: int | None) -> Subject:
-        # The meta device, which transformers builds its models on itself: some read small tensors' values meanwhile.
+        # On the meta device, as transformers does: some models read small tensors' values while they are built.
         with errors_of(text), torch.device("meta"):
             settings = config_class(**values)
             if getattr(settings, "use_cache", False):
-                settings.use_cache = False  # of use in generation only; with checkpointing, a warning mid-graph
+                settings.use_cache = False  # only generation needs it; with checkpointing, it warns mid-graph
             model = cls(settings)
             if options.activation_checkpointing:
                 model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
             if options.dtype is not None:
                 model = model.to(options.dtype)
-            if getattr(model, "loss_type", "") is None:  # what is taken for None, but without a warning mid-graph
+            if getattr(model, "loss_type", "") is None:  # the meaning of None, without its warning mid-graph
                 model.loss_type = "ForCausalLM"
             model.train()
             kwargs = _transformers_inputs(model, settings, batch_size or 1, seq_len)
@@ -239,10 +238,10 @@ def from_module(text: str, config: Path | None, options: ModelOptions) -> Target
 
 
 def _transformers_inputs(model: nn.Module, config: Any, batch_size: int, seq_len: int | None) -> dict[str, Any]:
-    """Random inputs by the names of `forward`'s parameters: tokens or images, and labels.
+    """Make random inputs by the names of `forward`'s parameters: tokens or images, and labels.
 
     Raises:
-        OptionsError: the model takes something else.
+        OptionsError: the model takes other inputs.
     """
     known = inspect.signature(model.forward).parameters
     if "input_ids" in known:
@@ -268,10 +267,10 @@ def _transformers_inputs(model: nn.Module, config: Any, batch_size: int, seq_len
 
 
 def _call(factory: Callable[..., Any], given: Mapping[str, Any], mode: FakeTensorMode | None) -> Any:
-    """What the factory returns, without memory behind it; on the meta device where there is no mode.
+    """Call the factory without allocating memory: in the mode, or on the meta device if there is none.
 
     Fake tensors keep their devices, so that `model.to(device)` works; but modules of them may refuse a conversion such
-    as `model.bfloat16()`, which swaps tensors that the mode watches. The meta device takes those.
+    as `model.bfloat16()`, which swaps tensors that the mode watches. The meta device serves for those.
     """
     try:
         if mode is not None:

@@ -1,4 +1,4 @@
-"""What the user is told of a model that cannot be captured."""
+"""Turn errors in tracing a model into errors for the user."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _OF_TRACING = (*_NEEDS_VALUES, ConstraintViolationError, TorchDynamoException)
 
 
 class NeedsValuesError(UnsupportedError):
-    """What the model does next depends on the values of tensors."""
+    """A model branches on the values of tensors."""
 
 
-def why_none(model: nn.Module) -> str:
+def why_no_graph(model: nn.Module) -> str:
+    """Say why Dynamo captures no graph of a model."""
     if any(isinstance(module, nn.RNNBase) for module in model.modules()):
         return "it leaves nn.LSTM, nn.GRU and nn.RNN alone; set torch._dynamo.config.allow_rnn = True, also to train"
     return "the call of this model computes nothing it can compile"
 
 
-def told(error: Exception, module: Callable[[], str]) -> Exception:
-    """What the user is told of an error in tracing or running the model; the error itself where it says it all.
+def explained_error(error: Exception, module: Callable[[], str]) -> Exception:
+    """Return the error for the user, for an error in tracing or running the model; itself if it is clear as it is.
 
     Args:
-        module: runs the model once more, and says which of its modules raises, if any.
+        module: run the model once more, and return the name of the module that raises; "" if none does.
     """
     if isinstance(error, ChunkcError):
         return error
@@ -41,7 +42,7 @@ def told(error: Exception, module: Callable[[], str]) -> Exception:
         return UnsupportedError(f"the model cannot be traced: {first_line(inner)}")
     if not isinstance(error, _OF_TRACING) and is_own_fault(error):
         return error
-    where = f"{found}: " if (found := module()) else ""
+    where = f"{name}: " if (name := module()) else ""
     if isinstance(error, _NEEDS_VALUES):
         return NeedsValuesError(
             f"the model needs the values of tensors outside its graphs ({where}{first_line(error)}); only what "
@@ -51,12 +52,12 @@ def told(error: Exception, module: Callable[[], str]) -> Exception:
         return UnsupportedError(f"the model cannot be traced with symbols: {first_line(error)}")
     if isinstance(error, TorchDynamoException):
         return UnsupportedError(f"the model cannot be traced: {where}{first_line(error.__cause__ or error)}")
-    if found:
-        error.add_note(f"in {found}")
+    if name:
+        error.add_note(f"in {name}")
     return error
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text; of Dynamo's errors the one that explains."""
+    """Return the first line of an error's text; for Dynamo's errors the line that explains."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return next((line.partition(": ")[2] for line in lines if line.startswith("  Explanation: ")), lines[0])

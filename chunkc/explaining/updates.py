@@ -1,4 +1,4 @@
-"""What the optimizer means for a step that is only explained: where, when and for how many bytes it updates."""
+"""Describe the optimizer's updates in an explained step: where, when, and with how many bytes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
 @dataclass(frozen=True)
 class Updates:
-    """How the optimizer will be made, `update_on`, `overlap` and `undoable` as its arguments of these names.
+    """The optimizer's updates; `update_on`, `overlap` and `undoable` are its arguments of these names.
 
     Attributes:
         optimizer: its name, for people.
@@ -35,7 +35,7 @@ class Updates:
 
     @staticmethod
     def of(choice: OptimizerChoice, optimizer: Optimizer) -> Updates:
-        """Those of the optimizer that was chosen for a model."""
+        """Return the updates of the optimizer that was chosen for a model."""
         return Updates(choice.update_on, choice.overlap, optimizer.name, optimizer.num_stages, choice.undoable)
 
     def __post_init__(self) -> None:
@@ -43,32 +43,32 @@ class Updates:
 
     @property
     def in_backward(self) -> bool:
-        """Whether backwards update."""
+        """Whether groups are updated in the backward."""
         return UpdateMode(self.overlap, self.update_on).in_backward
 
     def consumes(self, group: ChunkGroup) -> bool:
-        """Whether a backward updates a group that stays, where that is needed."""
+        """Whether a backward can update a resident group, and so consume its gradients."""
         may_update = can_update_resident(group.states, self.num_stages)
         return self.in_backward and not self.undoable and group.trainable and may_update
 
     def cpu_updated(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
-        """Which of the groups the CPU updates at home.
+        """Return the groups that the CPU updates at home.
 
         Raises:
             OptionsError: all should be, but home is a disk, or the hardware does not state the CPU's rate.
         """
         on_cuda = hardware.kind == "cuda"
-        found = divided(
+        by_cpu = divided(
             groups, self.update_on, home=home, on_cuda=on_cuda, hardware=hardware, num_stages=self.num_stages
         )
-        if found and on_cuda and hardware.cpu_update_bytes_per_s is None:
+        if by_cpu and on_cuda and hardware.cpu_update_bytes_per_s is None:
             raise OptionsError(
                 f'hardware {hardware.name!r} does not say cpu_update_bytes_per_s, which update_on="{CPU}" is timed by'
             )
-        return found
+        return by_cpu
 
     def home_nbytes(self, step: StepPlans, counts: Callable[[str], bool] = lambda kind: True) -> int:
-        """Bytes at home of those kinds of data that count, with the twins of what can be undone."""
+        """Return the home bytes for the kinds of data that count, with shadow copies if updates can be undone."""
         layout, resident = step.layout, step.resident
         if self.undoable:
             return home_nbytes(layout, resident, counts=counts) + shadow_copies_nbytes(layout, resident, counts)
@@ -76,7 +76,7 @@ class Updates:
         return home_nbytes(layout, resident, consumed, counts)
 
     def nbytes(self, step: StepPlans) -> dict[str, int]:
-        """Bytes that each update reads and writes where it happens, by the name of its event."""
+        """Return the bytes that each update reads and writes where it runs, by the name of its event."""
         found = {
             str(Chunk(PARAM, index)): self._of_group(step.layout.groups[index]) for index in sorted(step.cpu_updated)
         }
@@ -92,7 +92,7 @@ class Updates:
         return found
 
     def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HostUpdateTimes:
-        """Updates at home, for the simulator. Cores that compute have no time for an update meanwhile."""
+        """Return the updates at home for the simulator. On a CPU they overlap nothing: the same cores compute."""
         seconds = {}
         for index in sorted(at_home):
             group = layout.groups[index]
@@ -102,17 +102,17 @@ class Updates:
         return HostUpdateTimes(seconds, mode.in_forward, mode.in_backward)
 
     def _of_group(self, group: ChunkGroup) -> int:
-        """By the CPU, which copies what it changes first, if that can be undone."""
+        """Return the bytes of a group's update by the CPU, which copies the data first if updates can be undone."""
         copied = [kind for kind in group.update_kinds if kind != GRAD] if self.undoable else []
         return group_update_nbytes(group, self.num_stages) + 2 * sum(map(group.nbytes, copied))
 
     def notes(self, step: StepPlans, hardware: Hardware) -> Iterator[str]:
-        """What was assumed."""
+        """Yield the assumptions of the explanation."""
         if in_backward := step.updated_in_backward:
-            staying = len(in_backward & step.resident)
+            num_resident = len(in_backward & step.resident)
             yield (
-                f"the backward updates {len(in_backward) - staying} of {len(step.layout.groups)} chunks in slots"
-                + (f", and {staying} that stay" if staying else "")
+                f"the backward updates {len(in_backward) - num_resident} of {len(step.layout.groups)} chunks in slots"
+                + (f", and {num_resident} that stay" if num_resident else "")
             )
         if self.undoable:
             yield "no update is undone; home has room for parameters and states twice"
@@ -147,7 +147,7 @@ class Updates:
 
 
 def resident_specs(step: StepPlans) -> list[ParamSpec]:
-    """The trained parameters that never move, small or in resident chunks, and that no backward updates."""
+    """Return the trained parameters that never move, small or in resident chunks, and that no backward updates."""
     group_of, specs = step.layout.group_of(), step.layout.specs()
-    staying = {None, *(step.resident - step.updated_in_backward)}
-    return [specs[name] for name in step.trained if group_of.get(name) in staying]
+    resident = {None, *(step.resident - step.updated_in_backward)}
+    return [specs[name] for name in step.trained if group_of.get(name) in resident]

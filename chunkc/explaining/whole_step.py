@@ -1,8 +1,8 @@
-"""Completes a `BudgetError` whose minimum covers less than a whole step, by tracing the call that raises it.
+"""Complete a `BudgetError` with a minimum for less than a whole step, by tracing the call that raises it.
 
-A graph is compiled when a call comes to it. An evaluation that comes first makes no gradients, and of a model in
-several graphs the first ones know nothing of the others: the error of each would name another minimum. Where the call
-of a compiled module is on the stack, its step can be traced on fake tensors, as `chunkc.explain` does.
+A graph is compiled when a call comes to it. An evaluation that comes first has no gradients, and the first graphs of a
+model are planned without the later ones: each error would name another minimum. If the call of a compiled module is on
+the stack, its step can be traced on fake tensors, as `chunkc.explain` does.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from chunkc.utils.progress import compilation_progress
 
 
 def completed(error: BudgetError, options: Options) -> BudgetError:
-    """The error, with the minimum of a whole step where its own covers less, and the step can be traced.
+    """Return the error with the minimum of a whole step, if its own covers less and the step can be traced.
 
-    To be called where the module's call is on the stack, and Dynamo is done.
+    Call it while the module's call is on the stack, after Dynamo.
     """
     if not (error.covers or error.evaluates) or error.training_nbytes is not None:
         return error
@@ -35,7 +35,7 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
     parameters = dict(call.module.named_parameters())
     try:
         hardware = hardware_of(device_of(parameters) if parameters else parse_device("cpu"))
-    except UnsupportedError as problem:  # some are elsewhere, as those of an embedding that the CPU looks up
+    except UnsupportedError as problem:  # some are on another device, as those of an embedding that the CPU looks up
         logger.debug("the minimum of a whole step is not known: %s", problem)
         return error
 
@@ -50,12 +50,12 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
             show("tracing a whole step for the smallest budget", 0, None)
             training_nbytes = minimum_nbytes(trains=error.evaluates or None)
             evaluation_nbytes = minimum_nbytes(trains=False) if error.evaluates and error.covers else None
-    except Exception as problem:  # the user's code runs in it: what it raises is not to hide the error at hand
+    except Exception as problem:  # raised by the user's code; it must not hide the error at hand
         logger.debug("the minimum of a whole step is not known: %s", problem)
         return error
     return error.of_step(training_nbytes, evaluation_nbytes)
 
 
 def _is_cut(parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether parameters are cut over ranks: what each needs depends on all."""
+    """Whether parameters are cut over ranks: the needs of each rank depend on all ranks."""
     return any(isinstance(local_shard_of(parameter), LocalShard) for parameter in parameters)

@@ -1,8 +1,7 @@
-"""`chunkc explain --why NAME`: where a part of the model is at each moment of a planned step, and what it would cost to
-have it elsewhere.
+"""Answer `chunkc explain --why NAME`: where a part of the model is at each moment, and what alternatives would cost.
 
-An alternative is the same step, planned and verified again with that part forced to stay, or to move, and all else as
-it was: its seconds and its smallest budget are the planner's and the simulator's, no estimate beside them.
+An alternative is the same step, planned and verified again with that part forced to be resident, or to move, and all
+else as it was: its seconds and its smallest budget come from the simulator and the planner, not from an estimate.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ SAID = {
     RELOAD: "fetched",
     ARRIVE: "needed",
 }
-"""What an event does, in words."""
+"""An event kind -> its effect, in words."""
 
 
 @dataclass(frozen=True)
 class ModelPart:
-    """What of the model is asked about.
+    """The part of a model that a name stands for.
 
     Attributes:
         groups: chunk groups that hold the part.
-        small: parameters in no chunk, which always stay.
-        saved: (graph, storage) -> bytes, of values that its modules save for the backward and that may go home.
+        small: parameters in no chunk, which are always resident.
+        saved: (graph, storage) -> bytes, of saved values of its modules that may be offloaded.
     """
 
     groups: tuple[int, ...]
@@ -57,48 +56,49 @@ class ModelPart:
 
 
 def model_part_named(name: str, predicted: PredictedStep, dry_run: DryRun) -> ModelPart:
-    """The part that a user means: a parameter, a module, a chunk (`param:3`) or a saved storage (`forward.2:0`).
+    """Find the part that a name stands for: a parameter, a module, a chunk (`param:3`) or a saved storage
+    (`forward.2:0`).
 
     Raises:
-        OptionsError: there is none of that name; names those that are near.
+        OptionsError: there is none of that name; the error lists similar names.
     """
     layout = predicted.layout
     of_group = {group.index: [s.spec.name for s in group.slices] for group in layout.groups}
     saved = _saved_by_module(dry_run)
-    storages = {storage: module for module, found in saved.items() for _, storage in found}
+    storages = {storage: module for module, values in saved.items() for _, storage in values}
 
     def is_below(full: str) -> bool:
         return full == name or full.startswith(f"{name}.")
 
     groups = tuple(index for index, names in of_group.items() if any(map(is_below, names)))
     small = tuple(spec.name for spec in layout.small if is_below(spec.name))
-    values = {key: nbytes for module, found in saved.items() if is_below(module) for key, nbytes in found.items()}
+    chosen = {key: nbytes for module, values in saved.items() if is_below(module) for key, nbytes in values.items()}
     if name in storages:
-        values = {key: nbytes for found in saved.values() for key, nbytes in found.items() if key[1] == name}
+        chosen = {key: nbytes for values in saved.values() for key, nbytes in values.items() if key[1] == name}
     if not groups:
         groups = tuple(i for i, g in enumerate(layout.groups) if name in {str(Chunk(k, i)) for k in g.update_kinds})
-    if not (groups or small or values):
+    if not (groups or small or chosen):
         known = [*layout.specs(), *saved, *storages, *(name.rpartition(".")[0] for name in layout.specs())]
-        near = get_close_matches(name, [one for one in dict.fromkeys(known) if one], n=3, cutoff=0.5)
+        near = get_close_matches(name, list(filter(None, dict.fromkeys(known))), n=3, cutoff=0.5)
         hint = f"; near it are {', '.join(near)}" if near else ""
         raise OptionsError(
             f"--why: the model has no parameter, module, chunk (param:0) or saved value named {short(name)}{hint}"
         )
-    return ModelPart(groups, small, values)
+    return ModelPart(groups, small, chosen)
 
 
 def _saved_by_module(dry_run: DryRun) -> dict[str, dict[tuple[int, str], int]]:
-    """Module -> (graph, storage) -> bytes, of every value that may go home between forward and backward."""
-    found: dict[str, dict[tuple[int, str], int]] = {}
+    """Return module -> (graph, storage) -> bytes, for all saved values that may be offloaded."""
+    by_module: dict[str, dict[tuple[int, str], int]] = {}
     for graph, captured in enumerate(dry_run.captured):
         makers = makers_of(captured)
-        for one in captured.offloadable if captured.backward is not None else ():
-            found.setdefault(makers.get(one.storage, ""), {})[graph, one.storage] = one.nbytes
-    return found
+        for saved in captured.offloadable if captured.backward is not None else ():
+            by_module.setdefault(makers.get(saved.storage, ""), {})[graph, saved.storage] = saved.nbytes
+    return by_module
 
 
 def happenings(step: StepPlans, events: Sequence[TimedEvent], part: ModelPart) -> Iterator[Happening]:
-    """All that the plan does to a part, stop after stop; of the waits for copies home only those that take time."""
+    """Yield the plan's events for a part, stop after stop; waits for copies home only if they take time."""
     spans = {event.name: event for event in events if event.kind in ("call", "update")}
     timed: dict[tuple[str, str, str], list[TimedEvent]] = {}
     for event in events:
@@ -147,21 +147,21 @@ def why_is(name: str, predicted: PredictedStep, dry_run: DryRun) -> Why:
     """
     part = model_part_named(name, predicted, dry_run)
     step = predicted.planned(dry_run)
-    found = sorted(happenings(step, predicted.events(step), part), key=lambda one: one.at_s)
-    return Why(name, tuple(_chosen(part, dry_run)), tuple(found), tuple(_alternatives(part, predicted, dry_run)))
+    in_order = sorted(happenings(step, predicted.events(step), part), key=lambda happening: happening.at_s)
+    return Why(name, tuple(_chosen(part, dry_run)), tuple(in_order), tuple(_alternatives(part, predicted, dry_run)))
 
 
 Storages = frozenset[tuple[int, str]]
 """(graph, storage) of saved values."""
 
 
-def _absent(dry_run: DryRun) -> tuple[Storages, Storages]:
-    """Those that go home in the planned step, and those that are made again."""
-    found = [
+def _moved(dry_run: DryRun) -> tuple[Storages, Storages]:
+    """Return the saved values that are offloaded, and those that are recomputed."""
+    plans = [
         (run.graph, run.request.context.activation_plan or KEEP_ALL) for run in dry_run.runs if run.phase == FORWARD
     ]
-    home = frozenset((graph, storage) for graph, absent in found for storage in absent.offloaded)
-    return home, frozenset((graph, storage) for graph, absent in found for storage in absent.recomputed)
+    offloaded = frozenset((graph, storage) for graph, plan in plans for storage in plan.offloaded)
+    return offloaded, frozenset((graph, storage) for graph, plan in plans for storage in plan.recomputed)
 
 
 def _chosen(part: ModelPart, dry_run: DryRun) -> Iterator[str]:
@@ -170,7 +170,7 @@ def _chosen(part: ModelPart, dry_run: DryRun) -> Iterator[str]:
         ([str(Chunk(PARAM, g)) for g in part.groups if g in resident], "stays on the device, with gradient and states"),
         (
             [str(Chunk(PARAM, g)) for g in part.groups if g in whole],
-            "stands whole on every rank; gradient and states move",
+            "whole on every rank; gradient and states move",
         ),
         ([str(Chunk(PARAM, g)) for g in part.groups if g not in resident | whole], "moves, with gradient and states"),
     ):
@@ -178,11 +178,11 @@ def _chosen(part: ModelPart, dry_run: DryRun) -> Iterator[str]:
             yield f"{_listed(names)}: {does}"
     if part.small:
         yield f"{_listed(part.small)}: in no chunk, too small to move, and stays on the device"
-    home, again = _absent(dry_run)
+    offloaded, recomputed = _moved(dry_run)
     for keys, does in (
-        (part.saved.keys() & home, "goes home between forward and backward"),
-        (part.saved.keys() & again, "dropped, and made again by the backward"),
-        (part.saved.keys() - home - again, "kept on the device until the backward has read it"),
+        (part.saved.keys() & offloaded, "goes home between forward and backward"),
+        (part.saved.keys() & recomputed, "dropped, and made again by the backward"),
+        (part.saved.keys() - offloaded - recomputed, "kept on the device until the backward has read it"),
     ):
         if keys:
             yield f"saved {_listed([storage for _, storage in sorted(keys)])}: {does}"
@@ -194,26 +194,26 @@ def _listed(names: Sequence[object]) -> str:
 
 
 def _alternatives(part: ModelPart, predicted: PredictedStep, dry_run: DryRun) -> Iterator[Alternative]:
-    resident, (home, again) = dry_run.planner_state.resident, _absent(dry_run)
-    if predicted.layout.cut:  # what ranks share moves, and what they save stays
+    resident, (offloaded, recomputed) = dry_run.planner_state.resident, _moved(dry_run)
+    if predicted.layout.cut:  # over ranks chunks always move and saved values never do
         return
     own = frozenset(part.saved)
-    remade = frozenset(key for key in own if key[1] in _repeatable(dry_run.captured[key[0]]))
-    ways = (
-        ("all its chunks stay on the device", resident.union(part.groups), (home, again)),
-        ("all its chunks move", resident.difference(part.groups), (home, again)),
-        ("its saved values are kept on the device", resident, (home - own, again - own)),
-        ("its saved values go home", resident, (home | own, again - own)),
-        ("its saved values are made again", resident, (home - remade, again | remade)),
+    droppable = frozenset(key for key in own if key[1] in _repeatable(dry_run.captured[key[0]]))
+    alternatives = (
+        ("all its chunks stay on the device", resident.union(part.groups), (offloaded, recomputed)),
+        ("all its chunks move", resident.difference(part.groups), (offloaded, recomputed)),
+        ("its saved values are kept on the device", resident, (offloaded - own, recomputed - own)),
+        ("its saved values go home", resident, (offloaded | own, recomputed - own)),
+        ("its saved values are made again", resident, (offloaded - droppable, recomputed | droppable)),
     )
-    for what, staying, away in ways:
-        if (staying, away) == (resident, (home, again)):
+    for sentence, forced_resident, moved in alternatives:
+        if (forced_resident, moved) == (resident, (offloaded, recomputed)):
             continue
         try:
-            step = predicted.planned(_forced(predicted, dry_run, staying, away))
-            yield Alternative(what, step_time(predicted.events(step)).total)
+            step = predicted.planned(_forced(predicted, dry_run, forced_resident, moved))
+            yield Alternative(sentence, step_time(predicted.events(step)).total)
         except BudgetError as error:
-            yield Alternative(what, None, error.minimum_nbytes)
+            yield Alternative(sentence, None, error.minimum_nbytes)
 
 
 def _repeatable(captured: Captured) -> frozenset[str]:
@@ -221,9 +221,9 @@ def _repeatable(captured: Captured) -> frozenset[str]:
 
 
 def _forced(
-    predicted: PredictedStep, dry_run: DryRun, resident: frozenset[int], absent: tuple[Storages, Storages]
+    predicted: PredictedStep, dry_run: DryRun, resident: frozenset[int], moved: tuple[Storages, Storages]
 ) -> DryRun:
-    """The same step, with these residents, these saved values at home, and these made again."""
+    """Return the step with these residents, and with saved values `moved`: offloaded, and recomputed."""
     training, planner_state = predicted.training, replace(dry_run.planner_state, resident=resident)
     moving_now = dry_run.planner_state.resident - resident if len(dry_run.captured) == 1 else frozenset[int]()
     in_backward: set[int] = set()
@@ -232,7 +232,7 @@ def _forced(
         context = run.request.context
         updates = training.updated_in_backward(planner_state, {group for group, _ in context.updates} | moving_now)
         away = ActivationPlan(
-            *(frozenset(storage for graph, storage in found if graph == run.graph) for found in absent)
+            *(frozenset(storage for graph, storage in storages if graph == run.graph) for storages in moved)
         )
         made, transient = dry_run.captured[run.graph].trained, run.request.planner_state.layout.transient
         if transient or resident - dry_run.planner_state.resident:

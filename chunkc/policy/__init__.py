@@ -1,1 +1,1 @@
-"""Decide, as pure functions: which groups are resident, which activations move, which plan a phase takes."""
+"""Decide, in pure functions: which groups are resident, which activations move, which plan a phase takes."""

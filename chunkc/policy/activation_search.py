@@ -1,4 +1,4 @@
-"""What of the values that a forward saves is absent until its backward: the choices that there are, for the policy."""
+"""Choose which saved activations to offload or recompute: the leanest plan, or the quickest by a search."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -24,69 +23,60 @@ from chunkc.passes.planning.residency import (
     fixed_nbytes,
     needed_nbytes,
 )
-from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.captured_step import Captured, EarlierSearch, profile
 from chunkc.policy.first_fit import first_that_fits
 from chunkc.policy.host_memory import HostFull, check_copies
 from chunkc.policy.step_seconds import update_arithmetic_s
 
 
 def leanest_activation_plan(captured: Captured, activations: Activations, layout: ChunkLayout) -> ActivationPlan:
-    """What is absent where a graph needs the least."""
+    """Return the activation plan with which a graph needs the fewest bytes."""
     if activations == "keep":
         return KEEP_ALL
     if activations == "offload":
-        return _all_copied(captured)
-    again = _all_again(captured, layout)
+        return _offload_all(captured)
+    recompute_all = _recompute_all(captured, layout)
     if activations == "rerun":
-        return again
-    ways = (_all_copied(captured), again, _all_copied(captured, again.recomputed))
-    return min(ways, key=lambda activation_plan: _needed_nbytes(captured, activation_plan, layout))
+        return recompute_all
+    plans = (_offload_all(captured), recompute_all, _offload_all(captured, recompute_all.recomputed))
+    return min(plans, key=lambda activation_plan: _needed_nbytes(captured, activation_plan, layout))
 
 
 def leanest_form(captured: Captured, activations: Activations, layout: ChunkLayout) -> Captured:
-    """The same graph where it needs the least."""
+    """Return the graph with its leanest activation plan."""
     return captured.following(leanest_activation_plan(captured, activations, layout))
 
 
 def activation_plans(captured: Captured, activations: Activations, layout: ChunkLayout) -> tuple[ActivationPlan, ...]:
-    """What may be absent whatever the budget is, in the order in which it is tried; `quickest` finds all between.
+    """Return the activation plans to try under any budget, in order; `quickest` searches between them.
 
-    Under "auto" the last one copies nothing: the host may have no room for copies.
+    Under "auto" the last one offloads nothing: the host may have no room for copies.
     """
     least = leanest_activation_plan(captured, activations, layout)
     if activations == "auto":
-        return tuple(dict.fromkeys((KEEP_ALL, least, _all_again(captured, layout))))
+        return tuple(dict.fromkeys((KEEP_ALL, least, _recompute_all(captured, layout))))
     return tuple(dict.fromkeys((KEEP_ALL, least) if activations == "keep" else (least,)))
 
 
-# --- some values copied, some made again, and groups that stay in the room that this leaves ---
-
-
-@dataclass(frozen=True)
-class EarlierSearch:
-    """The quickest way that a search has found of a graph, what it was asked, and which groups might stay in which
-    room."""
-
-    asked: tuple[object, ...]
-    allowed: frozenset[int]
-    room_nbytes: int
-    absent: ActivationPlan
-    seconds: float
+# --- some values offloaded, some recomputed, and residents in the room that this leaves ---
 
 
 class SearchSpace:
-    """Ways in which a graph's values may be absent, by how many groups stay beside them and how many stretches of the
-    forward run again; of the other values as many are copied home as it takes.
+    """A graph's activation plans by two numbers: resident groups, and recompute regions of the forward. Of the other
+    values as many are offloaded as it takes.
 
-    Stretches that run again are spread evenly among those that do not, so that links and arithmetic are both busy all
-    along. Values of the first stretches are absent first: they are away for longest, so that they take the fewest
-    seconds for each byte and moment. Behind the last one that has to be absent nothing runs again.
+    Recomputed regions are spread evenly among the others, so that links and arithmetic are both busy throughout.
+    Values of the first regions are offloaded or dropped first: they are away for longest, so that they take the fewest
+    seconds for each byte and moment. After the last value that has to go nothing is recomputed.
 
     Args:
-        allowed: groups that may stay.
-        external_nbytes: of the budget, by others.
+        allowed: groups that may be resident.
+        external_nbytes: of the budget, taken by external bytes.
         hardware: its host's memory has the copies.
         consumed, with_shadow_copies: see `check_copies`.
+
+    Attributes:
+        recompute_regions: their number, the most that can be recomputed.
     """
 
     def __init__(
@@ -105,95 +95,93 @@ class SearchSpace:
         self._allowed, self._recompute_regions = evenly_spread(allowed), _recompute_regions(captured, layout)
         self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
         self._consumed, self._with_shadow_copies = consumed, with_shadow_copies
-        self._known_nbytes: dict[frozenset[int], int] = {}
+        self._least_nbytes_of: dict[frozenset[int], int] = {}
         self.recompute_regions = 0 if self._recompute_regions is None else len(self._recompute_regions.ends) + 1
-        """The most that run again."""
 
     @cached_property
     def groups(self) -> tuple[int, int]:
-        """The fewest and the most groups to ask for. With fewer nothing has to be absent either, and what has room
-        stays anyway; beside more there is no room whatever is absent."""
+        """The fewest and the most resident groups to ask for. With fewer than the first, nothing has to be offloaded
+        or recomputed, and groups that fit stay anyway; more than the second never fit."""
         kept = profile(self._captured, self._layout).passes
         slack = SLACK_CHUNKS * max(chunk_sizes(self._layout, kept).values(), default=0)
-        most = self._most_beside(self._least_nbytes)
-        fewest = self._most_beside(lambda resident: needed_nbytes(kept, self._layout, resident) + slack)
+        most = self._most_resident(self._least_nbytes)
+        fewest = self._most_resident(lambda resident: needed_nbytes(kept, self._layout, resident) + slack)
         return min(fewest, most), most
 
     @cached_property
     def enough_s(self) -> float:
-        """A step that takes no longer is good enough: that of its arithmetic, where nothing runs twice, and `MORE` of
-        it."""
+        """Seconds of a step that is good enough: those of its arithmetic without recomputing, times `MORE`."""
         captured, layout = self._captured, self._layout
         calls_s = sum(position.cost_s for position in profile(captured, layout).passes)
         return MORE * (calls_s + update_arithmetic_s(layout, layout.groups_of(captured.trained), self._hardware))
 
     @cached_property
     def may_keep(self) -> bool:
-        """Whether values may stay. Those of a part of a model may where those of the other parts could, too: these come
-        later, and find what has stayed in their way."""
-        kept = profile(self._captured, self._layout).passes
+        """Whether the graph may keep saved values. One of several may if the model's other graphs could do the same:
+        these come later, and have only the room that is left."""
+        captured, kept = self._captured, profile(self._captured, self._layout).passes
         needed = fixed_nbytes(self._layout, frozenset()) + needed_nbytes(kept, self._layout)
-        return (
-            self._captured.graph_fraction == 1
-            or needed + self._captured.other_graphs_nbytes <= self._whole_budget_nbytes
-        )
+        return captured.graph_fraction == 1 or needed + captured.other_graphs_nbytes <= self._whole_budget_nbytes
 
-    def _most_beside(self, needed: Callable[[frozenset[int]], int]) -> int:
-        """How many groups may stay where the graph needs that beside them."""
+    def _most_resident(self, needed: Callable[[frozenset[int]], int]) -> int:
+        """Return how many groups can be resident, given the bytes that the graph needs in addition to them."""
 
-        def missing(staying: int) -> int:
-            resident = frozenset(self._allowed[:staying])
+        def missing(num_resident: int) -> int:
+            resident = frozenset(self._allowed[:num_resident])
             return fixed_nbytes(self._layout, resident) + needed(resident) - self._budget_nbytes
 
         return max(0, bisect_right(range(len(self._allowed) + 1), 0, key=missing) - 1)
 
-    def at(self, staying: int, recomputed: int) -> ActivationPlan:
-        """What is absent where so many groups stay, evenly spread, and so many stretches run again, if all have to.
+    def at(self, num_resident: int, num_recomputed: int) -> ActivationPlan:
+        """Return the activation plan for so many resident groups and recomputed regions, both evenly spread.
 
-        Where all do and the host has no room for the copies that are left to make, more stretches run again.
+        If all regions are recomputed and the host cannot hold the remaining copies, recompute past the last value that
+        has to go.
         """
-        resident = frozenset(self._allowed[:staying])
-        away = self._copied(self._captured, resident)
-        if not recomputed:
-            return ActivationPlan(away)
-        end = 1 + max(map(self._recompute_region, away), default=-1)
-        found = self._running_again(recomputed, end, resident)
-        if recomputed < self.recompute_regions or self._has_room(found, resident):
-            return found
+        resident = frozenset(self._allowed[:num_resident])
+        offloaded = self._to_offload(self._captured, resident)
+        if not num_recomputed:
+            return ActivationPlan(offloaded)
+        end = 1 + max(map(self._region_of, offloaded), default=-1)
+        activation_plan = self._recomputing(num_recomputed, end, resident)
+        if num_recomputed < self.recompute_regions or self._fits_host(activation_plan, resident):
+            return activation_plan
         ends = range(end, self.recompute_regions)
 
-        def has_room(end: int) -> bool:
-            return self._has_room(self._running_again(recomputed, end, resident), resident)
+        def fits_host(end: int) -> bool:
+            return self._fits_host(self._recomputing(num_recomputed, end, resident), resident)
 
-        return self._running_again(recomputed, end + bisect_left(ends, True, key=has_room), resident)
+        return self._recomputing(num_recomputed, end + bisect_left(ends, True, key=fits_host), resident)
 
-    def _running_again(self, recomputed: int, end: int, resident: frozenset[int]) -> ActivationPlan:
-        """What is absent where stretches before `end` run again."""
-        again = self._spread(recomputed, end)
-        return ActivationPlan(self._copied(self._captured.following(ActivationPlan(recomputed=again)), resident), again)
+    def _recomputing(self, num_recomputed: int, end: int, resident: frozenset[int]) -> ActivationPlan:
+        """Return the activation plan that recomputes regions before `end` only."""
+        dropped = self._dropped(num_recomputed, end)
+        lean = self._captured.following(ActivationPlan(recomputed=dropped))
+        return ActivationPlan(self._to_offload(lean, resident), dropped)
 
-    def _has_room(self, absent: ActivationPlan, resident: frozenset[int]) -> bool:
+    def _fits_host(self, activation_plan: ActivationPlan, resident: frozenset[int]) -> bool:
         with suppress(HostFull):
-            self.check_host(absent, resident)
+            self.check_host(activation_plan, resident)
             return True
         return False
 
     @property
-    def found_before(self) -> EarlierSearch | None:
-        """What was quickest of this graph where at least as much was possible: where it takes no longer now, nothing
-        is quicker."""
-        known: EarlierSearch | None = self._captured.__dict__.get("_found_before")
-        room_nbytes = self._budget_nbytes
-        is_no_less = known is not None and known.room_nbytes >= room_nbytes and known.allowed >= {*self._allowed}
-        return known if known is not None and is_no_less and known.asked == self._asked else None
+    def earlier_search(self) -> EarlierSearch | None:
+        """The result of an earlier search of this graph in which at least as much was possible: if its plan takes no
+        longer now, no plan is quicker."""
+        earlier = self._captured.cache.earlier_search
+        if earlier is None or earlier.room_nbytes < self._budget_nbytes or not earlier.allowed >= {*self._allowed}:
+            return None
+        return earlier if earlier.question == self._question else None
 
-    def note(self, absent: ActivationPlan, seconds: float) -> None:
-        """What is the quickest here."""
-        found = EarlierSearch(self._asked, frozenset(self._allowed), self._budget_nbytes, absent, seconds)
-        self._captured.__dict__["_found_before"] = found
+    def remember(self, activation_plan: ActivationPlan, seconds: float) -> None:
+        """Keep the quickest plan of this search for later ones."""
+        self._captured.cache.earlier_search = EarlierSearch(
+            self._question, frozenset(self._allowed), self._budget_nbytes, activation_plan, seconds
+        )
 
     @property
-    def _asked(self) -> tuple[object, ...]:
+    def _question(self) -> tuple[object, ...]:
         layout, consumed = self._layout, frozenset(self._consumed)
         return (
             self._hardware,
@@ -204,210 +192,209 @@ class SearchSpace:
             self._with_shadow_copies,
         )
 
-    def is_best(self, absent: ActivationPlan, resident: frozenset[int]) -> bool:
-        """Whether nothing can be quicker: all that may stay does."""
-        return not absent and resident == frozenset(self._allowed)
+    def is_best(self, activation_plan: ActivationPlan, resident: frozenset[int]) -> bool:
+        """Whether no plan can be quicker: all values are kept, and all allowed groups are resident."""
+        return not activation_plan and resident == frozenset(self._allowed)
 
-    def check_host(self, absent: ActivationPlan, resident: frozenset[int]) -> None:
-        """Whether the host has room for the copies. Raises `HostFull` where it has not."""
-        seen, sizes = self._captured.following(absent), (self._hardware, self._whole_budget_nbytes)
+    def check_host(self, activation_plan: ActivationPlan, resident: frozenset[int]) -> None:
+        """Check that the host has room for the copies.
+
+        Raises:
+            HostFull: it has not.
+        """
+        form, sizes = self._captured.following(activation_plan), (self._hardware, self._whole_budget_nbytes)
         check_copies(
-            seen, self._layout, resident, *sizes, consumed=self._consumed, with_shadow_copies=self._with_shadow_copies
+            form, self._layout, resident, *sizes, consumed=self._consumed, with_shadow_copies=self._with_shadow_copies
         )
 
-    def _copied(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
-        """What goes home of a graph that drops some values."""
+    def _to_offload(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
+        """Choose the values to offload of a graph that recomputes some others."""
         kept, least_nbytes = profile(lean, self._layout), self._least_nbytes(resident)
         return choose_offloaded(lean.offloadable, kept, least_nbytes, self._layout, self._budget_nbytes, resident)
 
     def _least_nbytes(self, resident: frozenset[int]) -> int:
-        """What the graph needs beside these residents where all goes home that may."""
-        if resident not in self._known_nbytes:
-            least = profile(self._captured.following(_all_copied(self._captured)), self._layout)
-            self._known_nbytes[resident] = needed_nbytes(least.passes, self._layout, resident)
-        return self._known_nbytes[resident]
+        """Return the bytes that the graph needs in addition to these residents if it offloads all it can."""
+        if resident not in self._least_nbytes_of:
+            least = profile(self._captured.following(_offload_all(self._captured)), self._layout)
+            self._least_nbytes_of[resident] = needed_nbytes(least.passes, self._layout, resident)
+        return self._least_nbytes_of[resident]
 
-    def _recompute_region(self, storage: str) -> int:
-        """Which stretch makes it; what goes into the forward belongs to the first."""
-        known = self._captured.repeatable
-        assert known is not None
+    def _region_of(self, storage: str) -> int:
+        """Return the region that makes a storage; the forward's inputs belong to the first."""
+        repeatable = self._captured.repeatable
+        assert repeatable is not None
         assert self._recompute_regions is not None
-        return bisect_right(self._recompute_regions.ends, known.first_maker.get(storage, 0))
+        return bisect_right(self._recompute_regions.ends, repeatable.first_maker.get(storage, 0))
 
     @cached_property
-    def _gone(self) -> dict[int, list[str]]:
-        """Stretch -> what is dropped where it runs again."""
-        found: dict[int, list[str]] = {}
+    def _dropped_by_region(self) -> dict[int, list[str]]:
+        """Region -> the storages that are dropped if it is recomputed."""
+        by_region: dict[int, list[str]] = {}
         for storage in dropped_between(self._captured.repeatable, self._recompute_regions):
-            found.setdefault(self._recompute_region(storage), []).append(storage)
-        return found
+            by_region.setdefault(self._region_of(storage), []).append(storage)
+        return by_region
 
-    def _spread(self, recomputed: int, end: int) -> frozenset[str]:
-        """What is dropped where so many stretches run again, evenly spread, but none from `end` on."""
+    def _dropped(self, num_recomputed: int, end: int) -> frozenset[str]:
+        """Return the storages dropped by so many recomputed regions, evenly spread, without those from `end` on."""
         count = self.recompute_regions
-        chosen = (at for at in range(end) if (at + 1) * recomputed // count > at * recomputed // count)
-        return frozenset(storage for at in chosen for storage in self._gone.get(at, ()))
+        chosen = (at for at in range(end) if (at + 1) * num_recomputed // count > at * num_recomputed // count)
+        return frozenset(storage for at in chosen for storage in self._dropped_by_region.get(at, ()))
 
 
-Found = TypeVar("Found")
+Decided = TypeVar("Decided")
 
 
 def first_or_quickest(
-    ways: Sequence[ActivationPlan],
-    mixes: SearchSpace | None,
-    decided: Callable[[ActivationPlan], Found],
-    seconds: Callable[[Found, float], float],
-    resident: Callable[[Found], frozenset[int]],
-) -> Found:
-    """What follows from the first way that fits; with `mixes`, from the quickest of the ways and these.
+    plans: Sequence[ActivationPlan],
+    space: SearchSpace | None,
+    decision_for: Callable[[ActivationPlan], Decided],
+    seconds: Callable[[Decided, float], float],
+    resident: Callable[[Decided], frozenset[int]],
+) -> Decided:
+    """Return the decision for the first activation plan that fits; with `space`, for the quickest of all.
 
     Args:
-        ways: without any value absent comes first.
-        seconds: of what follows, where they are no more than that many.
-        resident: groups that stay there.
+        plans: to try in order; one that keeps all values comes first.
+        seconds: of a decision, exact where they are no more than the given number.
+        resident: a decision's resident groups.
 
     Raises:
         BudgetError: see `first_that_fits`.
     """
 
-    def checked(absent: ActivationPlan) -> Found:
-        found = decided(absent)
-        if mixes is not None:
-            mixes.check_host(absent, resident(found))
-        return found
+    def checked(activation_plan: ActivationPlan) -> Decided:
+        decision = decision_for(activation_plan)
+        if space is not None:
+            space.check_host(activation_plan, resident(decision))
+        return decision
 
-    def timed(absent: ActivationPlan, most_s: float) -> tuple[float, tuple[ActivationPlan, Found]] | None:
+    def timed(activation_plan: ActivationPlan, most_s: float) -> tuple[float, tuple[ActivationPlan, Decided]] | None:
         with suppress(BudgetError, HostFull):
-            found = checked(absent)
-            return seconds(found, most_s), (absent, found)
+            decision = checked(activation_plan)
+            return seconds(decision, most_s), (activation_plan, decision)
         return None
 
-    may_keep = mixes is None or mixes.may_keep
-    tried = ways if may_keep else tuple(filter(None, ways)) or ways
+    may_keep = space is None or space.may_keep
+    tried = plans if may_keep else tuple(filter(None, plans)) or plans
     try:
-        absent, first = first_that_fits(tried, lambda way: (way, checked(way)))
+        activation_plan, first = first_that_fits(tried, lambda candidate: (candidate, checked(candidate)))
     except BudgetError as error:
-        if mixes is None or not error.elsewhere or (best := quickest(mixes, timed)) is None:
+        if space is None or not error.elsewhere or (best := quickest(space, timed)) is None:
             raise
         return best[1][1]  # fewer copies, for which the host has room
-    if mixes is None or not may_keep or not any(ways) or mixes.is_best(absent, resident(first)):
+    if space is None or not may_keep or not any(plans) or space.is_best(activation_plan, resident(first)):
         return first
-    if (known := mixes.found_before) is not None:
-        again = timed(known.absent, most_s := known.seconds * BARELY_MORE)
-        if again is not None and again[0] <= most_s:
-            return again[1][1]
-    best = quickest(mixes, timed)
-    if best is None or best[0] > mixes.enough_s:
-        others = [timed(way, math.inf if best is None else best[0] * BARELY_MORE) for way in ways]
-        best = min((one for one in (*others, best) if one is not None), key=lambda one: one[0])
-    mixes.note(best[1][0], best[0])
+    if (earlier := space.earlier_search) is not None:
+        repeated = timed(earlier.activation_plan, most_s := earlier.seconds * BARELY_MORE)
+        if repeated is not None and repeated[0] <= most_s:
+            return repeated[1][1]
+    best = quickest(space, timed)
+    if best is None or best[0] > space.enough_s:
+        rest = [timed(candidate, math.inf if best is None else best[0] * BARELY_MORE) for candidate in plans]
+        best = min((fitting for fitting in (*rest, best) if fitting is not None), key=lambda fitting: fitting[0])
+    space.remember(best[1][0], best[0])
     return best[1][1]
 
 
 COARSE, FINE = 2, 16
-"""Into how many parts numbers of groups and of stretches are divided, at the beginning of a search and at its end; no
-step is less than one of them."""
+"""Into how many steps the ranges of groups and of regions are divided, at the beginning of a search and at its end; no
+step is smaller than one group or region."""
 
 
 MORE = 1.005
-"""A step that takes so many times the seconds of its arithmetic is as good as any: a search ends there. Seconds are not
-known as well as that."""
+"""A step that takes this many times the seconds of its arithmetic ends a search: seconds are known no better."""
 
 BARELY_MORE = 1 + 1e-9
-"""So much slower than the quickest so far is slower for sure, however sums were rounded: nobody asks how much. And only
-a way that is so much quicker than another is quicker."""
+"""A plan is slower, or quicker, than another only by more than this factor, which covers the rounding of sums. A plan
+that is slower than the quickest so far is not timed further."""
 
 
 def quickest(
-    mixes: SearchSpace, timed: Callable[[ActivationPlan, float], tuple[float, Found] | None]
-) -> tuple[float, Found] | None:
-    """The way of least seconds that a search finds, with what `timed` says of it; None: none fits.
+    space: SearchSpace, timed: Callable[[ActivationPlan, float], tuple[float, Decided] | None]
+) -> tuple[float, Decided] | None:
+    """Search for the activation plan of least seconds; return what `timed` says of it, or None if none fits.
 
-    From a few ways all over, steps are taken to whichever neighbour is quicker, each time none is with half the step:
-    first among those where nothing runs again, then among all. One that is good enough ends the search.
+    The search starts at the best of a coarse grid and goes to the quicker neighbour, with half the step whenever no
+    neighbour is quicker: first among plans that recompute nothing, then among all. A plan that is good enough ends it.
 
     Args:
-        timed: seconds of a way, with what comes of it; None: it does not fit. Where they are more than the number
-            that it is given, `inf` will do.
+        timed: seconds of a plan, with the decision; None: it does not fit. Where they are more than the given number,
+            `inf` will do.
     """
     best_s = math.inf
-    places: dict[tuple[int, int], ActivationPlan] = {}
-    found: dict[ActivationPlan, tuple[float, Found] | None] = {}
+    plans: dict[tuple[int, int], ActivationPlan] = {}
+    results: dict[ActivationPlan, tuple[float, Decided] | None] = {}
 
-    def seconds(place: tuple[int, int]) -> float:
+    def seconds(point: tuple[int, int]) -> float:
         nonlocal best_s
-        absent = places[place] = places.get(place) or mixes.at(*place)
-        if absent not in found:
-            found[absent] = timed(absent, best_s * BARELY_MORE)
-        this = found[absent]
-        this_s = math.inf if this is None else this[0]
-        best_s = min(best_s, this_s)
-        return this_s
+        activation_plan = plans[point] = plans.get(point) or space.at(*point)
+        if activation_plan not in results:
+            results[activation_plan] = timed(activation_plan, best_s * BARELY_MORE)
+        result = results[activation_plan]
+        result_s = math.inf if result is None else result[0]
+        best_s = min(best_s, result_s)
+        return result_s
 
-    (fewest, most), recompute_regions = mixes.groups, mixes.recompute_regions
+    (fewest, most), num_regions = space.groups, space.recompute_regions
 
     def downhill(at: tuple[int, int], directions: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        parts = 2 * COARSE
-        while parts <= FINE and seconds(at) > mixes.enough_s:
-            m, k = max(1, (most - fewest) // parts), max(1, recompute_regions // parts)
-            around = [(at[0] + m * more, at[1] + k * again) for more, again in directions]
-            near = min(
-                [at, *(p for p in around if fewest <= p[0] <= most and 0 <= p[1] <= recompute_regions)], key=seconds
-            )
-            if seconds(near) * BARELY_MORE < seconds(at):
-                at = near
+        divisor = 2 * COARSE
+        while divisor <= FINE and seconds(at) > space.enough_s:
+            groups_step, regions_step = max(1, (most - fewest) // divisor), max(1, num_regions // divisor)
+            neighbours = [(at[0] + groups_step * m, at[1] + regions_step * k) for m, k in directions]
+            inside = [(m, k) for m, k in neighbours if fewest <= m <= most and 0 <= k <= num_regions]
+            nearest = min([at, *inside], key=seconds)
+            if seconds(nearest) * BARELY_MORE < seconds(at):
+                at = nearest
             else:
-                parts *= 2
+                divisor *= 2
         return at
 
-    grid = _grid(fewest, most, recompute_regions)
-    row = [place for place in grid if not place[1]]
-    enough = (place for place in row if seconds(place) <= mixes.enough_s)
-    once = downhill(next(enough, None) or min(row, key=seconds), [(1, 0), (-1, 0)])
-    if seconds(once) <= mixes.enough_s:
-        return found[places[once]]
-    best = downhill(min(once, *grid, key=seconds), [(1, 0), (-1, 0), (0, 1), (0, -1)])
-    return found[places[best]]
+    grid = _grid(fewest, most, num_regions)
+    row = [point for point in grid if not point[1]]
+    enough = (point for point in row if seconds(point) <= space.enough_s)
+    without_recompute = downhill(next(enough, None) or min(row, key=seconds), [(1, 0), (-1, 0)])
+    if seconds(without_recompute) <= space.enough_s:
+        return results[plans[without_recompute]]
+    best = downhill(min(without_recompute, *grid, key=seconds), [(1, 0), (-1, 0), (0, 1), (0, -1)])
+    return results[plans[best]]
 
 
-def _grid(fewest: int, most: int, recompute_regions: int) -> Sequence[tuple[int, int]]:
-    """Places all over; first those beside which most stay: the fewer groups move the better."""
-    parts = range(COARSE + 1)
-    places = {(fewest + m * (most - fewest) // COARSE, k * recompute_regions // COARSE) for m in parts for k in parts}
-    return sorted(places, key=lambda place: (place[1], -place[0]))
+def _grid(fewest: int, most: int, num_regions: int) -> Sequence[tuple[int, int]]:
+    """Return a coarse grid of points, the most resident groups first: the fewer groups move the better."""
+    steps = range(COARSE + 1)
+    points = {(fewest + m * (most - fewest) // COARSE, k * num_regions // COARSE) for m in steps for k in steps}
+    return sorted(points, key=lambda point: (point[1], -point[0]))
 
 
-def _all_copied(captured: Captured, recomputed: frozenset[str] = frozenset()) -> ActivationPlan:
-    return ActivationPlan(
-        frozenset(one.storage for one in captured.following(ActivationPlan(recomputed=recomputed)).offloadable),
-        recomputed,
-    )
+def _offload_all(captured: Captured, recomputed: frozenset[str] = frozenset()) -> ActivationPlan:
+    form = captured.following(ActivationPlan(recomputed=recomputed))
+    return ActivationPlan(frozenset(saved.storage for saved in form.offloadable), recomputed)
 
 
-def _all_again(captured: Captured, layout: ChunkLayout) -> ActivationPlan:
+def _recompute_all(captured: Captured, layout: ChunkLayout) -> ActivationPlan:
     return ActivationPlan(recomputed=dropped_between(captured.repeatable, _recompute_regions(captured, layout)))
 
 
 def _needed_nbytes(captured: Captured, activation_plan: ActivationPlan, layout: ChunkLayout) -> int:
-    """Of the graph, beside what the other parts of its model hold if they do the same."""
+    """Return the bytes that a graph needs, with those of the model's other graphs if they follow the same plan."""
     form = captured.following(activation_plan)
     return needed_nbytes(profile(form, layout).passes, layout) + form.other_graphs_nbytes
 
 
 MOST_LAYOUTS = 4
-"""Of so many of them a graph remembers its stretches: a search goes back and forth between two."""
+"""Layouts for which a graph remembers its recompute regions: a search goes back and forth between two."""
 
 
 def _recompute_regions(captured: Captured, layout: ChunkLayout) -> RecomputeRegions | None:
-    """Stretches of the forward that run again, such that the graph needs the least."""
-    known: list[tuple[ChunkLayout, RecomputeRegions | None]] = captured.__dict__.setdefault("_recompute_regions", [])
-    for of, recompute_regions in known:
-        if of == layout:
-            return recompute_regions
-    recompute_regions = leanest(
+    """Return the forward's regions such that the graph needs the fewest bytes with all of them recomputed."""
+    for known_layout, regions in captured.cache.regions:
+        if known_layout == layout:
+            return regions
+    regions = leanest(
         captured.repeatable,
-        lambda gone: _needed_nbytes(captured, ActivationPlan(recomputed=gone), layout),
+        lambda dropped: _needed_nbytes(captured, ActivationPlan(recomputed=dropped), layout),
         is_part=captured.graph_fraction < 1,
     )
-    captured.__dict__["_recompute_regions"] = [*known[-MOST_LAYOUTS + 1 :], (layout, recompute_regions)]
-    return recompute_regions
+    captured.cache.regions = [*captured.cache.regions[-MOST_LAYOUTS + 1 :], (layout, regions)]
+    return regions

@@ -1,11 +1,11 @@
-"""What compilation made of a graph, before any plan, and what it needs at each of its operations."""
+"""Describe a compiled graph before any plan: its programs, segments, and bytes at each call."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 
@@ -21,25 +21,26 @@ from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.memory.profile import positions
 from chunkc.passes.planning.offload import Saved, candidates, with_offloaded
 from chunkc.passes.planning.recompute import Recomputable, may_recompute, with_recompute
+from chunkc.passes.planning.recompute_search import RecomputeRegions
 from chunkc.passes.planning.residency import StepProfile
 from chunkc.passes.planning.updates import smallest_tiles, update_positions
 from chunkc.passes.planning.updates_in_backward import with_waiting
 
 ROOM_FOR_LOSS = 3
-"""While user code runs between the phases, it may need this many times the outputs' bytes, for a loss."""
+"""User code between the phases may need this many times the outputs' bytes, for a loss."""
 
-MAX_KNOWN = 32
-"""Ways in which a graph is kept: values that are absent, gradients that are returned, tangents that are held."""
+MAX_FORMS = 32
+"""Forms of a graph that are remembered: with offloaded values, returned gradients, held tangents."""
 
 LARGEST_NUMBER_NBYTES = 512
-"""Of one number: no allocator gives more for it."""
+"""The most bytes that an allocator takes for a single number."""
 
 
 @dataclass(frozen=True)
 class OwnMemory:
-    """Which of a forward's inputs and outputs take memory of their own, by their positions; parameters left out.
+    """Positions of a forward's inputs and outputs that have a storage of their own, without parameters.
 
-    `saved` are those that only the backward gets, the largest first.
+    `saved`: outputs that only the backward gets, largest first.
     """
 
     inputs: tuple[int, ...]
@@ -49,13 +50,13 @@ class OwnMemory:
     @staticmethod
     def of(program: PhaseProgram) -> OwnMemory:
         storage_of = program.value_storages()
-        seen = set(program.inputs.values())
+        counted = set(program.inputs.values())
         user_outputs: list[int] = []
-        saved: dict[int, int] = {}  # with its bytes
+        saved: dict[int, int] = {}  # position -> bytes
         for position, name in enumerate(program.outputs):
-            if position < program.num_new_buffers or name is None or storage_of[name] in seen:
+            if position < program.num_new_buffers or name is None or storage_of[name] in counted:
                 continue
-            seen.add(storage_of[name])
+            counted.add(storage_of[name])
             if position < program.num_user_outputs:
                 user_outputs.append(position)
             else:
@@ -66,12 +67,12 @@ class OwnMemory:
 
 @dataclass(frozen=True)
 class CallNeeds:
-    """What a step needs at each of its calls, as far as plans depend on it.
+    """Bytes and seconds of a step's calls, as far as plans depend on them.
 
     Attributes:
         calls: of both phases: bytes at the call's peak, bytes once it is over, seconds, and the operation at the peak.
         boundary_nbytes: between the phases (see `StepProfile`).
-        caller_nbytes: that the forward's caller holds when the optimizer steps.
+        caller_nbytes: held by the forward's caller when the optimizer steps.
     """
 
     calls: tuple[tuple[int, int, float, str], ...]
@@ -80,44 +81,87 @@ class CallNeeds:
 
     @staticmethod
     def of(captured: Captured, layout: ChunkLayout) -> CallNeeds:
-        """What a graph needs; the latest is kept with it."""
-        step = profile(captured, layout)
-        known: tuple[StepProfile, CallNeeds] | None = captured.__dict__.get("_needed")
-        if known is None or known[0] is not step:
+        """Return the needs of a graph; the latest are remembered."""
+        step, cache = profile(captured, layout), captured.cache
+        if cache.call_needs is None or cache.call_needs[0] is not step:
             calls = tuple((p.non_model_nbytes, p.left_nbytes, p.cost_s, p.op) for p in step.passes)
-            known = step, CallNeeds(calls, step.boundary_nbytes, captured.caller_nbytes)
-            captured.__dict__["_needed"] = known
-        return known[1]
+            cache.call_needs = step, CallNeeds(calls, step.boundary_nbytes, captured.caller_nbytes)
+        return cache.call_needs[1]
 
     @cached_property
     def digest(self) -> str:
-        """Of equal needs it is the same."""
+        """A hash that equal needs have in common, on every rank."""
         return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
 
     @staticmethod
-    def most(of_all: Sequence[CallNeeds]) -> CallNeeds:
-        """The most of each; an operation is that of who needs most there."""
+    def most(needs_of_ranks: Sequence[CallNeeds]) -> CallNeeds:
+        """Return the elementwise maximum; each call's operation is that of a rank with the largest peak there."""
         calls = []
-        for of_call in zip(*(needed.calls for needed in of_all), strict=True):
-            peak_nbytes, left_nbytes, cost_s, _ = (max(values) for values in zip(*of_call, strict=True))
-            op = next(op for nbytes, _, _, op in of_call if nbytes == peak_nbytes)
+        for call_of_ranks in zip(*(needs.calls for needs in needs_of_ranks), strict=True):
+            peak_nbytes, left_nbytes, cost_s, _ = (max(values) for values in zip(*call_of_ranks, strict=True))
+            op = next(op for nbytes, _, _, op in call_of_ranks if nbytes == peak_nbytes)
             calls.append((peak_nbytes, left_nbytes, cost_s, op))
         return CallNeeds(
             tuple(calls),
-            max(needed.boundary_nbytes for needed in of_all),
-            max(needed.caller_nbytes for needed in of_all),
+            max(needs.boundary_nbytes for needs in needs_of_ranks),
+            max(needs.caller_nbytes for needs in needs_of_ranks),
         )
 
 
 @dataclass(frozen=True)
-class Captured:
-    """What compilation made of a graph, before any plan.
+class EarlierSearch:
+    """The quickest activation plan that a search has found for a graph.
 
     Attributes:
-        offloaded: the storages that are at home between forward and backward.
-        absence: what is absent in between.
-        at_least: what plans are to reckon with, if that is more than it needs.
-        graph_fraction: what part of the model it is (see `graph_fraction`).
+        question: everything else that the answer depends on.
+        allowed: groups that were allowed to be resident.
+        room_nbytes: of the budget, without external bytes.
+    """
+
+    question: tuple[object, ...]
+    allowed: frozenset[int]
+    room_nbytes: int
+    activation_plan: ActivationPlan
+    seconds: float
+
+
+UpdatePositions = dict[tuple[tuple[int, ...], int], tuple[tuple[ChunkGroup, ...], tuple[Position, ...]]]
+"""(trained groups, bytes of the caller) -> the layout's groups, and the positions of the update."""
+
+
+@dataclass
+class _Cache:
+    """Results computed once per captured graph, of which they are a pure function.
+
+    Attributes:
+        forms: the graph's forms by how they were made (see `MAX_FORMS`).
+        nothing_offloaded: the form that this one was made of by offloading values; None: this one offloads none.
+        profile: the layout's groups, the profile for them, and the latest one with transient groups.
+        updates: shared by forms that differ in activation plans alone.
+        regions: of the latest layouts.
+    """
+
+    forms: dict[tuple[str, Hashable], Captured] = field(default_factory=dict)
+    nothing_offloaded: Captured | None = None
+    profile: tuple[tuple[ChunkGroup, ...], StepProfile, dict[frozenset[int], StepProfile]] | None = None
+    call_needs: tuple[StepProfile, CallNeeds] | None = None
+    memories: Mapping[str, SegmentMemory] | None = None
+    updates: UpdatePositions = field(default_factory=dict)
+    regions: list[tuple[ChunkLayout, RecomputeRegions | None]] = field(default_factory=list)
+    earlier_search: EarlierSearch | None = None
+
+
+@dataclass(frozen=True)
+class Captured:
+    """A compiled graph before any plan.
+
+    Attributes:
+        whole: compiled as one segment.
+        offloaded: storages that are at home between forward and backward.
+        activation_plan: values that are offloaded or recomputed.
+        at_least: lower bounds that plans use in place of the graph's own smaller needs.
+        graph_fraction: the graph's fraction of the model (see `policy.graph_fraction`).
+        cache: no part of the value: `dataclasses.replace` begins an empty one.
     """
 
     forward: PhaseProgram
@@ -129,14 +173,15 @@ class Captured:
     activation_plan: ActivationPlan = KEEP_ALL
     at_least: CallNeeds | None = None
     graph_fraction: float = 1.0
+    cache: _Cache = field(default_factory=_Cache, init=False, compare=False, repr=False)
 
     @property
     def unknown_operators(self) -> tuple[EstimatedOperator, ...]:
-        """Every call of an operator whose inner memory is a guess."""
+        """Calls of operators with a guess for their inner memory."""
         return unknown_operators(self.programs.values(), self.memories)
 
     def returning(self, parameters: frozenset[str]) -> Captured:
-        """The same graph, with these parameters' gradients returned to autograd instead of sunk."""
+        """Return the form that returns these parameters' gradients to autograd instead of sinking them."""
         if not parameters or self.backward is None:
             return self
         backward = self.backward
@@ -145,7 +190,7 @@ class Captured:
         )
 
     def leaving_out(self, parameters: frozenset[str]) -> Captured:
-        """The same graph, with these parameters' gradients dropped as they are made."""
+        """Return the form that drops these parameters' gradients as soon as they are made."""
         if not parameters or self.backward is None:
             return self
         backward = self.backward
@@ -154,7 +199,7 @@ class Captured:
         )
 
     def with_sizes(self, nbytes: Callable[[int], int], cost_s: Callable[[float], float]) -> Captured:
-        """The same graph with `nbytes` of every number of bytes and `cost_s` of every call's seconds."""
+        """Return the graph with `nbytes` applied to every number of bytes and `cost_s` to every call's seconds."""
         segments = {
             name: CompiledSegment(segment.run, segment.memory.with_sizes(nbytes))
             for name, segment in self.segments.items()
@@ -165,61 +210,59 @@ class Captured:
 
     @cached_property
     def constants(self) -> tuple[torch.Tensor, ...]:
-        """Tensors that are part of the code itself: they are there for as long as it is."""
-        found: dict[int, torch.Tensor] = {}
+        """Tensors inside the compiled code, alive as long as the code is."""
+        constants: dict[int, torch.Tensor] = {}
         for module in self.modules.values():
             for node in module.graph.find_nodes(op="get_attr") if isinstance(module, fx.GraphModule) else ():
                 value = attrgetter(str(node.target))(module)
                 if isinstance(value, torch.Tensor):
-                    found[value.untyped_storage().data_ptr()] = value
-        return tuple(found.values())
+                    constants[value.untyped_storage().data_ptr()] = value
+        return tuple(constants.values())
 
     def holding(self, tangents: frozenset[str]) -> Captured:
-        """The same graph, while the caller keeps these of the backward's tangents."""
+        """Return the form in which the caller keeps these of the backward's tangents alive."""
         if not tangents or self.backward is None:
             return self
         backward = self.backward
         return self._remembered(("holding", tangents), lambda: replace(self, backward=backward.holding(tangents)))
 
-    def _remembered(self, way: tuple[str, Hashable], make: Callable[[], Captured]) -> Captured:
-        """The same graph in a way in which it may be asked for again, with all that is worked out for it."""
-        known: dict[tuple[str, Hashable], Captured] = self.__dict__.setdefault("_ways", {})
-        if way not in known:
-            if len(known) >= MAX_KNOWN:
-                known.clear()
-            known[way] = make()
-        return known[way]
+    def _remembered(self, form: tuple[str, Hashable], make: Callable[[], Captured]) -> Captured:
+        """Return a form of the graph from the cache, or make it."""
+        forms = self.cache.forms
+        if form not in forms:
+            if len(forms) >= MAX_FORMS:
+                forms.clear()
+            forms[form] = make()
+        return forms[form]
 
     @cached_property
     def offloadable(self) -> tuple[Saved, ...]:
-        """Storages that may be at home between forward and backward. A graph that is compiled whole keeps all: it reads
-        them at its very first operation."""
+        """Storages that may be at home between forward and backward; none of a whole graph, which reads them at its
+        very first operation."""
         return () if self.whole else candidates(self.forward, self.backward)
 
     @cached_property
     def repeatable(self) -> Recomputable | None:
-        """What a backward could make again by calling segments once more; None: nothing."""
-        return (
-            None
-            if self.whole or self.backward is None
-            else Recomputable(self.forward, self.backward, self.unrepeatable)
-        )
+        """Values that the backward can recompute by calling segments once more; None: none."""
+        if self.whole or self.backward is None:
+            return None
+        return Recomputable(self.forward, self.backward, self.unrepeatable)
 
     @cached_property
     def unrepeatable(self) -> frozenset[str]:
-        """Segments that may not be called again: they draw random numbers, or have other effects."""
+        """Segments that may not be called twice: they draw random numbers, or have other effects."""
         graphs = {name: module.graph for name, module in self.modules.items() if isinstance(module, fx.GraphModule)}
         return frozenset(name for name in self.modules if name not in graphs or not may_recompute(graphs[name]))
 
     def following(self, activation_plan: ActivationPlan) -> Captured:
-        """The same graph, where this is absent between forward and backward."""
+        """Return the form that offloads and recomputes the values of an activation plan."""
         if not activation_plan:
             return self
-        return self._remembered(("without", activation_plan), lambda: self._following(activation_plan))
+        return self._remembered(("following", activation_plan), lambda: self._following(activation_plan))
 
     def _following(self, activation_plan: ActivationPlan) -> Captured:
         lean = self._recomputing(activation_plan.recomputed)
-        return lean._offloading(activation_plan.offloaded & {one.storage for one in lean.offloadable})
+        return lean._offloading(activation_plan.offloaded & {saved.storage for saved in lean.offloadable})
 
     def _recomputing(self, storages: frozenset[str]) -> Captured:
         if not storages:
@@ -232,10 +275,10 @@ class Captured:
             return self
         assert self.backward is not None
         forward, backward = with_offloaded(self.forward, storages), with_offloaded(self.backward, storages)
-        offloaded = tuple(one for one in self.offloadable if one.storage in storages)
-        found = self._with(forward, backward, replace(self.activation_plan, offloaded=storages), offloaded)
-        found.__dict__["_kept"] = self
-        return found
+        offloaded = tuple(saved for saved in self.offloadable if saved.storage in storages)
+        form = self._with(forward, backward, replace(self.activation_plan, offloaded=storages), offloaded)
+        form.cache.nothing_offloaded = self
+        return form
 
     def _with(
         self,
@@ -244,27 +287,27 @@ class Captured:
         activation_plan: ActivationPlan,
         offloaded: tuple[Saved, ...] = (),
     ) -> Captured:
-        """The same graph with other phases; what does not depend on them is worked out once for all."""
-        found = replace(self, forward=forward, backward=backward, offloaded=offloaded, activation_plan=activation_plan)
-        found.__dict__.update(memories=self.memories, _updates=self.__dict__.setdefault("_updates", {}))
-        return found
+        """Return the graph with other phases, sharing the cached results that do not depend on them."""
+        form = replace(self, forward=forward, backward=backward, offloaded=offloaded, activation_plan=activation_plan)
+        form.cache.memories, form.cache.updates = self.memories, self.cache.updates
+        return form
 
     @cached_property
     def offloadable_inputs(self) -> tuple[int, ...]:
-        """Where among the backward's inputs something may stand for a value that is absent."""
-        storages = {one.storage for one in self.offloadable}
+        """Positions of the backward's inputs that may be stand-ins for offloaded or recomputed values."""
+        storages = {saved.storage for saved in self.offloadable}
         inputs = self.backward.inputs.values() if self.backward is not None else ()
-        return tuple(place for place, storage in enumerate(inputs) if storage in storages)
+        return tuple(position for position, storage in enumerate(inputs) if storage in storages)
 
     @property
     def extra(self) -> tuple[str, ...]:
-        """The forward's values that it returns beside its own outputs, for calls that the backward repeats."""
+        """Values that the forward returns after its own outputs, for calls that the backward repeats."""
         outputs = self.forward.outputs
         return tuple(value for value in outputs[len(outputs) - self.forward.num_extra :] if value is not None)
 
     @property
     def tangents(self) -> tuple[str, ...]:
-        """The backward's inputs that are gradients of the forward's outputs; the others were saved for it."""
+        """The backward's inputs that are gradients of the forward's outputs; all others were saved."""
         if self.backward is None:
             return ()
         num_saved = len(self.forward.outputs) - self.forward.num_user_outputs - self.forward.num_extra
@@ -273,18 +316,21 @@ class Captured:
 
     @property
     def tangent_nbytes(self) -> int:
-        """Bytes of the gradients that the backward is given."""
+        """Bytes of the gradients that the backward gets as arguments."""
         if self.backward is None:
             return 0
         return sum(self.backward.storages[self.backward.inputs[name]] for name in self.tangents)
 
-    @cached_property
+    @property
     def memories(self) -> Mapping[str, SegmentMemory]:
-        return {name: segment.memory for name, segment in self.segments.items()}
+        """Segment -> its memory; one mapping for all forms."""
+        if self.cache.memories is None:
+            self.cache.memories = {name: segment.memory for name, segment in self.segments.items()}
+        return self.cache.memories
 
     @property
     def programs(self) -> Mapping[str, PhaseProgram]:
-        """The phases there are, by name."""
+        """The graph's phases, by name."""
         return {p.phase: p for p in (self.forward, self.backward) if p is not None}
 
     @cached_property
@@ -293,7 +339,7 @@ class Captured:
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Parameters whose gradients the backward makes."""
+        """Parameters that get a gradient in the backward."""
         return frozenset(name for _, _, name in self.backward.gradient_outputs) if self.backward else frozenset()
 
     @cached_property
@@ -304,44 +350,44 @@ class Captured:
 
     @property
     def output_nbytes(self) -> int:
-        """Bytes the caller gets from the forward, inputs that are returned left out."""
+        """Bytes of the forward's outputs, without returned inputs."""
         return sum(self._output_sizes)
 
     @property
     def loss_nbytes(self) -> int:
-        """Those of them that are numbers: a loss is there while its backward runs, all else may be gone by then."""
+        """Bytes of outputs that are single numbers: a loss is alive while its backward runs."""
         return sum(nbytes for nbytes in self._output_sizes if nbytes <= LARGEST_NUMBER_NBYTES)
 
     @property
     def caller_nbytes(self) -> int:
-        """Bytes of a forward that its caller still holds when the optimizer steps: inputs and outputs."""
+        """Bytes of a forward's inputs and outputs, which its caller still holds when the optimizer steps."""
         return self.forward.external_nbytes + self.output_nbytes
 
     def external_in_forward(self, live_nbytes: int, given_nbytes: int) -> int:
-        """What others hold beside a forward.
+        """Return the external bytes during a forward.
 
         Args:
-            live_nbytes: values of earlier calls that are alive, without the storages of this call's inputs. The outputs
-                of the call before are the forward's already.
+            live_nbytes: values of earlier calls that are alive, without the storages of this call's inputs. Outputs of
+                the previous call are counted with the forward already.
             given_nbytes: of the inputs' storages. An input may be a view of a larger tensor than the one it was traced
-                with: all of that is held.
+                with: the whole storage is held.
         """
         return max(0, live_nbytes - self.output_nbytes) + max(0, given_nbytes - self.forward.external_nbytes)
 
     @property
     def saved_nbytes(self) -> int:
-        """Bytes saved for the backward alone."""
+        """Bytes that are saved for the backward alone."""
         return self.between_nbytes - self.caller_nbytes
 
     @property
     def other_graphs_nbytes(self) -> int:
-        """Bytes that the other parts of its model hold meanwhile, if they do for each parameter as this one does."""
-        kept_nbytes = self.saved_nbytes - sum(one.nbytes for one in self.offloaded)
+        """Bytes that the model's other graphs hold meanwhile, if they save as much per parameter as this one."""
+        kept_nbytes = self.saved_nbytes - sum(saved.nbytes for saved in self.offloaded)
         return math.ceil(max(0, kept_nbytes) * (1 / self.graph_fraction - 1))
 
     @cached_property
     def between_nbytes(self) -> int:
-        """Bytes alive between the phases: inputs, outputs and what is saved for the backward."""
+        """Bytes alive between the phases: inputs, outputs and saved values."""
         storage_of = self.forward.value_storages()
         kept = self.forward.outputs[self.forward.num_new_buffers :]
         storages = {storage_of[value] for value in kept if value is not None} | self.forward.held
@@ -349,33 +395,31 @@ class Captured:
 
 
 def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
-    """Positions of every phase. In the forward, the previous call's outputs are still the caller's.
+    """Return the positions of every phase. In the forward, the caller still has the previous call's outputs.
 
-    The latest is kept with the captured graph, and the latest beside which gradients are spent: decisions and plans ask
-    for the same ones.
+    The captured graph remembers the latest profile, and the latest with transient groups: decisions and plans ask for
+    the same ones.
     """
-    known = captured.__dict__.get("_profile")
-    if known is None or known[0] is not layout.groups:
+    cache = captured.cache
+    if cache.profile is None or cache.profile[0] is not layout.groups:
         step = _profile(captured, replace(layout, transient=frozenset()))
-        known = captured.__dict__["_profile"] = layout.groups, step, {}
-    found: StepProfile = known[1]
+        cache.profile = layout.groups, step, {}
+    _, step, with_transient = cache.profile
     if not layout.transient:
-        return found
-    transient: dict[frozenset[int], StepProfile] = known[2]
-    if layout.transient not in transient:
-        transient.clear()
-        transient[layout.transient] = replace(found, backward=with_waiting(found.backward, layout))
-    return transient[layout.transient]
+        return step
+    if layout.transient not in with_transient:
+        with_transient.clear()
+        with_transient[layout.transient] = replace(step, backward=with_waiting(step.backward, layout))
+    return with_transient[layout.transient]
 
 
 def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
-    kept: Captured | None = captured.__dict__.get("_kept")
-    if kept is not None and captured.at_least is None:
-        return profile(kept, layout).with_offloaded(captured.offloaded)
+    cache, least = captured.cache, captured.at_least
+    if cache.nothing_offloaded is not None and least is None:
+        return profile(cache.nothing_offloaded, layout).with_offloaded(captured.offloaded)
     group_of = layout.group_of()
     memories = captured.memories
     forward = positions(captured.forward, memories, group_of=group_of, external_nbytes=captured.output_nbytes)
-    least = captured.at_least
     if least is not None:
         forward = _at_least(forward, least.calls[: len(forward)])
     if captured.backward is None:
@@ -384,18 +428,17 @@ def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     if least is not None:
         backward = _at_least(backward, least.calls[len(forward) :])
     trained = tuple(sorted(layout.groups_of(p for c in captured.backward.calls for _, p in c.gradients)))
-    updates: dict[tuple[tuple[int, ...], int], tuple[tuple[ChunkGroup, ...], tuple[Position, ...]]]
     caller_nbytes = captured.caller_nbytes if least is None else least.caller_nbytes
-    updates, key = captured.__dict__.setdefault("_updates", {}), (trained, caller_nbytes)
+    updates, key = cache.updates, (trained, caller_nbytes)
     if key not in updates or updates[key][0] is not layout.groups:
-        updates[key] = layout.groups, tuple(update_positions(layout, smallest_tiles(layout, trained), key[1]))
+        updates[key] = layout.groups, tuple(update_positions(layout, smallest_tiles(layout, trained), caller_nbytes))
     update = updates[key][1]
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
     return StepProfile(forward, backward, update, boundary_nbytes if least is None else least.boundary_nbytes)
 
 
 def _at_least(positions: Sequence[Position], calls: Sequence[tuple[int, int, float, str]]) -> tuple[Position, ...]:
-    """Positions that need what is said of their calls, or more."""
+    """Raise positions to the bounds of their calls, where they need less."""
     return tuple(
         replace(
             position,

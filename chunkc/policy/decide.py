@@ -1,20 +1,19 @@
-"""What stays resident, what is compiled whole, and which plan is asked for: decided here and nowhere else.
+"""Decide which groups are resident, whether a graph is compiled whole, and which plan to make: here and nowhere else.
 
-A pure state machine that is driven twice: by what happens in training (`compilation`, `graph`, `optim.step`), and by
-what a step on fake tensors says will happen (`explaining.dry_run_state`). A `PlannerState` is what a model has come to.
-An event is what happens next. `decide` answers with a decision: the situation from then on, and a request for a plan.
-Who drives it acts: compiles, moves residents home, makes the plan, runs it.
+A pure state machine with two drivers: training (`compile`, `session.compiled_step`, `optim.step`), and a step on fake
+tensors (`explaining.dry_run`). A `PlannerState` describes a model so far, an event says what happens next. `decide`
+answers with a decision: the state from then on, and a request for a plan. The driver acts: it compiles, moves residents
+home, makes the plan and runs it.
 
 | event | what is decided |
 |---|---|
-| `GraphCaptured` | who stays, among those that stay so far and the groups that are new; the first plan |
-| `SizesCalled` | with dynamic shapes: who leaves where a call's sizes need more room |
-| `PhaseCalled` | beside what others hold: who leaves, whether a whole graph is cut, and the plan |
-| `UpdateDue` | who leaves for the optimizer's step, and is due then as well; or the plan |
+| `GraphCaptured` | the residents, among those so far and new groups; the first plan |
+| `SizesCalled` | with dynamic shapes: the residents to evict where a call's sizes need more room |
+| `PhaseCalled` | with the external bytes: the residents to evict, whether a whole graph is cut, and the plan |
+| `UpdateDue` | the residents to evict for the optimizer's step, which are due then as well; or the plan |
 
-How many bytes others hold is counted by `live_values`, for both drivers too. An event that does not fit raises
-`BudgetError`, and the situation stays what it was. Residents only ever leave: one that came back would move again as
-soon as the same room was needed.
+External bytes are counted by `live_values`, for both drivers. An event that does not fit raises `BudgetError`, and the
+state stays what it was. Groups never become resident again: they would move again as soon as the same room was needed.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ from chunkc.policy.state import (
 from chunkc.policy.step_seconds import step_s
 
 EXTERNAL_GRANULES = 256
-"""Plans are made for what others hold rounded up to this part of the budget, where that fits: a program that keeps a
-few more values each step, such as losses, does not replan every time."""
+"""Plans round external bytes up to the budget divided by this, where that fits: a program that keeps a few more values
+each step, such as losses, does not replan every time."""
 
 
 @overload
@@ -70,16 +69,16 @@ def decide(planner_state: PlannerState, event: GraphCaptured | SizesCalled | Pha
 
 
 def decide(planner_state: PlannerState, event: Event) -> StepDecision | UpdateDecision:
-    """What follows from an event.
+    """Return the decision for an event.
 
     Raises:
-        BudgetError: it does not fit the budget, whoever leaves.
+        BudgetError: it does not fit the budget, whichever residents are evicted.
     """
     match event:
         case GraphCaptured():
             return _captured(planner_state, event)
         case SizesCalled():
-            return _beside(planner_state, event.captured, PhaseContext(transient=event.transient), 0, exact=True)
+            return _with_external(planner_state, event.captured, PhaseContext(transient=event.transient), 0, exact=True)
         case PhaseCalled():
             return _phase(planner_state, event)
         case UpdateDue():
@@ -87,8 +86,8 @@ def decide(planner_state: PlannerState, event: Event) -> StepDecision | UpdateDe
 
 
 def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
-    """Any group may stay that is new and not cut over ranks; of the others those that stay so far. Any may stand whole
-    that is new and cut, where no stage is forced; of the others those that do so far."""
+    """Choose residents among those so far and new groups that are not cut over ranks, and replicated groups among those
+    so far and new groups that are cut and have no forced ZeRO stage."""
     captured, layout = event.captured, event.layout.with_replicated(())
     num_known = len(now.layout.groups) if now.num_graphs else 0
     new = layout.groups[num_known:]
@@ -99,33 +98,36 @@ def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
     check_minimum(least, layout, now.budget_nbytes, 0, all_may_be_resident=all_may_be_resident)
     after = replace(now, layout=layout, num_graphs=now.num_graphs + 1, trained=now.trained | captured.trained)
 
-    # A group with a parameter that gets no gradient here is not updated in this backward, and has its other gradients.
+    # A group with a parameter that gets no gradient here is not updated in this backward, and keeps the others'
+    # gradients.
     transient = transient_in(layout, event.context.transient, captured.trained, frozenset(), event.context.transient)
 
     def decision(context: PhaseContext) -> StepDecision:
-        seen = context.applied_to(captured)
-        needs = profile(seen, layout).all
+        form = context.applied_to(captured)
+        needs = profile(form, layout).all
         check_minimum(needs, layout, now.budget_nbytes, 0, all_may_be_resident=all_may_be_resident)
         resident, transient = choose_resident(needs, layout, now.budget_nbytes, allowed), frozenset[int]()
         if resident != everything(layout) and (transient := context.transient & allowed):
-            spending = replace(layout, transient=transient)
-            resident = choose_resident(profile(seen, spending).all, spending, now.budget_nbytes, allowed)
-        chosen = choose_replicated(needs, layout, now.budget_nbytes, may_replicate)
-        found = replace(after, layout=chosen, resident=resident)
-        return StepDecision(found, captured, StepRequest(_spending(found, transient), context=context))
+            with_transient = replace(layout, transient=transient)
+            resident = choose_resident(profile(form, with_transient).all, with_transient, now.budget_nbytes, allowed)
+        replicated = choose_replicated(needs, layout, now.budget_nbytes, may_replicate)
+        state = replace(after, layout=replicated, resident=resident)
+        return StepDecision(state, captured, StepRequest(_with_transient(state, transient), context=context))
 
-    return _chosen(after, captured, replace(event.context, transient=transient), 0, allowed, decision)
+    return _choose_activations(after, captured, replace(event.context, transient=transient), 0, allowed, decision)
 
 
 def _phase(now: PlannerState, event: PhaseCalled) -> StepDecision:
-    """The first of a graph's forms that fits."""
-    return first_that_fits(event.forms, lambda captured: _beside(now, captured, event.context, event.external_nbytes))
+    """Decide for the first of a graph's forms that fits."""
+    return first_that_fits(
+        event.forms, lambda captured: _with_external(now, captured, event.context, event.external_nbytes)
+    )
 
 
-def _beside(
+def _with_external(
     now: PlannerState, captured: Captured, context: PhaseContext, external_nbytes: int, *, exact: bool = False
 ) -> StepDecision:
-    """A graph beside what others hold, from which residents may have to leave; `exact`: without room for more."""
+    """Decide for a graph with external bytes, evicting residents where needed; `exact`: leave no room for more."""
 
     def decision(context: PhaseContext) -> StepDecision:
         def needs_of(layout: ChunkLayout) -> Sequence[Position]:
@@ -134,33 +136,33 @@ def _beside(
 
         layout = remaining_replicated(needs_of(now.layout), now.layout, now.budget_nbytes, external_nbytes)
         transient = context.transient & now.resident
-        if now.resident == everything(layout) and _all_stay(needs_of(layout), layout, now, external_nbytes):
+        if now.resident == everything(layout) and _residents_fit(needs_of(layout), layout, now, external_nbytes):
             transient = frozenset()
-        needs = needs_of(spending := replace(layout, transient=transient))
-        resident, _ = remaining_residents(needs, spending, now.budget_nbytes, external_nbytes, now.resident)
+        needs = needs_of(with_transient := replace(layout, transient=transient))
+        resident, _ = remaining_residents(needs, with_transient, now.budget_nbytes, external_nbytes, now.resident)
         is_same = (resident, layout.replicated_by_choice) == now.residency
         after = now if is_same else replace(now, layout=layout, resident=resident)
-        asked = _spending(after, transient)
+        asked = _with_transient(after, transient)
         room_nbytes = external_nbytes if exact else _with_room(asked, needs, external_nbytes)
         return StepDecision(after, captured, StepRequest(asked, room_nbytes, room_nbytes - external_nbytes, context))
 
-    return _chosen(now, captured, context, external_nbytes, now.resident, decision)
+    return _choose_activations(now, captured, context, external_nbytes, now.resident, decision)
 
 
-def _spending(now: PlannerState, transient: frozenset[int]) -> PlannerState:
-    """The situation of a request whose backward uses up these groups' gradients where they stay."""
+def _with_transient(now: PlannerState, transient: frozenset[int]) -> PlannerState:
+    """Return the state for a request in which the backward consumes these resident groups' gradients."""
     return replace(now, layout=replace(now.layout, transient=transient)) if transient else now
 
 
-def _all_stay(needs: Sequence[Position], layout: ChunkLayout, now: PlannerState, external_nbytes: int) -> bool:
-    """Whether there is room for all residents, with those of their gradients that the layout says."""
+def _residents_fit(needs: Sequence[Position], layout: ChunkLayout, now: PlannerState, external_nbytes: int) -> bool:
+    """Whether all residents fit, with the gradients that the layout counts for them."""
     with suppress(BudgetError):
         check_minimum(needs, layout, now.budget_nbytes, external_nbytes, now.resident)
         return True
     return False
 
 
-def _chosen(
+def _choose_activations(
     now: PlannerState,
     captured: Captured,
     context: PhaseContext,
@@ -168,50 +170,50 @@ def _chosen(
     allowed: frozenset[int],
     decision: Callable[[PhaseContext], StepDecision],
 ) -> StepDecision:
-    """What may become of the values that a graph saves: the first that fits, or under "auto" the quickest.
+    """Decide with the first activation plan that fits, or under "auto" with the quickest.
 
     Args:
-        allowed: groups that may stay.
-        decision: what follows from one; raises `BudgetError` where it does not fit.
+        allowed: groups that may be resident.
+        decision: for a context with an activation plan; raises `BudgetError` where it does not fit.
     """
     if context.activation_plan is not None:
         return decision(context)
-    layout, hardware, mixes = replace(now.layout, transient=context.transient), now.hardware, None
+    layout, hardware, space = replace(now.layout, transient=context.transient), now.hardware, None
     if now.activations == "auto" and hardware is not None:
         sizes, with_shadow_copies = (now.budget_nbytes, external_nbytes), bool(context.undoable)
         consumed = frozenset(group for group, _ in context.updates) - context.undoable - layout.cut
-        mixes = SearchSpace(
+        space = SearchSpace(
             captured, layout, allowed, *sizes, hardware, consumed=consumed, with_shadow_copies=with_shadow_copies
         )
 
-    def seconds(one: StepDecision, most_s: float) -> float:
+    def seconds(decided: StepDecision, most_s: float) -> float:
         assert hardware is not None
-        seen, room_nbytes = one.request.context.applied_to(captured), now.budget_nbytes - one.request.external_nbytes
-        planned, resident = one.request.planner_state.layout, one.planner_state.resident
-        updates, undoable = dict(context.updates), context.undoable
-        return step_s(seen, planned, resident, hardware, room_nbytes, updates, most_s, undoable=undoable)
+        request, resident = decided.request, decided.planner_state.resident
+        form, room_nbytes = request.context.applied_to(captured), now.budget_nbytes - request.external_nbytes
+        planned, updates, undoable = request.planner_state.layout, dict(context.updates), context.undoable
+        return step_s(form, planned, resident, hardware, room_nbytes, updates, most_s, undoable=undoable)
 
     return first_or_quickest(
         activation_plans(captured, now.activations, layout),
-        mixes,
-        lambda absent: decision(replace(context, activation_plan=absent)),
+        space,
+        lambda activation_plan: decision(replace(context, activation_plan=activation_plan)),
         seconds,
-        lambda one: one.planner_state.resident,
+        lambda decided: decided.planner_state.resident,
     )
 
 
 def _with_room(now: PlannerState, needs: Sequence[Position], external_nbytes: int) -> int:
-    """What others hold, with room for a little more of it where that fits (see `EXTERNAL_GRANULES`)."""
+    """Round external bytes up where that fits (see `EXTERNAL_GRANULES`)."""
     granule = max(1, now.budget_nbytes // EXTERNAL_GRANULES)
     wider_nbytes = -(-external_nbytes // granule) * granule
-    if wider_nbytes != external_nbytes and _all_stay(needs, now.layout, now, wider_nbytes):
+    if wider_nbytes != external_nbytes and _residents_fit(needs, now.layout, now, wider_nbytes):
         return wider_nbytes
     return external_nbytes
 
 
 def _update(now: PlannerState, event: UpdateDue) -> UpdateDecision:
-    """Trained residents that leave are due as well. What ranks have whole gives its room back for the step where that
-    is needed: after it, all of it that is trained is gathered anew."""
+    """Request the optimizer's step, or evict trained residents, which are due as well then. Replicated groups give
+    their room back for the step where that is needed: those that are trained are gathered anew after it."""
     asked = now.budget_nbytes, event.external_nbytes, now.resident, event.num_stages
     before = replace(now.layout, transient=event.transient)
     layout = remaining_replicated_in_update(
@@ -221,10 +223,10 @@ def _update(now: PlannerState, event: UpdateDue) -> UpdateDecision:
         check_update(layout, event.groups, *asked)
     except BudgetError:
         trained = now.layout.groups_of(now.trained) - event.transient
-        staying = remaining_residents_in_update(before, event.groups, trained, *asked)
-        if staying == now.resident:
+        resident = remaining_residents_in_update(before, event.groups, trained, *asked)
+        if resident == now.resident:
             raise
-        return UpdateDecision(replace(now, resident=staying), None)
+        return UpdateDecision(replace(now, resident=resident), None)
     return UpdateDecision(
         now,
         UpdateRequest(
@@ -237,8 +239,8 @@ def _update(now: PlannerState, event: UpdateDue) -> UpdateDecision:
 
 
 def fits_whole(layout: ChunkLayout, budget_nbytes: int, captured: Captured | None = None) -> bool:
-    """Whether all model data can stay on the compute tier, beside what a graph needs that is compiled whole; without
-    one: as far as model data alone tells. A part of a model leaves room for what others save."""
+    """Whether all model data can stay on the compute tier, with the bytes of a whole graph; without one: as far as
+    model data alone tells. One of several graphs leaves room for what the others save."""
     if layout.cut:
         return False
     all_resident_nbytes = fixed_nbytes(layout, everything(layout))
@@ -249,7 +251,7 @@ def fits_whole(layout: ChunkLayout, budget_nbytes: int, captured: Captured | Non
 
 
 def smallest_budget(captured: Captured, layout: ChunkLayout) -> int:
-    """The smallest budget for a graph by itself, of which any group may stay."""
+    """Return the smallest budget for a graph by itself; all of its groups may be resident."""
     try:
         return check_minimum(
             profile(captured, layout).all, layout.with_replicated(()), 0, 0, all_may_be_resident=not layout.cut

@@ -1,4 +1,4 @@
-"""The first of several ways that fits."""
+"""Decide for the first of several candidates that fits the budget."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import TypeVar
 from chunkc.ir.errors import BudgetError
 from chunkc.policy.host_memory import HostFull
 
-Tried = TypeVar("Tried")
-Found = TypeVar("Found")
+Candidate = TypeVar("Candidate")
+Decided = TypeVar("Decided")
 
 
-def first_that_fits(ways: Iterable[Tried], decided: Callable[[Tried], Found]) -> Found:
-    """What follows from the first way that fits.
+def first_that_fits(candidates: Iterable[Candidate], decision_for: Callable[[Candidate], Decided]) -> Decided:
+    """Return the decision for the first candidate that fits.
 
     Raises:
-        BudgetError: none does; it is that of the way that needs the least, and says where the host is too full for
-            another.
+        BudgetError: none fits; the error is that of the candidate that needs the least, and says where the host is too
+            full for another.
     """
     refused: list[BudgetError] = []
     full = ""
-    for way in ways:
+    for candidate in candidates:
         try:
-            return decided(way)
+            return decision_for(candidate)
         except BudgetError as error:
             refused.append(error)
         except HostFull as error:

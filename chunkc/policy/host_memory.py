@@ -1,4 +1,4 @@
-"""The host's memory while a model is trained: what is at home in it, and the room for copies of saved values."""
+"""Count the host's memory during training: homes in RAM, and room for copies of saved values."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from chunkc.policy.captured_step import Captured
 
 
 class HostFull(Exception):
-    """Copies of saved values have no room in the host's memory: what would need them is no choice.
+    """Copies of saved values do not fit into the host's memory, so that the plan that needs them is ruled out.
 
     Attributes:
         copied_nbytes: of the copies.
-        room_nbytes: what home leaves for them.
+        room_nbytes: of the host's memory, without homes.
     """
 
     def __init__(self, copied_nbytes: int, room_nbytes: int) -> None:
         self.copied_nbytes, self.room_nbytes = copied_nbytes, room_nbytes
         super().__init__(
             f"A plan that copies {format_nbytes(copied_nbytes)} of saved values home would fit, but the host's memory "
-            f"has {format_nbytes(max(0, room_nbytes))} for them beside what else it holds."
+            f"has only {format_nbytes(max(0, room_nbytes))} left for them."
         )
 
 
@@ -32,10 +32,10 @@ def home_nbytes(
     consumed: Collection[int] = (),
     counts: Callable[[str], bool] = lambda kind: True,
 ) -> int:
-    """Bytes at home of every group that moves, of those kinds of data that count.
+    """Return the home bytes of all groups that move, for the kinds of data that count.
 
     Args:
-        consumed: groups whose gradients are never there.
+        consumed: groups without gradients at home.
     """
     return sum(
         group.nbytes(kind)
@@ -48,13 +48,13 @@ def home_nbytes(
 def shadow_copies_nbytes(
     layout: ChunkLayout, resident: frozenset[int], counts: Callable[[str], bool] = lambda kind: True
 ) -> int:
-    """Bytes of the twins (see `chunkc.runtime.store.shadow_copies`) of every group that moves and is trained."""
-    trained = resident.union(group.index for group in layout.groups if not group.trainable)
-    return home_nbytes(layout, trained, counts=lambda kind: kind != GRAD and counts(kind))
+    """Return the bytes of the shadow copies (`chunkc.runtime.store.shadow_copies`) of all trained groups that move."""
+    without = resident.union(group.index for group in layout.groups if not group.trainable)
+    return home_nbytes(layout, without, counts=lambda kind: kind != GRAD and counts(kind))
 
 
 def check_copies(
-    seen: Captured,
+    form: Captured,
     layout: ChunkLayout,
     resident: frozenset[int],
     hardware: Hardware,
@@ -63,20 +63,20 @@ def check_copies(
     consumed: Collection[int] = (),
     with_shadow_copies: bool = False,
 ) -> None:
-    """Whether the host's memory, if it is known, has room for copies of what a graph has at home between its phases.
+    """Check that the host's memory, if its size is stated, has room for a graph's offloaded values.
 
-    What is at home in RAM counts, and on a CPU the budget. Other graphs' copies and other programs do not.
+    Homes in RAM count, and on a CPU the budget. Other graphs' copies and other programs do not.
 
     Args:
-        consumed: groups whose gradients never go home.
+        consumed: groups without gradients at home.
         with_shadow_copies: groups that move have them.
 
     Raises:
-        HostFull: they do not.
+        HostFull: it has not.
     """
-    if not seen.offloaded or hardware.host_memory_nbytes is None or layout.is_on_disk(PARAM):
+    if not form.offloaded or hardware.host_memory_nbytes is None or layout.is_on_disk(PARAM):
         return
-    copied_nbytes = sum(one.nbytes for one in seen.offloaded)
+    copied_nbytes = sum(saved.nbytes for saved in form.offloaded)
     in_ram_nbytes = home_nbytes(layout, resident, consumed, lambda kind: not layout.is_on_disk(kind))
     if with_shadow_copies:
         in_ram_nbytes += shadow_copies_nbytes(layout, resident, lambda kind: not layout.is_on_disk(kind))

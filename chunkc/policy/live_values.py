@@ -1,7 +1,7 @@
-"""Values of earlier calls, and how many bytes of them others hold beside a run: counted here for both who ask.
+"""Count external bytes: values of earlier calls that are alive during a phase, for training and for `explain`.
 
 Training watches storages without keeping them alive; `explain` knows from a step on fake tensors which are alive when
-(`explaining.held`). What is watched, and what counts beside which phase, is the same.
+(`explaining.live_values`). Both watch the same values, and count the same ones for each phase.
 """
 
 from __future__ import annotations
@@ -21,90 +21,93 @@ V = TypeVar("V")
 
 
 class LiveValues(ABC, Generic[V]):
-    """Values that calls returned, saved or were given."""
+    """Storages of values that calls returned, saved or were given."""
 
     def __init__(self) -> None:
         self._caller_nbytes = 0
 
     @abstractmethod
     def watch(self, values: Iterable[V], nbytes: int | None = None, *, returned: bool = False) -> None:
-        """Watch the storages of those values that have one; with `nbytes`, let each stand for so many bytes.
+        """Watch the storages of those values that have one.
 
         Args:
+            nbytes: counts for each in place of its own bytes.
             returned: a call has returned them.
         """
 
     @abstractmethod
     def returned(self, values: Sequence[V]) -> Sequence[V]:
-        """Those in storages that an earlier call has returned."""
+        """Return the values in storages that an earlier call has returned."""
 
     @abstractmethod
     def nbytes(self, leaving_out: Sequence[V] = ()) -> int:
-        """Bytes of those still alive, without the storages of `leaving_out`."""
+        """Return the bytes of watched storages that are alive, without the storages of `leaving_out`."""
 
     @abstractmethod
     def storage(self, value: V) -> tuple[int, int] | None:
-        """What a value's storage is known by while it is alive, and its bytes; None: the value has none."""
+        """Return the key of a value's storage, valid while it is alive, and its bytes; None: the value has none."""
 
     @abstractmethod
     def constants_nbytes(self) -> int:
-        """Bytes of the constants of compiled code."""
+        """Return the bytes of the constants of compiled code."""
 
     def given_nbytes(self, values: Iterable[V]) -> int:
-        """Bytes of the values' storages, each storage once."""
-        return sum(dict(found for value in values if (found := self.storage(value)) is not None).values())
+        """Return the bytes of the values' storages, each storage once."""
+        return sum(dict(storage for value in values if (storage := self.storage(value)) is not None).values())
 
     def external_to_forward(self, captured: Captured, inputs: Sequence[V]) -> ExternalBytes:
-        """What others hold beside a graph that is about to run its forward with these inputs."""
-        held = ExternalBytes.of(captured, self.nbytes(leaving_out=inputs), self.given_nbytes(inputs))
-        always_nbytes = self.constants_nbytes()
-        return ExternalBytes(held.forward_nbytes + always_nbytes, held.backward_nbytes + always_nbytes, always_nbytes)
+        """Return the external bytes for a graph that is about to run its forward with these inputs."""
+        values = ExternalBytes.of(captured, self.nbytes(leaving_out=inputs), self.given_nbytes(inputs))
+        constants_nbytes = self.constants_nbytes()
+        return ExternalBytes(
+            values.forward_nbytes + constants_nbytes, values.backward_nbytes + constants_nbytes, constants_nbytes
+        )
 
     def forward_ran(self, captured: Captured, inputs: Sequence[V], outputs: Sequence[V]) -> None:
-        """Watch what a forward was given, and of what it returned all that takes memory."""
+        """Watch a forward's inputs, and its outputs with storages of their own."""
         own = captured.own_memory
         passed_on_nbytes = self.given_nbytes(self.returned(inputs))
         self.watch(inputs)
         self.watch((outputs[position] for position in own.user_outputs), returned=True)
         saved = [outputs[position] for position in own.saved if outputs[position] is not None]
-        self.watch(saved[:1], captured.saved_nbytes)  # they live and die together: one stands for all
+        self.watch(saved[:1], captured.saved_nbytes)  # all are freed at once, so the first counts for all
         self._caller_nbytes = captured.caller_nbytes - passed_on_nbytes
 
     def external_to_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
-        """What others hold beside a graph that is about to run its backward with these arguments."""
+        """Return the external bytes for a graph that is about to run its backward with these arguments."""
         return max(0, self.net_external_to_backward(captured, arguments)) + self.constants_nbytes()
 
     def net_external_to_backward(self, captured: Captured, arguments: Sequence[V]) -> int:
-        """The same without constants; below zero where values of its own are gone, by so many bytes."""
+        """Return the same without constants; it is below zero by the bytes of the graph's own values that are freed."""
         tangents = _tangents(captured, arguments)
-        other_graphs_nbytes = self.nbytes(leaving_out=tangents) + self._external_tangents_nbytes(captured, tangents)
-        return other_graphs_nbytes - captured.between_nbytes
+        live_nbytes = self.nbytes(leaving_out=tangents) + self._external_tangents_nbytes(captured, tangents)
+        return live_nbytes - captured.between_nbytes
 
     def _external_tangents_nbytes(self, captured: Captured, tangents: Sequence[V]) -> int:
-        """Bytes that storages of a backward's gradients have beyond what its program counts: one may be a view of a
-        larger tensor."""
+        """Return the bytes that storages of a backward's tangents have beyond those its program counts: a tangent may
+        be a view of a larger tensor."""
         if captured.backward is None:
             return 0
         beyond_nbytes: dict[int, int] = {}
         for name, value in zip(captured.tangents, tangents, strict=True):
-            if (found := self.storage(value)) is not None:
-                key, nbytes = found
+            if (storage := self.storage(value)) is not None:
+                key, nbytes = storage
                 counted_nbytes = captured.backward.storages[captured.backward.inputs[name]]
                 beyond_nbytes[key] = beyond_nbytes.get(key, nbytes) - counted_nbytes
         return sum(max(0, nbytes) for nbytes in beyond_nbytes.values())
 
     def backward_begins(self, captured: Captured, arguments: Sequence[V]) -> None:
-        """Watch the gradients that a backward is given: in this run the program counts them."""
+        """Watch a backward's tangents; in this run its program counts them."""
         self.watch(_tangents(captured, arguments))
 
     def external_to_update(self) -> int:
-        """What others hold beside the optimizer's step: no less than the caller gave to the latest forward, or has of
-        it. What one graph hands to the next is held by whoever still has it."""
+        """Return the external bytes for the optimizer's step: no less than the latest forward's inputs and outputs,
+        without inputs that an earlier graph returned, which are watched already."""
         return max(self._caller_nbytes, self.nbytes()) + self.constants_nbytes()
 
 
 def _tangents(captured: Captured, arguments: Sequence[V]) -> Sequence[V]:
-    """Of a backward's arguments those that are gradients of the forward's outputs."""
+    """Return the backward's arguments that are gradients of the forward's outputs."""
     return arguments[len(arguments) - len(captured.tangents) :]
 
 
@@ -112,7 +115,7 @@ class RealValues(LiveValues[object]):
     """Real tensors' storages, watched without keeping them alive.
 
     Args:
-        granule_nbytes: the allocator gives each a multiple of this.
+        granule_nbytes: the allocator rounds storages up to a multiple of this.
     """
 
     def __init__(self, granule_nbytes: int = 1) -> None:
@@ -123,7 +126,7 @@ class RealValues(LiveValues[object]):
         self._constants: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def watch_constants(self, values: Iterable[torch.Tensor]) -> None:
-        """Watch the constants of code that was compiled."""
+        """Watch the constants of compiled code."""
         for value in values:
             storage = value.untyped_storage()
             nbytes = rounded_nbytes(storage.nbytes(), self.granule_nbytes)
@@ -134,9 +137,9 @@ class RealValues(LiveValues[object]):
 
     def watch(self, values: Iterable[object], nbytes: int | None = None, *, returned: bool = False) -> None:
         for value in values:
-            if (found := self.storage(value)) is not None:
+            if (storage := self.storage(value)) is not None:
                 assert isinstance(value, torch.Tensor)
-                key, taken_nbytes = found
+                key, taken_nbytes = storage
                 self._watched[key] = StorageWeakRef(value.untyped_storage()), taken_nbytes if nbytes is None else nbytes
                 if returned:
                     self._returned[key] = self._watched[key][0]

@@ -1,7 +1,7 @@
-"""The smallest budget, as far as the graphs compiled so far tell.
+"""Compute the smallest budget, as far as the graphs compiled so far tell.
 
-Graphs of one model are compiled as the first step comes to them. A later one may need more beside what earlier ones
-have saved, and brings parameters that stay on the compute tier in all of them.
+Graphs of one model are compiled as the first step comes to them. A later one may need more, on top of the values that
+earlier ones have saved, and brings parameters that stay on the compute tier in all of them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from chunkc.policy.state import PhaseContext
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes on the compute tier beside the model data that stays there for good.
+    """Bytes on the compute tier in addition to the model data that never leaves it.
 
     Attributes:
-        moving_nbytes: where every chunk moves.
-        all_resident_nbytes: where none does.
+        moving_nbytes: if every chunk moves.
+        all_resident_nbytes: if all groups are resident.
     """
 
     moving_nbytes: int = 0
@@ -34,7 +34,7 @@ class Needs:
 
     @staticmethod
     def of(positions: Sequence[Position], layout: ChunkLayout, external_nbytes: int = 0) -> Needs:
-        """Of positions beside `external_nbytes` of others' values."""
+        """Return the needs of positions with external bytes."""
         if not positions:
             return Needs()
         most_nbytes = max(position.non_model_nbytes for position in positions)
@@ -43,6 +43,7 @@ class Needs:
         )
 
     def plus(self, external_nbytes: int) -> Needs:
+        """Return these needs with more external bytes."""
         return Needs(self.moving_nbytes + external_nbytes, self.all_resident_nbytes + external_nbytes)
 
     def __or__(self, other: Needs) -> Needs:
@@ -51,33 +52,35 @@ class Needs:
         )
 
     def minimum_nbytes(self, layout: ChunkLayout) -> int:
-        """The smallest budget with room for this, with all of a layout's chunks moving or none.
+        """Return the smallest budget with room for these needs, with all of a layout's chunks moving or none.
 
-        Those that are cut over ranks always move, and are whole nowhere but where a stage is forced.
+        Chunks that are cut over ranks always move, and are replicated only where a ZeRO stage is forced.
         """
         moving = fixed_nbytes(layout.with_replicated(()), frozenset()) + self.moving_nbytes
         if layout.cut:
             return moving
-        staying = fixed_nbytes(layout, everything(layout)) + self.all_resident_nbytes
-        return min(moving, staying)
+        resident = fixed_nbytes(layout, everything(layout)) + self.all_resident_nbytes
+        return min(moving, resident)
 
 
 def update_needs(captured: Captured, trained: frozenset[str], layout: ChunkLayout) -> Needs:
-    """Of the optimizer's step after a graph's forward and backward, as far as `trained` parameters are known."""
+    """Return the needs of the optimizer's step after a graph, as far as `trained` parameters are known."""
     tiles = smallest_tiles(layout, sorted(layout.groups_of(trained)))
     return Needs.of(update_positions(layout, tiles, captured.caller_nbytes), layout)
 
 
-def needs_of_step(captured: Captured, trained: frozenset[str], layout: ChunkLayout, held: ExternalBytes) -> Needs:
-    """Of a graph's forward, its backward and the optimizer's step, as `update_needs`."""
+def needs_of_step(captured: Captured, trained: frozenset[str], layout: ChunkLayout, external: ExternalBytes) -> Needs:
+    """Return the needs of a graph's forward, its backward and the optimizer's step (see `update_needs`)."""
     step = profile(captured, layout)
-    passes = Needs.of(step.forward, layout, held.forward_nbytes) | Needs.of(step.backward, layout, held.backward_nbytes)
-    return passes | update_needs(captured, trained | captured.trained, layout).plus(held.always_nbytes)
+    forward = Needs.of(step.forward, layout, external.forward_nbytes)
+    backward = Needs.of(step.backward, layout, external.backward_nbytes)
+    update = update_needs(captured, trained | captured.trained, layout).plus(external.always_nbytes)
+    return forward | backward | update
 
 
 @dataclass(frozen=True)
 class ExternalBytes:
-    """What others hold beside a graph's phases; `always_nbytes` of it beside the optimizer's step, too."""
+    """External bytes during a graph's phases; `always_nbytes` of them also during the optimizer's step."""
 
     forward_nbytes: int
     backward_nbytes: int
@@ -85,65 +88,66 @@ class ExternalBytes:
 
     @staticmethod
     def of(captured: Captured, live_nbytes: int, given_nbytes: int) -> ExternalBytes:
-        """Of a graph that is about to run its forward; arguments as for `Captured.external_in_forward`."""
+        """Count them before a graph's forward; arguments as for `Captured.external_in_forward`."""
         forward_nbytes = captured.external_in_forward(live_nbytes, given_nbytes)
         return ExternalBytes(forward_nbytes, forward_nbytes + min(live_nbytes, captured.loss_nbytes))
 
 
 class StepNeeds:
-    """The most that a step has needed so far in the form that it has, and what it would have needed in segments.
+    """The most that a step has needed so far, in its form and in segments.
 
     Attributes:
-        whole: the step is not cut into segments, and may need less so.
+        whole: the step is not cut into segments; in segments it may need less.
     """
 
     def __init__(self, in_segments: Callable[[], Captured] | None = None) -> None:
-        """`in_segments`: of a step that is whole: describes it cut into segments."""
+        """Begin without needs. `in_segments`: describes a whole step cut into segments."""
         self.most = Needs()
         self.whole = in_segments is not None
         self._in_segments = in_segments
         self._runs: dict[tuple[str, PhaseContext], int] = {}
 
     def ran(self, phase: str, context: PhaseContext, external_nbytes: int) -> None:
-        """A phase has run in these surroundings, beside so many bytes of others' values."""
+        """Record a run of a phase, with its context and external bytes."""
         self._runs[phase, context] = max(external_nbytes, self._runs.get((phase, context), 0))
 
     def has_run(self, phase: str) -> bool:
         return any(ran == phase for ran, _ in self._runs)
 
     def least(self, layout: ChunkLayout) -> Needs:
-        """The most that the runs need in whichever form takes less: a step is whole only where nothing moves."""
+        """Return the most that the runs need, in the form that takes less: a step is whole only where nothing moves."""
         if self._in_segments is None:
             return self.most
-        cut, needs = self._in_segments(), Needs()
+        in_segments, needs = self._in_segments(), Needs()
         for (phase, context), external_nbytes in self._runs.items():
-            step = profile(context.applied_to(cut), layout)
+            step = profile(context.applied_to(in_segments), layout)
             needs |= Needs.of(step.forward if phase == FORWARD else step.backward, layout, external_nbytes)
         return Needs(needs.moving_nbytes, min(needs.all_resident_nbytes, self.most.all_resident_nbytes))
 
 
 class SessionNeeds:
-    """What is known of a session's needs. Those of a step are known as long as it is there.
+    """A session's needs so far. Those of a step count for as long as the step is alive.
 
     Attributes:
-        more_graphs_may_follow: torch.compile splits the model: other graphs may follow.
+        more_graphs_may_follow: torch.compile splits the model.
     """
 
     def __init__(self) -> None:
         self.more_graphs_may_follow = False
-        self._noted: weakref.WeakSet[StepNeeds] = weakref.WeakSet()
+        self._steps: weakref.WeakSet[StepNeeds] = weakref.WeakSet()
         self._named_nbytes = 0
 
-    def note(self, noted: StepNeeds, needs: Needs) -> None:
-        noted.most |= needs
-        self._noted.add(noted)
+    def note(self, step: StepNeeds, needs: Needs) -> None:
+        """Add to the needs of a step, which counts from now on."""
+        step.most |= needs
+        self._steps.add(step)
 
     def minimum_nbytes(self, layout: ChunkLayout) -> int:
-        """The smallest budget that works for all that is known, and no less than an error has named."""
-        known = Needs()
-        for noted in self._noted:
-            known |= noted.least(layout)
-        return max(self._named_nbytes, known.minimum_nbytes(layout) if known != Needs() else 0)
+        """Return the smallest budget that works for all steps so far, and no less than an error has named."""
+        needs = Needs()
+        for step in self._steps:
+            needs |= step.least(layout)
+        return max(self._named_nbytes, needs.minimum_nbytes(layout) if needs != Needs() else 0)
 
     def named(
         self,
@@ -155,19 +159,19 @@ class SessionNeeds:
         *,
         begins: bool = False,
     ) -> BudgetError:
-        """The error to raise: its minimum is that of all that is known, and no less than an earlier one's.
+        """Return the error to raise: its minimum covers all steps so far, and is no less than an earlier error's.
 
         Args:
-            needs: of what lacks room, cut into segments, beside all that is held.
-            num_graphs: that were compiled so far, with the one that lacks room.
-            trained: parameters whose gradients these make.
-            begins: it is a forward that lacks room.
+            needs: of the phase that lacks room, cut into segments, with all external bytes.
+            num_graphs: compiled so far, including the one that lacks room.
+            trained: parameters that get gradients from these graphs.
+            begins: a forward lacks room.
         """
-        for noted in self._noted:
-            needs |= Needs(0, noted.most.all_resident_nbytes) if noted.whole else noted.most
+        for step in self._steps:
+            needs |= Needs(0, step.most.all_resident_nbytes) if step.whole else step.most
         self._named_nbytes = max(self._named_nbytes, error.minimum_nbytes, needs.minimum_nbytes(layout))
         evaluates = not trained and any(spec.trainable for spec in layout.specs().values())
-        grown = begins and any(noted.has_run(BACKWARD) for noted in self._noted)
+        grown = begins and any(step.has_run(BACKWARD) for step in self._steps)
         covers = ""
         if self.more_graphs_may_follow or num_graphs > 1:
             covers = "the graph compiled so far" if num_graphs == 1 else f"the {num_graphs} graphs compiled so far"

@@ -1,6 +1,6 @@
-"""A plan that was asked for is made, put into the graph, and verified.
+"""Make a requested plan, insert its events into the graphs, and verify them.
 
-The backend and `chunkc explain` both come this way: what is explained is what runs.
+Training and `chunkc explain` both do it here, so that the explained plan is the one that runs.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ class UpdatePlan:
 def step_plan(
     captured: Captured, request: StepRequest, hardware: Hardware, *, marks_complete: bool = False, verified: bool = True
 ) -> StepPlan:
-    """The plan of a captured graph that was asked for.
+    """Make the plan of a captured graph.
 
     Args:
-        marks_complete: the backward says when groups are settled.
+        marks_complete: insert a node into the backward where a group's gradients are complete.
 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
@@ -70,7 +70,7 @@ def step_plan(
 
 
 def backward_positions(captured: Captured, request: StepRequest, hardware: Hardware) -> tuple[Position, ...]:
-    """The backward's calls, with the updates that it makes in slots between them."""
+    """Return the positions of the backward, with its updates in slots between the calls."""
     planner_state, backward = request.planner_state, profile(captured, request.planner_state.layout).backward
     if not request.context.updates and not planner_state.layout.transient:
         return backward
@@ -87,11 +87,11 @@ def backward_positions(captured: Captured, request: StepRequest, hardware: Hardw
 
 
 def _planned(captured: Captured, request: StepRequest, hardware: Hardware) -> Plan:
-    """The plan of forward and backward, or of a cold backward alone."""
+    """Plan forward and backward, or a cold backward alone."""
     layout, planner_state = request.planner_state.layout, request.planner_state
     step = profile(captured, layout)
     phases = [] if request.context.cold_backward else [(FORWARD, step.forward)]
-    if captured.backward is not None:  # which may have nothing to compute, as that of an addition alone
+    if captured.backward is not None:  # also where it computes nothing, as that of an addition
         phases.append((BACKWARD, backward_positions(captured, request, hardware)))
     return plan_phases(
         phases,
@@ -132,11 +132,11 @@ def verify(
     external_nbytes: int = 0,
     undoable: Collection[int] = (),
 ) -> None:
-    """Check the rewritten graphs, independently of how they came about.
+    """Check the rewritten graphs, independently of how they were made.
 
     Args:
-        source: the graph with nothing absent.
-        undoable: groups whose updates leave the gradients to home.
+        source: the graph that keeps all saved values.
+        undoable: groups with updates that leave their gradients to be written home.
 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
@@ -172,7 +172,7 @@ def verify(
 
 @no_automatic_collection()
 def update_plan(request: UpdateRequest, hardware: Hardware, *, verified: bool = True) -> UpdatePlan:
-    """The plan of an optimizer's step that was asked for.
+    """Make the plan of an optimizer's step.
 
     Raises:
         VerificationError: a bug in the planner; nothing has run.

@@ -1,4 +1,4 @@
-"""What is said to `policy`, and what it answers: a situation, what happens in it, what follows, what is asked for."""
+"""Records that go into and come out of `policy.decide`: planner state, events, decisions, and requests for plans."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from chunkc.passes.planning.residency import everything
 from chunkc.policy.captured_step import Captured
 
 Key = tuple[object, ...]
-"""What a plan depends on, to find it again."""
+"""The inputs of a plan, to find it again."""
 
 
 @dataclass(frozen=True)
 class PlannerState:
-    """What a model has come to.
+    """A model's state as far as decisions depend on it.
 
     Attributes:
         layout: of the parameters of all graphs so far.
-        resident: its groups that stay on the compute tier.
-        num_graphs: that were compiled so far. Before the first, any group may still become resident.
-        trained: parameters whose gradients these graphs make.
-        activations: what becomes of values that forwards save: see `chunkc.options`.
-        hardware: against which ways are timed that fit alike; None: the first one is taken.
+        resident: its resident groups.
+        num_graphs: compiled so far. Before the first, any group may still become resident.
+        trained: parameters that get gradients from these graphs.
+        activations: the option (see `chunkc.options`).
+        hardware: against which activation plans are timed that all fit; None: the first one is taken.
     """
 
     budget_nbytes: int
@@ -41,12 +41,12 @@ class PlannerState:
 
     @property
     def can_skip_segmentation(self) -> bool:
-        """Whether the next graph may be compiled whole: no group has been sent home by an earlier one's plan."""
+        """Whether the next graph may be compiled whole: no earlier graph's plan has evicted a resident group."""
         return self.num_graphs == 0 or self.resident == everything(self.layout)
 
     @property
     def key(self) -> Key:
-        """What plans depend on."""
+        """The part that plans depend on."""
         return self.budget_nbytes, self.layout.version, *self.residency, self.activations
 
     @property
@@ -54,23 +54,24 @@ class PlannerState:
         """The resident groups, and the groups that are sharded over ranks but replicated on the compute tier."""
         return self.resident, self.layout.replicated_by_choice
 
-    def freed_nbytes(self, other_graphs_nbytes: int) -> int:
-        """How much less than nothing others hold beside a backward, as values of its own are gone (see `live_values`).
+    def freed_nbytes(self, net_external_nbytes: int) -> int:
+        """Return the bytes of its own values that a backward finds freed: those by which its net external bytes are
+        below zero (see `live_values`).
 
-        Of a model in one graph it is the caller who lets go of outputs: the prediction is for one who does not.
+        With a single graph, only the caller can free outputs: the prediction is for a caller that does not.
         """
-        return max(0, -other_graphs_nbytes) if self.num_graphs > 1 else 0
+        return max(0, -net_external_nbytes) if self.num_graphs > 1 else 0
 
 
 @dataclass(frozen=True)
 class Forms:
-    """A graph as it is compiled now; `in_segments` cuts it, where it is whole."""
+    """Forms that a graph can be run in: as it is compiled now, and cut into segments if it is whole now."""
 
     captured: Captured
     in_segments: Callable[[], Captured] | None = None
 
     def __iter__(self) -> Iterator[Captured]:
-        """As it is, and after that in segments."""
+        """Yield the form as it is, then the one in segments."""
         yield self.captured
         if self.in_segments is not None:
             yield self.in_segments()
@@ -78,19 +79,20 @@ class Forms:
 
 @dataclass(frozen=True)
 class PhaseContext:
-    """What of a phase's surroundings its plan depends on, beside the bytes that others hold.
+    """Plan inputs that vary per call, except external bytes.
 
     Attributes:
         cold_backward: the backward finds none of its chunks in a slot.
-        hooked: parameters whose gradients are returned to autograd.
-        left_out: parameters whose gradients nothing reads.
-        updates: (group, stages of its update) of the groups that the backward may update, in slots or where they stay,
-            in order.
-        undoable: those of `updates` that leave the gradients as they are, so that these go home as well.
-        kept_inputs: inputs of a backward that others keep: gradients of outputs, and saved values for another backward.
-        activation_plan: what of the forward's values is absent until the backward; None: that is yet to be decided.
-        spent: groups that stay, and that have no gradients before and after it: none are there, and what a backward
-            makes of them its updates use up. Whether they do, is decided: they need not, where there is room.
+        hooked: parameters with gradients that are returned to autograd.
+        left_out: parameters with gradients that nothing reads.
+        updates: (group, stages of its update) of the groups that the backward may update, in slots or as residents, in
+            order.
+        undoable: the groups of `updates` for which the update leaves the gradients as they are; these go home as well.
+        kept_inputs: inputs of a backward that the caller keeps: gradients of outputs, and saved values for another
+            backward.
+        activation_plan: of the forward's saved values; None: yet to be decided.
+        transient: resident groups without gradients before and after the phase: there are none, and the updates in the
+            backward consume those that it makes. The plan may keep them all the same, where there is room.
     """
 
     cold_backward: bool = False
@@ -103,12 +105,12 @@ class PhaseContext:
     transient: frozenset[int] = frozenset()
 
     def applied_to(self, captured: Captured) -> Captured:
-        """The captured graph in these surroundings."""
-        there = captured.following(self.activation_plan or KEEP_ALL)
-        return there.returning(self.hooked).leaving_out(self.left_out).holding(self.kept_inputs)
+        """Return the form of a captured graph in this context."""
+        form = captured.following(self.activation_plan or KEEP_ALL)
+        return form.returning(self.hooked).leaving_out(self.left_out).holding(self.kept_inputs)
 
     def with_present(self, plan: Plan, present: Collection[ItemId]) -> PhaseContext:
-        """The surroundings of a backward that finds these chunks in slots, where `plan` was made for these."""
+        """Return the context of a backward that finds these chunks in slots; `plan` was made for this context."""
         return replace(self, cold_backward=True) if plan.begins_cold(present) else self
 
 
@@ -118,12 +120,12 @@ EMPTY_CONTEXT = PhaseContext()
 def transient_in(
     layout: ChunkLayout, free: Collection[int], made: Set[str], kept: Set[str], updated: Collection[int]
 ) -> frozenset[int]:
-    """Of groups that stay, those that have no gradients before and after a phase of a graph (see
+    """Return the resident groups that have no gradients before and after a phase of a graph (see
     `PhaseContext.transient`).
 
     Args:
-        free: those without gradients now, that backwards may update.
-        made: parameters whose gradients the graph's backward makes; `kept`: those of them that it leaves to autograd.
+        free: residents without gradients now, which backwards may update.
+        made: parameters that get gradients in the graph's backward; `kept`: those left to autograd.
         updated: groups that this backward may update.
     """
     names = {index: {s.spec.name for s in layout.groups[index].slices} for index in free}
@@ -132,17 +134,16 @@ def transient_in(
     )
 
 
-# --- what is asked for ---
+# --- requests ---
 
 
 @dataclass(frozen=True)
 class StepRequest:
-    """The plan of a graph's forward and backward.
+    """A request for the plan of a graph's forward and backward.
 
     Attributes:
-        situation: the one it is for.
-        external_nbytes: what others hold that there is room for.
-        spare_nbytes: the part of it that nobody holds yet.
+        external_nbytes: external bytes that the plan leaves room for.
+        spare_nbytes: the part of it that is not in use yet.
     """
 
     planner_state: PlannerState
@@ -157,9 +158,13 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class UpdateRequest:
-    """The plan of an optimizer's step that updates these groups in slots, beside `external_nbytes` of others' values,
-    in stages (see `chunkc.ir.updates`). `planner_state`: that of the step, in which fewer groups may stand whole than
-    else. `transient`: as of `UpdateDue`."""
+    """A request for the plan of an optimizer's step that updates these groups in slots.
+
+    Attributes:
+        planner_state: of the step: fewer groups may be replicated than otherwise.
+        num_stages: see `chunkc.ir.updates`.
+        transient: as of `UpdateDue`.
+    """
 
     planner_state: PlannerState
     groups: tuple[int, ...]
@@ -177,8 +182,8 @@ class UpdateRequest:
 
 @dataclass(frozen=True)
 class GraphCaptured:
-    """A graph was compiled to `captured`; `layout` has room for its parameters. `context`: when it will run, as far as
-    that is known."""
+    """A graph was compiled to `captured`; `layout` has room for its parameters. `context`: of its calls, as far as it
+    is known."""
 
     captured: Captured
     layout: ChunkLayout
@@ -187,7 +192,8 @@ class GraphCaptured:
 
 @dataclass(frozen=True)
 class SizesCalled:
-    """A graph is about to be called with other sizes, at which it is this; `transient` as of an `PhaseContext`."""
+    """A graph is about to be called with other sizes, for which `captured` is its form; `transient`: as of
+    `PhaseContext`."""
 
     captured: Captured
     transient: frozenset[int] = frozenset()
@@ -195,7 +201,7 @@ class SizesCalled:
 
 @dataclass(frozen=True)
 class PhaseCalled:
-    """A forward or a backward is about to run beside `external_nbytes` of others' values."""
+    """A forward or a backward is about to run."""
 
     forms: Forms
     external_nbytes: int
@@ -204,8 +210,8 @@ class PhaseCalled:
 
 @dataclass(frozen=True)
 class UpdateDue:
-    """The optimizer is about to update these groups in slots, beside `external_nbytes` of others' values; of those that
-    stay, `transient` have no gradients (any more)."""
+    """The optimizer is about to update these groups in slots; the resident groups in `transient` have no gradients, or
+    none any more."""
 
     groups: tuple[int, ...]
     external_nbytes: int
@@ -221,11 +227,11 @@ Event = GraphCaptured | SizesCalled | PhaseCalled | UpdateDue
 
 @dataclass(frozen=True)
 class StepDecision:
-    """What follows for a graph.
+    """A decision for a graph.
 
     Attributes:
-        situation: from now on. Residents that are in it no more leave for good, before anything else happens.
-        captured: the form that the graph has from now on.
+        planner_state: from now on. Residents that it has no more are evicted for good, before anything else happens.
+        captured: the graph's form from now on.
         request: for the plan to run by.
     """
 
@@ -236,8 +242,8 @@ class StepDecision:
 
 @dataclass(frozen=True)
 class UpdateDecision:
-    """What follows for an optimizer's step: `request` is for the plan to run by. None: residents have to leave first,
-    and more groups are due than were said."""
+    """A decision for an optimizer's step. `request`: for the plan to run by; None: residents have to be evicted first,
+    and are due in addition to the groups of the event."""
 
     planner_state: PlannerState
     request: UpdateRequest | None

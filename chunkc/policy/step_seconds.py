@@ -1,4 +1,4 @@
-"""Seconds that a step takes by the plan that a graph would get: how the policy compares ways."""
+"""Estimate a step's seconds with the plan that a graph would get: the measure by which the policy compares plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chunkc.policy.captured_step import Captured, profile
 
 
 def step_s(
-    seen: Captured,
+    form: Captured,
     layout: ChunkLayout,
     resident: frozenset[int],
     hardware: Hardware,
@@ -26,19 +26,19 @@ def step_s(
     *,
     undoable: Collection[int] = (),
 ) -> float:
-    """Seconds that a step takes by the plan that its graph would get; where that is more than `most_s`, perhaps `inf`.
+    """Return the seconds of a step with the plan that its graph would get; `inf` may stand for more than `most_s`.
 
-    The optimizer's step is taken to fetch all that moves and is not updated before, at the rate of the links, while
-    that is updated which has arrived.
+    The optimizer's step is assumed to fetch all groups that move and are not updated in the backward, at the rate of
+    the links, and to update groups that have arrived meanwhile.
 
     Args:
-        budget_nbytes: less what others hold.
+        budget_nbytes: without external bytes.
         updates, undoable: groups that the backward may update (see `with_updates`).
 
     Raises:
-        BudgetError: there is none.
+        BudgetError: there is no plan.
     """
-    needs, trained = profile(seen, layout), layout.groups_of(seen.trained)
+    needs, trained = profile(form, layout), layout.groups_of(form.trained)
     if sum(position.cost_s for position in needs.passes) + update_arithmetic_s(layout, trained, hardware) > most_s:
         return math.inf
     backward = needs.backward
@@ -62,7 +62,7 @@ def step_s(
             resident=resident,
             hardware=hardware,
             boundary_nbytes=needs.boundary_nbytes,
-            saved=seen.offloaded,
+            saved=form.offloaded,
             most_s=most_s - update_s,
         )
     except TooSlow:
@@ -71,20 +71,20 @@ def step_s(
 
 
 def _update_s(layout: ChunkLayout, groups: frozenset[int], resident: frozenset[int], hardware: Hardware) -> float:
-    """Seconds of the update of these groups: of the residents, then of those that move, or until the busiest link has
-    brought them to the compute tier, with gradients and states, and home again."""
+    """Return the seconds to update these groups: residents first, then groups that move, for which it takes at least
+    as long as the busiest link copies them with gradients and states to the compute tier, and home again."""
     moving = groups - resident
     moving_s = max(update_arithmetic_s(layout, moving, hardware), _links_s(layout, moving, hardware))
     return update_arithmetic_s(layout, groups & resident, hardware) + moving_s
 
 
 def update_arithmetic_s(layout: ChunkLayout, groups: Collection[int], hardware: Hardware) -> float:
-    """Seconds of the update itself."""
+    """Return the seconds of the update's arithmetic."""
     return sum(group_update_nbytes(layout.groups[index]) for index in groups) / hardware.update_bytes_per_s
 
 
 def _links_s(layout: ChunkLayout, groups: Collection[int], hardware: Hardware) -> float:
-    """Seconds that the busiest link is busy for the update."""
+    """Return the seconds for which the update's busiest link is busy."""
     links: dict[str, float] = {}
     for group in (layout.groups[index] for index in groups):
         for kind in group.update_kinds:

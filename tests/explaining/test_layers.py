@@ -144,7 +144,7 @@ def test_a_model_with_whole_layers_is_refused() -> None:
 def test_sizes_in_symbols_are_refused() -> None:
     x = torch.ones(BATCH, WIDTH)
     torch._dynamo.mark_dynamic(x, 0)
-    with ranks_of_a_layer(2) as mesh, pytest.raises(UnsupportedError, match="PyTorch traces no DTensors whose sizes"):
+    with ranks_of_a_layer(2) as mesh, pytest.raises(UnsupportedError, match="PyTorch traces no DTensors with symbols"):
         chunkc.explain(blocks(mesh), x, hardware="cpu", mesh="1x1x2")
 
 
@@ -221,14 +221,14 @@ def test_the_largest_batch_is_searched_size_by_size(factories: str, capsys: pyte
     assert main([*ask, "--largest", "batch_size"]) == 0
     text = capsys.readouterr().out
     assert "is the largest that fits" in text
-    assert "PyTorch traces no DTensors whose sizes are symbols" in " ".join(text.split())
+    assert "PyTorch traces no DTensors with symbols for sizes" in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
     ("target", "message"),
     [
         (["nets.py:whole"], "parallelize_module has cut none"),
-        (["--module", "transformers:GPT2LMHeadModel"], "--module builds a model whose layers are whole"),
+        (["--module", "transformers:GPT2LMHeadModel"], "--module builds a model with whole layers"),
         (["mixtral-8x7b"], "chunkc does not know how to cut the layers of mixtral-8x7b"),
         (["gpt2-xl"], "num_heads of gpt2-xl is 25, of which 2 devices cannot have as many each"),
     ],

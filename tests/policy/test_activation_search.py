@@ -101,7 +101,7 @@ def test_stretches_are_looked_for_once_for_each_layout(monkeypatch: pytest.Monke
     assert len(searched) == 2
     for chunk_nbytes in range(1, 9):
         activation_plans._recompute_regions(captured, replace(LAYOUT, chunk_nbytes=chunk_nbytes))
-    assert len(captured.__dict__["_recompute_regions"]) == activation_plans.MOST_LAYOUTS
+    assert len(captured.cache.regions) == activation_plans.MOST_LAYOUTS
 
 
 def test_a_part_of_a_model_keeps_values_only_where_the_others_could_too() -> None:

@@ -1,4 +1,4 @@
-"""Every way to show an explanation: what `chunkc explain --format` offers, and `diff` of two."""
+"""Show an explanation in the formats of `chunkc explain --format`, or the `diff` of two."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ FORMATS: Mapping[str, Callable[[Explanation], str]] = MappingProxyType(
         "trace": render_trace,
     }
 )
-"""What makes the whole text of an explanation, by the name of the format."""
+"""Format -> the function that renders an explanation."""
 
 
 def render(explanation: Explanation, format: str = "text") -> str:
-    """The text of `explanation` in one of `FORMATS`; control characters in names are escapes.
+    """Render an explanation in one of `FORMATS`; control characters in names are escaped.
 
     Raises:
         OptionsError: there is no such format.
@@ -63,7 +63,7 @@ def render(explanation: Explanation, format: str = "text") -> str:
 def write(explanation: Explanation, format: str = "text", output: str | Path | TextIO | None = None) -> None:
     """Write to a file (in UTF-8, replacing it), to a stream, or to the standard output where `output` is None.
 
-    `text` on a terminal has its colours and its width.
+    On a terminal, `text` uses its colours and its width.
 
     Raises:
         OptionsError: there is no such format, or the file cannot be written.

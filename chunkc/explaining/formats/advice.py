@@ -1,4 +1,4 @@
-"""What a user can do about a model that does not fit, read off what fills the peak."""
+"""Advise on a model that does not fit, by the contents of its peak."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from chunkc.explaining.formats.units import share, short_nbytes
 from chunkc.ir.explanation import Explanation
 
 _WORTH = 0.2
-"""The part of the peak from which a kind of bytes is worth advice."""
+"""The fraction of the peak from which a kind of bytes is worth advice."""
 
 _OF_LOSSES = ("log_softmax", "nll_loss")
-"""What a peak in the loss of a language model is called after, in either kind of code."""
+"""Parts of operators' names at a peak in the loss of a language model, for either codegen."""
 
 _MODEL_DATA = ("parameters", "gradients", "optimizer states", "slots")
 
 
 def advice(explanation: Explanation) -> tuple[str, ...]:
-    """One sentence for each thing to try, the surest first; empty where the model fits device and host."""
+    """Return a sentence for each change to try, the surest first; empty if the model fits device and host."""
     lines: list[str] = []
     if not explanation.fits:
         lines += [*_budget(explanation), *_contents(explanation)]
@@ -81,9 +81,9 @@ def _host(explanation: Explanation) -> list[str]:
     if explanation.device_is_host:
         both = short_nbytes(explanation.host_needs_nbytes)
         return [f"{takes} of the same memory, {both} with the peak{have}: use {option}."]
-    beside = " beside the optimizer states on disk" if explanation.disk_nbytes else ""
-    return [f"{takes} of the host's memory{beside}{have}: use {option}, or a host with more."]
+    states = " beside the optimizer states on disk" if explanation.disk_nbytes else ""
+    return [f"{takes} of the host's memory{states}{have}: use {option}, or a host with more."]
 
 
-def _large(part: int, total: int) -> bool:
-    return total > 0 and part >= _WORTH * total
+def _large(nbytes: int, total: int) -> bool:
+    return total > 0 and nbytes >= _WORTH * total

@@ -1,4 +1,4 @@
-"""Two explanations compared: their numbers side by side, what moves that did not, and the plans' text."""
+"""Compare two explanations: their numbers, the chunks that move, and the plans' texts."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ _WORDS: tuple[tuple[str, Callable[[Explanation], str]], ...] = (
 
 
 def diff(before: Explanation, after: Explanation) -> str:
-    """Text: numbers with their change, chunks that move in one and not in the other, and a unified diff of the plans.
+    """Return numbers with their change, chunks that move in only one of them, and a unified diff of the plans, as text.
 
-    What is the same in both has no line. Equal explanations are said to be equal, in one line.
+    Equal values have no line. Equal explanations give a single line that says so.
     """
     if before == after:
         return "the two explanations are equal\n"
@@ -93,7 +93,7 @@ def _rows(before: Explanation, after: Explanation) -> Iterator[tuple[str, str, s
 
 
 def _residency(before: Explanation, after: Explanation) -> Iterator[str]:
-    """Chunks that begin or cease to move, and those that move another number of times."""
+    """Yield chunks that begin or cease to move, and chunks that move another number of times."""
     old, new = _moves(before), _moves(after)
     moved_no_more, moved_now = old.keys() - new.keys(), new.keys() - old.keys()
     otherwise = {chunk for chunk in old.keys() & new.keys() if old[chunk] != new[chunk]}
@@ -107,7 +107,7 @@ def _residency(before: Explanation, after: Explanation) -> Iterator[str]:
 
 
 def _moves(explanation: Explanation) -> dict[str, int]:
-    """Copies of each chunk in one step."""
+    """Return the number of copies of each chunk in one step."""
     counts: dict[str, int] = {}
     for event in explanation.events:
         if event.kind in _COPIES:

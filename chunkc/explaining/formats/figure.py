@@ -1,8 +1,8 @@
-"""The picture of an explanation: bytes over the step above, what every stream does below, on one time axis.
+"""Draw an explanation: bytes over the step above, the streams' events below, on one time axis.
 
-Everything of a kind is one trace, however many moments and events there are: 10,000 rectangles of their own would
-make a browser crawl. What the pointer reads are the points of lines without width, one for memory
-and one for each stream. There is no WebGL, which not every browser has.
+Each kind of bytes or events is one trace, however many moments and events there are: 10,000 rectangles of their own
+would make a browser crawl. The pointer reads points of lines without width, one line for memory and one for each
+stream. There is no WebGL, which not every browser has.
 """
 
 from __future__ import annotations
@@ -21,16 +21,18 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
 MAX_DRAWN = 6_000
-"""Moments that are drawn. Of more, the fullest of each of so many runs of neighbours stands for its run."""
+"""The most moments to draw. If there are more, neighbours are drawn as the fullest of them."""
 
 NUM_HOVER_POINTS = 1000
-"""Points that the pointer can find over the whole step; a moment or an event has its part of them, but one at least."""
+"""Points that the pointer can find over the whole step, divided among moments or events by length, at least one
+each."""
 
 MAX_SOURCE = 64
 """Characters of a line of code that the pointer shows."""
 
 _MANY = 1000
-"""Moments from which areas are outlined, so that no spike fades; bars on a stream from which no bar is widened."""
+"""From so many moments on areas are outlined, so that no spike fades; from so many bars on a stream on, no bar is
+widened."""
 
 KIND_COLOURS: Mapping[str, str] = {
     "parameters": "#4269d0",
@@ -41,7 +43,8 @@ KIND_COLOURS: Mapping[str, str] = {
     "temporaries": "#ff8ab7",
     "others": "#9498a0",
 }
-"""Of bytes; readable on white and on near black, and apart for the colour-blind. Observable's palette, 2024."""
+"""Kind of bytes -> colour; readable on white and on near black, and distinct for the colour-blind. Observable's
+palette, 2024."""
 
 EVENT_COLOURS: Mapping[str, str] = {
     "forward": "#4269d0",
@@ -53,7 +56,7 @@ EVENT_COLOURS: Mapping[str, str] = {
     "offload": "#9c6b4e",
     "stall": "#ff725c",
 }
-"""Of events: calls by their phase, all others by their kind."""
+"""Phase of a call, or kind of another event -> colour."""
 
 _OTHER, _LIMIT, _MEASURED = "#9498a0", "#ff3b30", "#888888"
 _HALF = 0.38
@@ -61,7 +64,7 @@ _HALF = 0.38
 
 
 def build_figure(explanation: Explanation) -> go.Figure:
-    """The picture; needs plotly.
+    """Build the figure; needs plotly.
 
     Memory is on `y`, streams on `y2`; both share `x`, seconds from the beginning of the step.
     """
@@ -84,7 +87,7 @@ def build_figure(explanation: Explanation) -> go.Figure:
 
 
 def thinned(moments: Sequence[ExplainedMoment], limit: int) -> tuple[ExplainedMoment, ...]:
-    """At most `limit` moments: the fullest of each run of as many neighbours. The peak stays."""
+    """Return at most `limit` moments: the fullest of each run of neighbours, so that the peak is among them."""
     run = run_length(len(moments), limit)
     if run <= 1:
         return tuple(moments)
@@ -93,7 +96,7 @@ def thinned(moments: Sequence[ExplainedMoment], limit: int) -> tuple[ExplainedMo
 
 
 def run_length(num: int, limit: int) -> int:
-    """Neighbours in a run, so that `num` moments make at most `limit` runs."""
+    """Return the length of a run such that `num` moments make at most `limit` runs."""
     return -(-num // limit)
 
 
@@ -103,7 +106,7 @@ def _end_s(explanation: Explanation) -> float:
 
 
 def _top(explanation: Explanation, scale: int) -> float:
-    """Top of the memory axis: the budget too, unless the peak would then lie in the lowest third."""
+    """Return the top of the memory axis: it shows the budget, unless the peak would then lie in the lowest third."""
     peak = max([explanation.predicted_peak_nbytes, 1, *(moment.nbytes for moment in explanation.moments)])
     budget = explanation.memory_budget_nbytes
     return 1.12 * (budget if peak < budget <= 3 * peak else peak) / scale
@@ -131,7 +134,7 @@ def _areas(moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Iter
 
 
 def _limits(explanation: Explanation, moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Iterator[Any]:
-    """The budget, the smallest budget where nothing fits, and a mark at the peak."""
+    """Yield lines for the budget, and for the smallest budget if nothing fits, and a mark at the peak."""
     import plotly.graph_objects as go
 
     lines = [("budget", explanation.memory_budget_nbytes, "dash")]
@@ -161,7 +164,7 @@ def _limits(explanation: Explanation, moments: Sequence[ExplainedMoment], end_s:
 
 
 def _measured(explanation: Explanation, moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Iterator[Any]:
-    """Measured bytes of each call, across that call's predicted time: bytes compare, times are below."""
+    """Yield the measured bytes of each call over its predicted time, to compare bytes; times are below."""
     import plotly.graph_objects as go
 
     if explanation.measured is None:
@@ -183,7 +186,7 @@ def _measured(explanation: Explanation, moments: Sequence[ExplainedMoment], end_
 
 
 def _moment_hover(moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Any:
-    """Invisible points along each moment, with what there is to say of it."""
+    """Return invisible points along each moment, with its description."""
 
     x: list[float] = []
     y: list[float] = []
@@ -201,18 +204,18 @@ def _ends_s(moments: Sequence[ExplainedMoment], end_s: float) -> list[float]:
 
 
 def _inside(start: float, end: float, end_s: float) -> list[float]:
-    """Times between `start` and `end`, evenly, for the pointer to find."""
+    """Return evenly spaced times between `start` and `end` for the pointer to find."""
     num = 1 + int(NUM_HOVER_POINTS * max(0.0, end - start) / end_s)
     return [start + (index + 0.5) / num * (end - start) for index in range(num)]
 
 
 def _escaped(text: str) -> str:
-    """For plotly, which knows the entities of `<`, `>` and `&` only and shows others as they are written."""
+    """Escape `<`, `>` and `&` for plotly, which shows other entities as they are written."""
     return html.escape(text, quote=False)
 
 
 def _short(source: str) -> str:
-    """As much of a line as a narrow window has room for."""
+    """Shorten a line of code to fit into a narrow window."""
     return source if len(source) <= MAX_SOURCE else f"{source[: MAX_SOURCE - 1]}…"
 
 
@@ -229,7 +232,7 @@ def _moment_text(moment: ExplainedMoment) -> str:
 
 
 def _lanes(explanation: Explanation) -> Iterator[tuple[str, tuple[TimedEvent, ...]]]:
-    """(label, events) of each stream, from the top; measured streams stand below their predicted ones."""
+    """Yield (label, events) of each stream, from the top; measured streams are below their predicted ones."""
     measured = explanation.measured.events if explanation.measured is not None else ()
     everything = [*explanation.events, *measured]
     streams = [*STREAMS, *dict.fromkeys(event.stream for event in everything if event.stream not in STREAMS)]
@@ -241,7 +244,7 @@ def _lanes(explanation: Explanation) -> Iterator[tuple[str, tuple[TimedEvent, ..
 
 
 def _bars(lanes: Sequence[tuple[str, Sequence[TimedEvent]]], last_s: float) -> Iterator[Any]:
-    """One trace per colour; the bars of a stream are one outline that runs along the stream's lower edge between them.
+    """Yield a trace per colour; the bars of a stream are one outline that runs along the lower edge between them.
 
     Gaps in a trace would be cheaper to write, but cost plotly a shape for each bar: seconds for 10,000.
     """
@@ -272,7 +275,7 @@ def _bars(lanes: Sequence[tuple[str, Sequence[TimedEvent]]], last_s: float) -> I
 
 
 def _outline(spans_s: Sequence[tuple[float, float]], low: float, high: float, last_s: float) -> npt.NDArray[np.float64]:
-    """Corners [4 * bars, 2] of bars over `spans_s`; few bars are at least as wide as can be seen."""
+    """Return the corners [4 * bars, 2] of bars over `spans_s`; if they are few, each is wide enough to be seen."""
     thinnest_s = last_s / _MANY if len(spans_s) < _MANY else 0.0
     start_s, end_s = np.array(spans_s).T
     end_s = np.maximum(end_s, start_s + thinnest_s)

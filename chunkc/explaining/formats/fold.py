@@ -1,4 +1,4 @@
-"""Folds identical layers: names that differ in one number become one line."""
+"""Fold identical layers: names that differ in one number become one line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 @dataclass(frozen=True)
 class Folded:
-    """One line for `count` names. `label` has `*` for the number they differ in, where there are several."""
+    """A line for `count` names. If there are several, `label` has `*` for the number that they differ in."""
 
     label: str
     count: int
@@ -22,10 +22,10 @@ class Folded:
 
 
 def fold(contents: Mapping[str, int]) -> tuple[Folded, ...]:
-    """Lines for `contents` (name -> bytes), largest first; their bytes add up to what came in.
+    """Return lines for `contents` (name -> bytes), largest first, with the same sum of bytes.
 
-    A number counts where it stands alone, as in `model.layers.3.mlp` and `param:3`, not in `conv1`. A name with several
-    numbers joins the larger family: `h.0.mlp.1` becomes `h.*.mlp.1` where there are more blocks than parts of one.
+    A number counts if it stands alone, as in `model.layers.3.mlp` and `param:3`, not in `conv1`. A name with several
+    numbers joins the larger family: `h.0.mlp.1` becomes `h.*.mlp.1` if there are more blocks than submodules of one.
     """
     families: dict[str, list[str]] = {}
     for name in contents:
@@ -42,7 +42,7 @@ def fold(contents: Mapping[str, int]) -> tuple[Folded, ...]:
 
 
 def by_kind(contents: Mapping[str, int]) -> dict[str, int]:
-    """Bytes of `kind: module` names by kind, largest first."""
+    """Sum the bytes of `kind: module` names by kind, largest first."""
     sums: dict[str, int] = {}
     for name, nbytes in contents.items():
         kind = kind_of(name)
@@ -51,12 +51,12 @@ def by_kind(contents: Mapping[str, int]) -> dict[str, int]:
 
 
 def kind_of(name: str) -> str:
-    """`activations` of `activations: model.layers.3`."""
+    """Return the kind of a name: `activations` of `activations: model.layers.3`."""
     return name.partition(":")[0].strip()
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Chunk names in a few words: `grad:3, param:0-3, param:7`."""
+    """Abbreviate chunk names: `grad:3, param:0-3, param:7`."""
     families: dict[str, list[int]] = {}
     plain = []
     for name in set(names):

@@ -1,4 +1,4 @@
-"""The rewritten FX graphs, chunk nodes and all, as readable code."""
+"""Render the rewritten FX graphs, with their chunk nodes, as readable code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _RULE = "# " + "-" * 78
 
 
 def render_graph(explanation: Explanation) -> str:
-    """Every graph under a comment: calls, the fullest moment, and what is copied in the phase, if that is its own."""
+    """Render each graph below a comment with its calls, its fullest moment, and the phase's copies."""
     parts = [
         _comment(f"{explanation.model} on {explanation.hardware}, codegen {explanation.codegen}", *_state(explanation))
     ]

@@ -1,4 +1,4 @@
-"""One self-contained page: the verdict, the picture, and the text. It loads nothing from anywhere."""
+"""Render a self-contained page with the verdict, the figure and the text, which loads no other resource."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ $figure
 """)
 
 _CONFIG = {"responsive": True, "displaylogo": False, "modeBarButtonsToRemove": ["sendChartToCloud"]}
-"""Of plotly. The button that is removed would send the chart to a server."""
+"""Plotly's configuration. The removed button would send the chart to a server."""
 
 _AFTER = """
 const page = document.getElementById("{plot_id}");
@@ -81,7 +81,7 @@ paint();
 
 
 def render_html(explanation: Explanation) -> str:
-    """The page, some five million characters of which are plotly's code.
+    """Render the page; some five million characters of it are plotly's code.
 
     Raises:
         UnsupportedError: plotly is not installed.
@@ -111,7 +111,7 @@ def render_html(explanation: Explanation) -> str:
 
 
 def _drawn(explanation: Explanation) -> str:
-    """What the picture shows, where that is not plainly every moment of the plan for the budget."""
+    """Say what the figure shows, unless it shows every moment of the plan for the budget."""
     num = len(explanation.moments)
     run = run_length(num, MAX_DRAWN)
     plan = "" if explanation.fits else "; this is the plan for the smallest budget"

@@ -1,7 +1,7 @@
-"""Explanations as JSON, and back.
+"""Write explanations as JSON, and read them back.
 
-The keys are those of `chunkc.ir.explanation.Explanation`, and `version`; `docs/explain.md` says what each holds.
-Moments and events stand on one line each, so that two files compare well.
+The keys are those of `chunkc.ir.explanation.Explanation`, and `version`; `docs/explain.md` describes them. Moments and
+events have a line each, so that two files compare well.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ VERSION = 1
 
 
 def render_json(explanation: Explanation) -> str:
-    """All keys, as text that `parse_json` reads back to an equal explanation."""
+    """Render all keys; `parse_json` reads an equal explanation back."""
     values = {"version": VERSION} | explanation.to_dict()
     lines = (f"{json.dumps(key)}: {_value(value)}" for key, value in values.items())
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def parse_json(text: str, *, name: str = "this text") -> Explanation:
-    """The explanation that `render_json` wrote; `name` names the text in errors.
+    """Read an explanation that `render_json` wrote; errors call the text `name`.
 
     Raises:
-        OptionsError: one line that says what is wrong with the text.
+        OptionsError: the text is invalid; the error says why in one line.
     """
     values = documents.parse_json(text, name)
     if not isinstance(values, dict) or "version" not in values:
@@ -45,16 +45,16 @@ def parse_json(text: str, *, name: str = "this text") -> Explanation:
 
 
 def read_explanation(path: str | Path) -> Explanation:
-    """An explanation from a file of `chunkc explain MODEL --format json`.
+    """Read an explanation from a file of `chunkc explain MODEL --format json`.
 
     Raises:
-        OptionsError: the file cannot be read or is none; one line that says why.
+        OptionsError: the file cannot be read, or has no explanation; the error says why in one line.
     """
     return parse_json(documents.read_text(Path(path)), name=str(path))
 
 
 def _value(value: Any) -> str:
-    """JSON of one value; a list of records gets a line for each."""
+    """Render a value; a list of records gets a line for each."""
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], dict):
         return "[\n" + ",\n".join(f"  {json.dumps(item, allow_nan=False)}" for item in value) + "\n]"
     return json.dumps(value, allow_nan=False)

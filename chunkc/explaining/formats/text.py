@@ -1,4 +1,4 @@
-"""The explanation for a terminal: does it fit, what fills the peak, what moves, and where the time goes."""
+"""Render an explanation for a terminal: whether it fits, the peak's contents, the traffic, and the times."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from chunkc.ir.explanation import Explanation, GatheredGroup, HostNeeds, Ranks, 
 from chunkc.ir.text import printable
 
 WIDTH = 110
-"""Columns of the text where it is no terminal that shows it."""
+"""Columns of the text without a terminal."""
 
 MAX_LINES = 14
-"""Modules that are named among what fills the peak."""
+"""Modules that are named among the peak's contents."""
 
 _GOOD, _BAD, _DIM = "green", "red", "dim"
 
@@ -32,7 +32,7 @@ Row = Sequence[str | Text]
 
 
 def render_text(explanation: Explanation) -> str:
-    """Plain text, without colours or escape codes, the same on every machine."""
+    """Render plain text, without colours or escape codes, the same on every machine."""
     buffer = io.StringIO()
     console = Console(file=buffer, width=WIDTH, force_terminal=False, color_system=None, _environ={})
     print_text(explanation, console)
@@ -40,7 +40,7 @@ def render_text(explanation: Explanation) -> str:
 
 
 def print_text(explanation: Explanation, console: Console) -> None:
-    """The same for a console of any width; coloured where the console has colours."""
+    """Print the same on a console of any width, in colours if it has them."""
     parts: list[Text | Padding] = [*_verdict(explanation)]
     for title, table in _tables(explanation) if explanation.why is None else _why(explanation.why, explanation):
         parts += [Text(f"\n{title}", style="bold"), Padding(table, (0, 0, 0, 2))]
@@ -52,7 +52,7 @@ def print_text(explanation: Explanation, console: Console) -> None:
 
 
 def headline(explanation: Explanation) -> str:
-    """The verdict in one line."""
+    """Return the verdict in one line."""
     budget, peak = explanation.memory_budget_nbytes, explanation.predicted_peak_nbytes
     if not explanation.fits:
         short = short_nbytes(explanation.minimum_budget_nbytes - budget)
@@ -100,7 +100,7 @@ def _tables(explanation: Explanation) -> Iterator[tuple[str, Table]]:
 
 
 def _why(why: Why, explanation: Explanation) -> Iterator[tuple[str, Table]]:
-    """What was asked, and no more."""
+    """Yield the answer to `--why` alone."""
     budget = explanation.memory_budget_nbytes if explanation.fits else explanation.minimum_budget_nbytes
     for title, rows in why_rows(why, explanation.step_time_s.total, budget):
         num_columns = max(map(len, rows))
@@ -134,7 +134,7 @@ def _device(explanation: Explanation) -> Table:
 
 
 def _peak(explanation: Explanation) -> Table:
-    """Kinds, largest first, and below each its modules; the smallest modules of each kind as one line."""
+    """List kinds, largest first, with the modules of each; the smallest modules of each kind are one line."""
     contents = explanation.peak.contents
     total = sum(contents.values())
     lines = fold(contents)
@@ -154,7 +154,7 @@ def _peak(explanation: Explanation) -> Table:
 
 
 def _module(line: Folded) -> str:
-    """The line without its kind."""
+    """Return the line without its kind."""
     return str(line).partition(":")[2].strip() or "of no module"
 
 
@@ -198,7 +198,7 @@ def _home(explanation: Explanation) -> Table:
 
 
 def _ranks(ranks: Ranks, explanation: Explanation) -> Table:
-    """What one rank does, and what its links carry."""
+    """List a rank's exchanges, and the bytes on its links."""
     part = share(ranks.num_parameters, explanation.num_parameters)
     rows: list[Row] = [
         ("parameters of this rank", f"{ranks.num_parameters:,}", "", f"{part} of all"),
@@ -217,19 +217,19 @@ def _ranks(ranks: Ranks, explanation: Explanation) -> Table:
 
 
 def _alike(groups: Sequence[GatheredGroup]) -> Iterator[Row]:
-    """Chunks that follow each other and are treated alike as one line: what is whole, and what it is gathered."""
-    for (is_whole, gathers), found in groupby(groups, key=lambda group: (group.is_whole, group.gathers)):
-        of_all = list(found)
-        first, last = of_all[0].chunk, of_all[-1].chunk
+    """Yield a line for each run of chunks that are treated alike: whether they are whole, and how often gathered."""
+    for (is_whole, gathers), neighbours in groupby(groups, key=lambda group: (group.is_whole, group.gathers)):
+        alike = list(neighbours)
+        first, last = alike[0].chunk, alike[-1].chunk
         where = "whole on every rank" if is_whole else "not whole"
-        seconds = short_seconds(sum(group.gather_s for group in of_all))
+        seconds = short_seconds(sum(group.gather_s for group in alike))
         times = {1: "once", 2: "twice"}.get(gathers, f"{gathers} times")
         says = f"{where}, gathered {times} in {seconds}" if gathers else f"{where}, gathered in no step"
-        yield _bytes(first if len(of_all) == 1 else f"{first} to {last}", sum(group.nbytes for group in of_all), says)
+        yield _bytes(first if len(alike) == 1 else f"{first} to {last}", sum(group.nbytes for group in alike), says)
 
 
 def _saved(nbytes: Mapping[str, int]) -> Table:
-    """By module, largest first; the smallest as one line."""
+    """List modules, largest first; the smallest are one line."""
     total = sum(nbytes.values())
     lines = fold(dict(sorted(nbytes.items(), key=lambda item: -item[1])))
     rows: list[Row] = [_part("all", total, total)]
@@ -240,7 +240,7 @@ def _saved(nbytes: Mapping[str, int]) -> Table:
 
 
 def _host(needs: HostNeeds, memory: int | None) -> Table:
-    """Each stage of the model's life, in order."""
+    """List the stages of the model's life, in order."""
     rows = [_bytes(stage, nbytes, of=memory, name="host") for stage, nbytes in dataclasses.asdict(needs).items()]
     return _table(("", "", "bytes", ""), rows, right=(1, 2))
 
@@ -269,7 +269,7 @@ def _time(explanation: Explanation) -> Table:
 
 
 def _measured(explanation: Explanation) -> Table:
-    """Predicted beside measured: bytes of the calls, and how the time divides."""
+    """Compare predictions with measurements: bytes of the calls, and how the time divides."""
     assert explanation.measured is not None
     predicted: dict[str, int] = {}
     for moment in explanation.moments:
@@ -279,11 +279,11 @@ def _measured(explanation: Explanation) -> Table:
     ]
     rows: list[Row] = [("calls metered", f"{len(pairs):,}", f"{sum(p == m for _, p, m in pairs):,} equal to the byte")]
     if pairs:
-        call, expected, found = max(pairs, key=lambda pair: abs(pair[1] - pair[2]))
-        if expected != found:
-            difference = f"predicted {short_nbytes(expected)}, measured {short_nbytes(found)}"
+        call, expected, actual = max(pairs, key=lambda pair: abs(pair[1] - pair[2]))
+        if expected != actual:
+            difference = f"predicted {short_nbytes(expected)}, measured {short_nbytes(actual)}"
             rows.append(
-                (f"furthest apart, {call}", f"{expected - found:+,}", f"{difference}, {_error(expected, found)}")
+                (f"furthest apart, {call}", f"{expected - actual:+,}", f"{difference}, {_error(expected, actual)}")
             )
     time_s = explanation.measured.time_s
     busy = time_s.get("compute", 0.0) + time_s.get("wait", 0.0)
@@ -324,7 +324,7 @@ def _table(columns: Sequence[str], rows: Iterable[Row], *, right: Sequence[int])
 
 
 def _list(lines: Iterable[str]) -> Table:
-    """Sentences behind dashes, wrapped beside them."""
+    """List sentences with hanging dashes."""
     table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")

@@ -1,8 +1,8 @@
-"""Chrome trace events: the predicted step, and beside it the measured one. Opens in Perfetto (ui.perfetto.dev).
+"""Render the predicted step, and the measured one, as Chrome trace events, to be opened in Perfetto (ui.perfetto.dev).
 
-One process each, one thread per stream, and counters: the budget, the bytes in use, and these by kind. Viewers sort
-counters by name. Times are in microseconds, with three digits for nanoseconds. Format: "Trace Event Format", Google,
-2016; `X` complete events, `C` counters, `M` metadata.
+Each step is a process, with one thread per stream, and counters: the budget, the bytes in use, and these by kind.
+Viewers sort counters by name. Times are in microseconds, with three digits for nanoseconds. Format: "Trace Event
+Format", Google, 2016; `X` complete events, `C` counters, `M` metadata.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from chunkc.ir.explanation import KINDS, STREAMS, Explanation, TimedEvent
 
 PREDICTED, MEASURED = 1, 2
-"""Process numbers of the two sides."""
+"""Process numbers of the two steps."""
 
 _LANES = 100
 """Threads are numbered (stream + 1) * _LANES + lane. A thread with its process's number is shown as the main one."""
 
 BUDGET, IN_USE, BY_KIND = "device budget", "device in use", "device in use:"
-"""Counters. Perfetto makes a track of each series of one, named after both."""
+"""Counters. Perfetto makes a track of each series of a counter, named after both."""
 
 
 def render_trace(explanation: Explanation) -> str:
-    """JSON of the whole trace: metadata first, then everything else by time."""
+    """Render the trace as JSON: metadata first, then all other events by time."""
     title = f"{explanation.model} on {explanation.hardware}"
     metadata = _process(PREDICTED, f"predicted: {title}")
     timed = [*_counters(explanation)]
@@ -59,10 +59,10 @@ def _process(pid: int, name: str) -> list[dict[str, Any]]:
 
 
 def _threads(pid: int, events: Sequence[TimedEvent]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Names of the threads, and the slices on them.
+    """Return the threads' metadata, and the slices on them.
 
-    Slices of one thread must nest or lie apart, so that those that overlap otherwise get further threads. A stall of
-    less than a nanosecond is left out: viewers would draw it as something that happens at one time inside a call.
+    Slices of one thread must nest or lie apart; slices that overlap otherwise get further threads. A stall of less than
+    a nanosecond is left out: viewers would draw it as an instant inside a call.
     """
     streams = [*STREAMS, *dict.fromkeys(event.stream for event in events if event.stream not in STREAMS)]
     metadata: list[dict[str, Any]] = []
@@ -101,7 +101,7 @@ def _slice(pid: int, tid: int, event: TimedEvent, start_ns: int, end_ns: int) ->
 
 
 def _counters(explanation: Explanation) -> Iterable[dict[str, Any]]:
-    """Of every moment; at the end nothing is in use."""
+    """Yield counters at each moment; at the end nothing is in use."""
     if not explanation.moments:
         return
     kinds = [kind for kind in KINDS if any(moment.contents.get(kind) for moment in explanation.moments)]
@@ -116,7 +116,7 @@ def _counters(explanation: Explanation) -> Iterable[dict[str, Any]]:
 
 
 def _measured_counters(explanation: Explanation) -> Iterable[dict[str, Any]]:
-    """Measured bytes of each call, at the measured time of that call."""
+    """Yield the measured bytes of each call, at its measured time."""
     assert explanation.measured is not None
     events = explanation.measured.events
     starts_s = {event.name: event.start_s for event in reversed(events) if event.kind != "stall"}
@@ -127,7 +127,7 @@ def _measured_counters(explanation: Explanation) -> Iterable[dict[str, Any]]:
 
 
 def _budget(pid: int, explanation: Explanation, end_s: float) -> Iterable[dict[str, Any]]:
-    """The budget from beginning to end: of moments, which say when a value begins, the last would have no length."""
+    """Yield the budget at the beginning and at the end: a single value would be a track without length."""
     for time_s in (0.0, end_s):
         yield _counter(pid, BUDGET, time_s, {"bytes": explanation.memory_budget_nbytes})
 
@@ -137,5 +137,5 @@ def _counter(pid: int, name: str, time_s: float, nbytes: dict[str, int]) -> dict
 
 
 def _ns(seconds: float) -> int:
-    """Whole nanoseconds, so that slices which touch in seconds still touch."""
+    """Round to whole nanoseconds, so that slices that touch in seconds still touch."""
     return round(seconds * 1e9)

@@ -1,4 +1,4 @@
-"""Bytes, seconds and shares as a person reads them, in a few characters."""
+"""Format bytes, seconds and percentages in a few characters, for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _SECOND_UNITS = ((1.0, 1, "s"), (1e-3, 1e3, "ms"), (1e-6, 1e6, "us"))
 
 
 def short_nbytes(nbytes: int) -> str:
-    """`5.61 GiB`; whole bytes below 1 KiB. The sign is kept."""
+    """Format bytes as `5.61 GiB`; whole bytes below 1 KiB. The sign is kept."""
     for unit, scale in BINARY_UNITS:
         if abs(nbytes) >= scale:
             return f"{nbytes / scale:,.2f} {unit}"
@@ -16,12 +16,13 @@ def short_nbytes(nbytes: int) -> str:
 
 
 def byte_unit(nbytes: int) -> tuple[str, int]:
-    """The unit to draw an axis in that ends at `nbytes`, and its bytes. The largest of which there are two or more."""
+    """Return the unit, and its bytes, for an axis that ends at `nbytes`: the largest unit of which it has two or
+    more."""
     return next(((unit, scale) for unit, scale in BINARY_UNITS if nbytes >= 2 * scale), ("bytes", 1))
 
 
 def short_seconds(seconds: float) -> str:
-    """`1.23 s`, `45.6 ms`, `7.89 us`: three digits, the unit that fits. The sign is kept."""
+    """Format seconds with three digits and a fitting unit: `1.23 s`, `45.6 ms`, `7.89 us`. The sign is kept."""
     for least, scale, unit in _SECOND_UNITS:
         if abs(seconds) >= least:
             return f"{_three_digits(seconds * scale)} {unit}"
@@ -29,7 +30,7 @@ def short_seconds(seconds: float) -> str:
 
 
 def share(part: float, whole: float) -> str:
-    """`12.3 %`; empty where there is no whole."""
+    """Format a fraction as `12.3 %`; "" if `whole` is zero."""
     return f"{100 * part / whole:.1f} %" if whole else ""
 
 

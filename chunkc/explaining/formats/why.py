@@ -1,4 +1,4 @@
-"""The answer to `--why`, as tables: what was chosen, what happens to the part, what the alternatives cost."""
+"""Render the answer to `--why` as tables: the choice, the events of the model's part, the costs of alternatives."""
 
 from __future__ import annotations
 
@@ -9,40 +9,42 @@ from chunkc.explaining.formats.units import short_nbytes, short_seconds
 from chunkc.ir.explanation import Alternative, Happening, Why
 
 MAX_HAPPENINGS = 40
-"""That are shown; JSON has all."""
+"""The most events to show; JSON has all."""
 
 
 def why_rows(why: Why, step_time_s: float, budget_nbytes: int) -> Iterator[tuple[str, Sequence[Sequence[str]]]]:
-    """Titles, each with the rows below it.
+    """Yield titles, each with the rows below it.
 
     Args:
-        step_time_s: of the step as it is planned.
-        budget_nbytes: that it is planned for.
+        step_time_s: of the planned step.
+        budget_nbytes: of the planned step.
     """
     yield f"{why.name}: what the plan does with it", [(sentence,) for sentence in why.chosen]
     folded = _without_tiles(why.happenings)
-    rows = [_row(*one) for one in folded[:MAX_HAPPENINGS]]
+    rows = [_row(happening, number) for happening, number in folded[:MAX_HAPPENINGS]]
     if len(folded) > len(rows):
         rows.append((f"{len(folded) - len(rows):,} more: --format json has them",))
     yield "what happens to it, in one step", rows or [("nothing: it is where it is all the time",)]
     if why.alternatives:
         planned = ("as it is planned", short_seconds(step_time_s), "")
-        others = [_alternative(one, step_time_s) for one in why.alternatives]
-        yield f"with all else as it is, in {short_nbytes(budget_nbytes)}", [planned, *others]
+        alternatives = [_alternative(alternative, step_time_s) for alternative in why.alternatives]
+        yield f"with all else as it is, in {short_nbytes(budget_nbytes)}", [planned, *alternatives]
 
 
 def _without_tiles(happenings: Sequence[Happening]) -> list[tuple[Happening, int]]:
-    """Each with how many it stands for. An update goes over its chunks part by part: of each phase, the parts that are
-    fetched, late, or copied home are one line, where the first begins."""
-    found: dict[object, tuple[Happening, int]] = {}
-    for index, one in enumerate(happenings):
-        if not one.item.endswith("]"):
-            found[index] = one, 1
-        elif one.copy_s or one.stall_s:
-            first, number = found.get((one.phase, one.what), (replace(one, nbytes=0, copy_s=0.0, stall_s=0.0), 0))
-            nbytes, copy_s, stall_s = first.nbytes + one.nbytes, first.copy_s + one.copy_s, first.stall_s + one.stall_s
-            found[one.phase, one.what] = replace(first, nbytes=nbytes, copy_s=copy_s, stall_s=stall_s), number + 1
-    return list(found.values())
+    """Fold the tiles of an update: return happenings, each with the number that it stands for.
+
+    For each phase, the tiles that are fetched, late, or copied home are one line each, at the time of the first.
+    """
+    folded: dict[object, tuple[Happening, int]] = {}
+    for index, new in enumerate(happenings):
+        if not new.item.endswith("]"):
+            folded[index] = new, 1
+        elif new.copy_s or new.stall_s:
+            first, number = folded.get((new.phase, new.what), (replace(new, nbytes=0, copy_s=0.0, stall_s=0.0), 0))
+            nbytes, copy_s, stall_s = first.nbytes + new.nbytes, first.copy_s + new.copy_s, first.stall_s + new.stall_s
+            folded[new.phase, new.what] = replace(first, nbytes=nbytes, copy_s=copy_s, stall_s=stall_s), number + 1
+    return list(folded.values())
 
 
 def _row(one: Happening, number: int) -> tuple[str, ...]:
