@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import re
-import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -159,6 +158,18 @@ _spare_streams: defaultdict[int, deque[int]] = defaultdict(deque)
 """Each device's handles of chunkc's own streams that no link uses any more. Finalizers append, in any thread."""
 
 
+class _OwnStream(torch.cuda.ExternalStream):
+    """A stream whose handle is spare when it is gone.
+
+    Not by a weak reference: PyTorch 2.11 frees a stream without telling those, which then point at freed memory.
+    """
+
+    spares: deque[int]
+
+    def __del__(self) -> None:
+        self.spares.append(self.cuda_stream)
+
+
 @functools.cache
 def _driver() -> ctypes.CDLL | None:
     """Load NVIDIA's driver, if there is one."""
@@ -227,8 +238,8 @@ class TorchGpu:
             handle = self._make_stream()
         if handle is None:  # not NVIDIA's driver
             return torch.cuda.Stream(self.device)
-        stream = torch.cuda.ExternalStream(handle, self.device)
-        weakref.finalize(stream, _spare_streams[self.device.index].append, handle).atexit = False
+        stream = _OwnStream(handle, self.device)
+        stream.spares = _spare_streams[self.device.index]
         _streams[self.device.index][handle] = torch.cuda.ExternalStream(handle, self.device)
         return stream
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,26 @@ WIDTH = 1024
 WEIGHT_NBYTES = 4 * WIDTH * WIDTH
 
 
-def placed(attribute: int = 0, folder: Path | None = None) -> nn.Module:
+@pytest.fixture
+def in_place() -> Iterator[None]:
+    """The device reads files where they are mapped."""
+    with cuda_in_ram.choose(attribute_88=1):
+        yield
+
+
+@pytest.fixture(params=["pinned", "read in place"])
+def model(request: pytest.FixtureRequest) -> nn.Module:
+    if request.param == "pinned":
+        return placed()
+    request.getfixturevalue("in_place")
+    return placed(request.getfixturevalue("tmp_path"))
+
+
+def placed(folder: Path | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
-    with cuda_in_ram.choose(attribute_88=attribute):
-        home, holds = (f"disk:{folder}", "everything") if attribute else ("cpu", "auto")
-        return chunkc.place(model, device="cuda", home=home, disk_holds=holds)
+    home, holds = ("cpu", "auto") if folder is None else (f"disk:{folder}", "everything")
+    return chunkc.place(model, device="cuda", home=home, disk_holds=holds)
 
 
 def taken_nbytes(work: Callable[[], Any]) -> int:
@@ -62,21 +76,15 @@ COPIES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("name", COPIES)
-@pytest.mark.parametrize("attribute", [0, 1], ids=["pinned", "read in place"])
-def test_copies_take_none_of_the_device(name: str, attribute: int, tmp_path: Path) -> None:
-    model = placed(attribute, tmp_path)
-    with cuda_in_ram.choose(attribute_88=attribute):
-        assert taken_nbytes(lambda: COPIES[name](model)) <= WEIGHT_NBYTES // 8, "what is small is copied there"
+def test_copies_take_none_of_the_device(name: str, model: nn.Module) -> None:
+    assert taken_nbytes(lambda: COPIES[name](model)) <= WEIGHT_NBYTES // 8, "what is small is copied there"
 
 
-@pytest.mark.parametrize("attribute", [0, 1], ids=["pinned", "read in place"])
-def test_a_copy_is_the_model_and_its_own(attribute: int, tmp_path: Path) -> None:
-    model = placed(attribute, tmp_path)
+def test_a_copy_is_the_model_and_its_own(model: nn.Module) -> None:
     model[1].weight.requires_grad_(False)
     model[3].weight = model[2].weight
     expected = weights(model)
-    with cuda_in_ram.choose(attribute_88=attribute):
-        copied = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     write(model, 7.0)
     for found, wanted, p, original in zip(
         weights(copied), expected, copied.parameters(), model.parameters(), strict=True
@@ -119,14 +127,14 @@ def test_a_copy_outlives_the_model_and_can_be_copied() -> None:
     assert taken_nbytes(lambda: copy.deepcopy(again)) <= WEIGHT_NBYTES // 8
 
 
+@pytest.mark.usefixtures("in_place")
 def test_a_copy_of_what_a_disk_had_is_refused_once_the_model_is_gone(tmp_path: Path) -> None:
-    model = placed(1, tmp_path)
-    with cuda_in_ram.choose(attribute_88=1):
-        copied = copy.deepcopy(model)
-        del model
-        gc.collect()
-        with pytest.raises(chunkc.HomeError, match="cpu"):
-            copy.deepcopy(copied)
+    model = placed(tmp_path)
+    copied = copy.deepcopy(model)
+    del model
+    gc.collect()
+    with pytest.raises(chunkc.HomeError, match="cpu"):
+        copy.deepcopy(copied)
 
 
 def test_a_copy_can_be_trained() -> None:

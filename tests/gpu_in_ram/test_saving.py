@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 from pathlib import Path
 
 import cuda_in_ram
@@ -13,14 +14,19 @@ from torch import nn
 import chunkc
 
 
-@pytest.mark.parametrize("attribute", [0, 1], ids=["pinned", "read in place"])
+@pytest.fixture(params=[0, 1], ids=["pinned", "read in place"])
+def attribute(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Whether the device reads files where they are mapped."""
+    with cuda_in_ram.choose(attribute_88=request.param):
+        yield request.param
+
+
 def test_a_saved_model_comes_back_on_the_cpu(attribute: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     expected = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with cuda_in_ram.choose(attribute_88=attribute):
-        home, holds = (f"disk:{tmp_path}", "everything") if attribute else ("cpu", "auto")
-        chunkc.place(model, device="cuda", home=home, disk_holds=holds)
+    home, holds = (f"disk:{tmp_path}", "everything") if attribute else ("cpu", "auto")
+    chunkc.place(model, device="cuda", home=home, disk_holds=holds)
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     before_nbytes = torch.cuda.memory_allocated()
