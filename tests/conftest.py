@@ -24,8 +24,8 @@ if importlib.util.find_spec("hypothesis") is not None:  # a machine that is lent
 
 
 def _compute_nothing_for_logs() -> None:
-    """Of what torch does at every compilation only to log it: a cache flush before it times its guards, and the text of
-    each graph. Together they took an eighth of the time that a small model takes to compile."""
+    """Skip what torch does at every compilation only to log it: a cache flush before it times its guards, and the text
+    of each graph. Together they took an eighth of the time that a small model takes to compile."""
     from torch._dynamo import guards
     from torch._functorch._aot_autograd import graph_compile
 
@@ -48,8 +48,9 @@ _compute_nothing_for_logs()
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Of a test with many variants, `quick(n, second=m)` leaves n in the quick tests and m in the second tier. Where
-    CHUNKC_VARIANTS says so, at most as many of each test's are left, of those that `-m` and `-k` take."""
+    """Sort tests into tiers: of one with many variants, `quick(n, second=m)` leaves n in the quick tests and m in the
+    second tier. Where CHUNKC_VARIANTS says so, at most as many of each test's are left, of those that `-m` and `-k`
+    take."""
     for found in _variants([i for i in items if i.get_closest_marker("quick") and not i.get_closest_marker("slow")]):
         mark = found[0].get_closest_marker("quick")
         assert mark is not None
@@ -75,20 +76,20 @@ def _variants(items: list[pytest.Item]) -> Iterable[list[pytest.Item]]:
 
 
 def _spread(found: list[pytest.Item], number: int) -> list[pytest.Item]:
-    """So many of them, or all, spread evenly."""
+    """Choose `number` of the items, or all, spread evenly."""
     number = min(number, len(found))
     return [found[index * len(found) // number] for index in range(number)]
 
 
 def _leave_out_of_collections() -> None:
-    """What is alive now stays: garbage collections look at it no more."""
+    """Freeze live objects: garbage collections look at them no more."""
     gc.collect()
     gc.freeze()
 
 
 def _leave_to_other_devices(items: Iterable[pytest.Item]) -> None:
-    """On the GPU made of RAM (`tests/gpu_in_ram`), each test of a GPU runs in one of its modes: of values with
-    arithmetic, of memory without. Few need a real one."""
+    """Skip tests of another device: on the GPU made of RAM (`tests/gpu_in_ram`) each test runs in one mode: of values
+    with arithmetic, of memory without. Few need a real one."""
     if "CUDA_IN_RAM" not in os.environ:
         return
     for item in items:
@@ -111,7 +112,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _young_heap() -> Iterator[None]:
-    """Each file's tests begin with nothing for garbage collections to look at: imports and caches of the files before
+    """Begin each file's tests with nothing for garbage collections to look at: imports and caches of the files before
     made each of them ten times as long. What Dynamo compiled goes first, since what has been left out is never freed
     as a cycle."""
     yield
@@ -125,7 +126,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Nothing that Dynamo compiled before counts, nor afterwards."""
+    """Reset Dynamo before and after the test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -133,7 +134,7 @@ def fresh_dynamo() -> Iterator[None]:
 
 @pytest.fixture
 def two_threads() -> Iterator[None]:
-    """As many on every machine: some operators take scratch per thread from a size on."""
+    """Use two threads on every machine: some operators take scratch per thread from a size on."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -142,7 +143,7 @@ def two_threads() -> Iterator[None]:
 
 @pytest.fixture
 def short_switch_interval() -> Iterator[None]:
-    """Threads take turns every few instructions."""
+    """Switch threads every few instructions."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     yield

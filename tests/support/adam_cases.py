@@ -73,7 +73,7 @@ def on(slots: AdamSlots, device: str) -> AdamSlots:
 
 
 def target_of(fmt: AdamFormat, slots: AdamSlots) -> Tensor:
-    """What an update changes, in fp32: the parameter, or its master."""
+    """Weights that an update changes, in fp32: the parameter, or its master."""
     if slots.master is None:
         return slots.param
     return join_master(slots.param, slots.master) if fmt.split else slots.master
@@ -121,7 +121,7 @@ def adam_update(
     master: Tensor | None,
     hyper: AdamHyper,
 ) -> None:
-    """One Adam or AdamW update of `[n]` elements in torch's own operations, in place, on any device.
+    """Update as Adam or AdamW do, `[n]` elements in torch's own operations, in place, on any device.
 
     The operations are those of `torch.optim.adam._single_tensor_adam` (neither amsgrad nor capturable), in
     that order: fp32 parameters get the very bits of `torch.optim.Adam(foreach=False)`. With a master, the
@@ -182,7 +182,7 @@ def check_agrees(device: str, name: str) -> None:
 
 
 def check_follows_torch(device: str, name: str, decoupled: bool) -> None:
-    """100 steps beside `torch.optim`: fp32 to 1e-6; 16-bit copies are the master's rounding, exactly."""
+    """Compare 100 steps with `torch.optim`: fp32 to 1e-6; 16-bit copies are the master's rounding, exactly."""
     fmt = FORMATS[name]
     slots = on(make_slots(fmt, 1003), device)
     for moment in (slots.exp_avg, slots.exp_avg_sq):
@@ -209,7 +209,7 @@ def check_follows_torch(device: str, name: str, decoupled: bool) -> None:
 
 
 def check_found_inf(device: str, name: str) -> None:
-    """Nothing changes where found_inf is not 0, NaN included; all changes where it is."""
+    """Check that nothing changes where found_inf is not 0, NaN included; all changes where it is."""
     fmt = FORMATS[name]
     slots = on(make_slots(fmt, 1000), device)
     before = on(slots, "cpu")

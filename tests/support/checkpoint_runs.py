@@ -61,7 +61,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
 
     def train(self, num_steps: int) -> list[float]:
-        """Their losses, as floats of the same bits."""
+        """Train some steps; losses, as floats of the same bits."""
         for _ in range(num_steps):
             loss = self.compiled(torch.randint(32, (4, 16)))
             loss.backward()
@@ -77,7 +77,7 @@ class Run:
         )
 
     def bits(self) -> dict[str, bytes]:
-        """Every tensor of model and optimizer."""
+        """Collect every tensor of model and optimizer."""
         chunkc.synchronize(self.model)
         found = {name: bytes_of(tensor) for name, tensor in self.model.state_dict().items()}
         for index, state in self.optimizer.state_dict()["state"].items():

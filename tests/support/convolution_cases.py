@@ -20,7 +20,7 @@ KNOWN = {
 WITHIN = 1.5
 """How many times the truth may be predicted where they do: caches and threads change oneDNN's choices, too."""
 SLACK_NBYTES = 16 << 10
-"""Per thread, beside what is taken: a few pages of addresses and barriers."""
+"""Per thread, in addition to what is taken: a few pages of addresses and barriers."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def check_both(shape: Shape, *, bias: bool, dtype: torch.dtype = torch.float32, 
 
 
 def gaps(shape: Shape, *, bias: bool, dtype: torch.dtype = torch.float32) -> tuple[int, int]:
-    """Of the forward and of the backward for all that is asked for in training."""
+    """Gaps of the forward, and of the backward for all that training asks for."""
     image, filters = shape.image().to(dtype), shape.filters().to(dtype)
     added = torch.randn(shape.outside).to(dtype) if bias else None
     grad = torch.randn(aten.convolution.default(image, filters, added, *shape.how).shape).to(dtype)

@@ -1,4 +1,4 @@
-"""How the models of the end-to-end ladder (`zoo.LADDER`) train on the device."""
+"""Train the models of the end-to-end ladder (`zoo.LADDER`) on the device."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def train(
     dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, loss_scale: float | None = None,
     steps: int = 2, **optimizer_options: Any,
 ) -> LadderRun:  # fmt: skip
-    """Some steps; the caller keeps batch and output, as plans assume. torch gives out the budget, and 64 MiB for pages
-    that are only partly used.
+    """Train some steps; the caller keeps batch and output, as plans assume. torch gives out the budget, and 64 MiB for
+    pages that are only partly used.
 
     Args:
         dtype: of the model; None: as it is.

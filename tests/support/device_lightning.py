@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 
 def plain(folder: Path) -> dict[str, list[float]]:
-    """What Lightning alone comes to with the batches of both ranks."""
+    """Train with Lightning alone on the batches of both ranks."""
     from lightning_ranks import Module, fitted
 
     module = Module(torch.optim.AdamW)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def on_a_device(choices: str, script: str, **variables: str) -> str:
-    """What a script prints, in a process of its own on a device of these choices, with these environment variables."""
+    """Run a script in a process of its own, on a device of these choices; return what it prints."""
     here = Path(__file__).parent
     run = here.parent / "gpu_in_ram" / "run.py"
     command = [sys.executable, str(run), "--set", choices, sys.executable, "-c", script]

@@ -1,4 +1,4 @@
-"""What ranks do in tests of several devices: each case runs in a process per rank (see `device_ranks`).
+"""Cases of ranks in tests of several devices: each runs in a process per rank (see `device_ranks`).
 
     import device_rank_cases; device_rank_cases.main("stages")
 
@@ -94,7 +94,7 @@ def trained(
 
 
 def styles() -> dict[str, Any]:
-    """How ranks compute the layers of a GPT together."""
+    """Tensor-parallel styles of a GPT's layers."""
     found: dict[str, Any] = {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
@@ -172,7 +172,7 @@ def on_disk() -> Result:
 
 
 def all_on_disk() -> Result:
-    """Everything in a file of each rank, in several stages and budgets; and in RAM."""
+    """Train with everything in a file of each rank, in several stages and budgets; and in RAM."""
     found = compared()
     tight, holds = found["runs"][1]["least"], {"disk_holds": "everything"}
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +194,7 @@ def all_on_disk() -> Result:
 
 @contextmanager
 def _exchanged_homes() -> Iterator[dict[str, set[str]]]:
-    """Whose tensors at home the exchanges copy from and to, by exchange."""
+    """Home tensors that the exchanges copy from and to, by exchange."""
     found: dict[str, set[str]] = {}
     with ExitStack() as patches:
         for do, at in ((slots.gather, 1), (slots.scatter_sums, 3)):
@@ -290,7 +290,7 @@ def fused() -> Result:
 
 
 def explained() -> Result:
-    """What `chunkc.explain` says on a CPU of what the ranks then plan."""
+    """Compare `chunkc.explain` on a CPU with the plans of the ranks."""
     found = []
     budget, device = HUGE, torch.device("cuda", torch.cuda.current_device())
     more = overhead_on(load_hardware("2xh100")) - overhead_of(device)  # workspaces: here torch says what they are
@@ -333,7 +333,7 @@ def killed() -> Result:
 
 
 def killed_beside_layers() -> Result:
-    """Of two rows of two ranks that compute layers together, one is killed where it exchanges parts."""
+    """Kill one rank of two rows of two with tensor parallelism, in an exchange."""
     return ended_by(of_layers(), fault_at(12, kill))
 
 
@@ -414,7 +414,7 @@ def unpinned() -> Result:
 
 
 def without_disk() -> Result:
-    """One rank has no such directory."""
+    """Save where one rank has no such directory."""
     with tempfile.TemporaryDirectory() as folder:
         return refused(f"disk:{folder}/none" if dist.get_rank() == 1 else f"disk:{folder}")
 

@@ -16,7 +16,7 @@ _LIMIT_S = 240
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank has ended."""
+    """Exit code and output of a rank."""
 
     code: int
     said: str
@@ -26,7 +26,7 @@ class Ended:
 def on_ranks(
     script: str, num_ranks: int = 2, *, choices: str = "late=7", arithmetic: bool = False, **variables: str
 ) -> list[Ended]:
-    """How each rank of a script has ended. They meet at a file of their own, `INIT_METHOD`."""
+    """Run a script on ranks until each has ended. They meet at a file of their own, `INIT_METHOD`."""
     computing = ["--arithmetic"] if arithmetic else []
     settings = f"devices={num_ranks},{choices}"
     command = [sys.executable, str(_RUN), *computing, "--set", settings, sys.executable, "-c", script]
@@ -48,7 +48,7 @@ def on_ranks(
 
 
 def all_well(ended: list[Ended]) -> list[str]:
-    """What each rank has said, where none has failed."""
+    """Output of each rank, after a check that none has failed."""
     for rank, one in enumerate(ended):
         assert one.code == 0, f"rank {rank} ended with {one.code}: {one.errors[-3000:]}"
     return [one.said for one in ended]

@@ -23,7 +23,7 @@ def logged(trainer: Any) -> dict[str, list[float]]:
 
 
 def plain(folder: Path) -> dict[str, list[float]]:
-    """What PyTorch's Trainer logs of the batches of both ranks."""
+    """Train with the plain Trainer on the batches of both ranks; return its log."""
     import transformers
     from loops import gpt, tokens
 

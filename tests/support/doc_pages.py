@@ -53,7 +53,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Of a `sh` block, without comments."""
+        """Commands of a `sh` block, without comments."""
         lines = self.text.replace("\\\n", " ").splitlines()
         return [command for line in lines if (command := re.sub(r"(^|\s)#\s.*$", "", line).strip())]
 
@@ -87,18 +87,18 @@ def prose(text: str) -> str:
 
 
 def links(text: str) -> list[str]:
-    """Where a page's links lead."""
+    """Targets of a page's links."""
     return _LINK.findall(prose(text))
 
 
 def anchors(text: str) -> set[str]:
-    """What a link to a page may end with: its headings, as GitHub writes them."""
+    """Anchors of a page: its headings, as GitHub writes them."""
     headings = (match[1] for line in prose(text).splitlines() if (match := _HEADING.match(line)))
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 def rows(text: str, first_header: str) -> list[list[str]]:
-    """The cells of every table of a page whose first column has this header."""
+    """The cells of every table of a page with this header in its first column."""
     found: list[list[str]] = []
     inside = False
     for line in prose(text).splitlines():
@@ -113,7 +113,7 @@ def rows(text: str, first_header: str) -> list[list[str]]:
 
 
 def named(cell: str) -> list[str]:
-    """What stands in backticks."""
+    """Find what stands in backticks."""
     return re.findall(r"`([^`]+)`", cell)
 
 
@@ -172,7 +172,7 @@ def _numbers(line: str) -> Iterator[float]:
 def write_script(found: Sequence[Block], folder: Path) -> str:
     """Write one program of a page's Python blocks, which prints a mark before each of them; returns its file's name.
 
-    Each block is a file of its own, with the page's line numbers: who asks for a function's source finds it.
+    Each block is a file of its own, with the page's line numbers: code that asks for a function's source finds it.
     """
     parts = []
     for block in found:
@@ -193,5 +193,5 @@ Options.model_rebuild(force=True)
 
 
 def mark(block: Block) -> str:
-    """What `script_of` prints before a block."""
+    """Marker that `script_of` prints before a block."""
     return f"=== {block.line} ===\n"

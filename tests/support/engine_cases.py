@@ -1,4 +1,4 @@
-"""Small engines, and plain loops beside them."""
+"""Small engines, and plain loops to compare them with."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Masters:
 
 
 def plain(num_steps: int, accumulate: int = 1, clip: float = 0.0, scheduled: bool = False) -> list[torch.Tensor]:
-    """The same in plain PyTorch."""
+    """Train the same in plain PyTorch."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step if scheduled else 1.0)

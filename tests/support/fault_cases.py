@@ -1,4 +1,4 @@
-"""A stack of layers whose home is a disk."""
+"""A stack of layers with its home on a disk."""
 
 from __future__ import annotations
 

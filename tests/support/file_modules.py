@@ -10,7 +10,7 @@ from unittest import mock
 
 
 def load(path: Path) -> ModuleType:
-    """Nobody else finds the module, nor what the file adds to `sys.path`."""
+    """Load a file, but add neither the module nor the file's own paths to `sys`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

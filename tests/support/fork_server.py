@@ -53,7 +53,7 @@ def _warm_up() -> None:
 
 
 def _run(program: str, arguments: list[str], folder: str, environment: dict[str, str], outputs: list[str]) -> NoReturn:
-    """What `python PROGRAM ARGUMENTS` does, in a child. `outputs`: files for what it prints, and for its errors."""
+    """Do in a child what `python PROGRAM ARGUMENTS` does. `outputs`: files for what it prints, and for its errors."""
     status = 1
     try:
         os.setsid()

@@ -21,7 +21,7 @@ _server: subprocess.Popen[str] | None = None
 def run(
     program: Path, *arguments: object, folder: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
-    """What `python PROGRAM ARGUMENTS` comes to in `folder`. Where this is interrupted, whatever it started is ended."""
+    """Run `python PROGRAM ARGUMENTS` in `folder`. An interrupt ends whatever this started."""
     global _server
     if _server is None:
         command = [sys.executable, "-P", str(SERVER)]  # tests are on no path

@@ -33,7 +33,7 @@ TRACING_NBYTES = 16384
 frees them before the compiled graph runs for the first time."""
 
 LOOP_NBYTES = 64 * 1024
-"""What a loop of another library may allocate beside the model's calls: batches, losses, norms, metrics."""
+"""What a loop of another library may allocate outside the model's calls: batches, losses, norms, metrics."""
 
 TINY = 4096
 """A budget in which no model fits."""
@@ -91,7 +91,7 @@ def adamw(parameters: Any) -> Optimizer:
 
 @dataclass(frozen=True)
 class Result:
-    """What a training run left.
+    """Results of a training run.
 
     Attributes:
         losses: one float32 scalar per step.
@@ -147,7 +147,7 @@ def weights(model: nn.Module) -> Arrays:
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
-    """Where two nested results (mappings, sequences, arrays) differ in shape, type or any bit."""
+    """Differences of two nested results (mappings, sequences, arrays) in shape, type or any bit."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         if left.keys() != right.keys():
             return [f"{path}: names {sorted(left.keys() ^ right.keys())} are in one only"]
@@ -213,7 +213,7 @@ def train(
     limit: bool = True, seed: int = 0, optimizer: OptimizerFactory = adamw, with_grads: bool = True, **options: Any,
 ) -> Result:  # fmt: skip
     """Train `case` for some steps, inside a hard limit equal to the budget unless `limit` is false. With `with_grads`,
-    gradients are looked at, which updates in the backward would have used up.
+    gradients are looked at, which updates in the backward would have consumed.
 
     The limit starts from what is charged before the run (tensors that other tests left behind), so the run
     itself, with its batches, gets exactly the budget.
@@ -274,7 +274,7 @@ def limited(budget_nbytes: int) -> Iterator[None]:
 
 
 def in_a_small_budget(run: Callable[[int], _T]) -> _T:
-    """What `run(budget)` returns for 1.3 times the least budget, in bytes, that `BudgetError` says works."""
+    """Call `run(budget)` with 1.3 times the least budget, in bytes, that `BudgetError` names."""
     nbytes = TINY
     for _ in range(20):  # graphs are planned one by one: a later one may need more
         try:
@@ -286,7 +286,7 @@ def in_a_small_budget(run: Callable[[int], _T]) -> _T:
 
 @functools.cache
 def everything_fits(name: str, codegen: str = "eager", steps: int = 3) -> Result:
-    """What every budget and home must reproduce: all resident, with the segments of a small budget."""
+    """Reference that every budget and home must reproduce: all resident, with the segments of a small budget."""
     case = LADDER[name]
     return train(case, memory_budget=HUGE, codegen=codegen, steps=steps, limit=False, whole_graph="never")
 

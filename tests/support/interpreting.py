@@ -36,7 +36,7 @@ def _how(script: str | Path, warnings: str) -> dict[str, Any]:
 
 
 def printed_by(script: str | Path) -> Any:
-    """What the script prints, which is JSON."""
+    """Run the script and parse the JSON that it prints."""
     return json.loads(subprocess.run(**_how(script, "ignore::RuntimeWarning"), check=True).stdout)
 
 
@@ -67,7 +67,7 @@ def failure_of(case: Callable[[], object]) -> str:
 
 
 def answer(run: Callable[[str], object]) -> None:
-    """What `asked` waits for: a line for each name that is read, why running that case failed."""
+    """Answer `asked`: for each name that is read, print a line that says why the case failed."""
     for line in sys.stdin:
         print(json.dumps(failure_of(partial(run, line.strip()))), flush=True)
 

@@ -1,4 +1,4 @@
-"""What tests on the ladder of models share: which of it is quick, batches of other sizes, wrong moments in words."""
+"""Helpers of tests on the ladder of models: quick cases, batches of other sizes, wrong moments in words."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ class LSTMCells(nn.Module):
 
 
 class LSTM(nn.Module):
-    """The same with `nn.LSTM`, which Dynamo does not capture: all of this forward runs eagerly."""
+    """A recurrent model with `nn.LSTM`, which Dynamo does not capture: all of this forward runs eagerly."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class DropoutMLP(nn.Module):
 
 
 class CheckpointedGPT(ByteGPT):
-    """Every block's activations are computed again in the backward."""
+    """A model that recomputes every block's activations in the backward."""
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.embed(x)

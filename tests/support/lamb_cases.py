@@ -1,4 +1,4 @@
-"""What tests of LAMB kernels do with both stages."""
+"""Cases of LAMB kernels for both stages."""
 
 from __future__ import annotations
 

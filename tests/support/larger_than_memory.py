@@ -1,7 +1,7 @@
 """A model of three times the memory that it is given: a run that is born, trained and saved, and one that resumes it.
 
 Each runs in a process of its own, with the same folder: prints, for each stage, the most bytes that the process took
-beside what it had before there was a model, and what `chunkc explain` said.
+in addition to what it had before there was a model, and what `chunkc explain` said.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiers whose copies come late: at the wait, or after random delays."""
+"""Tiers with late copies: at the wait, or after random delays."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ class LateStream:
             self.queue.popleft().wait()
 
     def end_soon(self) -> None:
-        """There is no thread to end."""
+        """Do nothing: there is no thread to end."""
 
 
 class LateTier(CpuTier):
-    """Every copy comes as late as it may."""
+    """Make every copy as late as it may be."""
 
     def __init__(self) -> None:
         super().__init__()

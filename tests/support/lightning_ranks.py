@@ -1,4 +1,4 @@
-"""What `tests/lightning/test_ranks.py` starts: Lightning's Trainer and Fabric with two processes.
+"""Script of `tests/lightning/test_ranks.py`: Lightning's Trainer and Fabric with two processes.
 
     python lightning_ranks.py FOLDER CASE ...
 
@@ -34,7 +34,7 @@ Result = dict[str, Any]
 
 
 class Net(nn.Module):
-    """With a row that one rank has, a weight with two names, a scalar and a buffer."""
+    """Module with a row that one rank has, a weight with two names, a scalar and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def tokens(count: int, seed: int = 1) -> list[dict[str, Tensor]]:
 
 
 def batches(examples: Sequence[dict[str, Tensor]], size: int) -> Iterator[dict[str, Tensor]]:
-    """Of `size` examples each, in order."""
+    """Split examples into batches of `size`, in order."""
     for at in range(0, len(examples), size):
         part = examples[at : at + size]
         yield {key: torch.stack([example[key] for example in part]) for key in part[0]}

@@ -1,6 +1,6 @@
 """Bytes over the moments of a training step, predicted and measured, operation by operation.
 
-A segment of `codegen="eager"` is run node by node by a measuring twin of `EagerSegment`, which reads the meter after
+A segment of `codegen="eager"` is run node by node by a measuring copy of `EagerSegment`, which reads the meter after
 every node. In a segment of Inductor's, it is read after every kernel that the generated wrapper calls. Predicted is
 what `passes.segment_memory` says of the segment, put where `passes.profile` puts it.
 """
@@ -36,7 +36,7 @@ from chunkc.tracing import build
 
 @dataclass
 class CallReadings:
-    """What the meter said while one segment ran once.
+    """Readings of the meter while one segment ran once.
 
     Attributes:
         start_nbytes: bytes when it was called.
@@ -51,7 +51,7 @@ class CallReadings:
 
 @dataclass(frozen=True)
 class Moment:
-    """One operation of a step: bytes beyond model data, on paper and by the meter."""
+    """An operation of a step: bytes beyond model data, predicted and by the meter."""
 
     call: str
     op: str
@@ -67,7 +67,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class PhaseCurve:
-    """A phase of one graph. `base_nbytes` is what was charged beside it when it began."""
+    """A phase of one graph. `base_nbytes` is what else was charged when it began."""
 
     phase: str
     moments: tuple[Moment, ...]
@@ -154,7 +154,7 @@ class MeasuringOutput:
 
 @dataclass
 class _Calls:
-    """What the wrapper of an Inductor segment calls: per call its name and the last of its steps in `memory`."""
+    """Calls of an Inductor segment's wrapper: per call its name and the last of its steps in `memory`."""
 
     memory: SegmentMemory
     calls: list[tuple[str, int]]

@@ -100,7 +100,7 @@ def calls_of(kind: type) -> Iterator[list[Any]]:
 
 
 class Subject:
-    """A small model, compiled once, whose second step is run again and again from the same state.
+    """A small model, compiled once, with a second step that is repeated from the same state.
 
     Forward, a backward that accumulates onto gradients which are there already, and an optimizer step.
 
@@ -165,11 +165,11 @@ class Subject:
         return [wait for phase, executable in self.executables.items() for wait in waits_of(phase, executable)]
 
     def outcome_without(self, wait: Wait, *, forced: bool) -> tuple[list[str], BaseException | None]:
-        """How a step without that wait differs from one with it; or the error it raised."""
+        """Difference between a step without that wait and one with it; or the error it raised."""
         return self.outcome_with(wait.phase, without(self.executables[wait.phase], wait, forced=forced))
 
     def outcome_with(self, phase: str, broken: executor.Executable) -> tuple[list[str], BaseException | None]:
-        """How a step differs in which `broken` runs instead of a phase's own instructions; or its error."""
+        """Difference of a step in which `broken` runs instead of a phase's own instructions; or its error."""
         target = self.executables[phase]
         run, ran = executor.Executable.__call__, []
 

@@ -31,7 +31,8 @@ _TIERS: dict[str, list[Any]] = {
 
 
 def targets_with_marks() -> list[tuple[str, list[Any]]]:
-    """All targets: one of each maker is of the quick tier; those that differ little from another one are slow."""
+    """Targets with their marks: one of each maker is of the quick tier; those that differ little from another one are
+    slow."""
     return [(name, _TIERS.get(name, [pytest.mark.slow])) for name in TARGETS]
 
 

@@ -1,4 +1,5 @@
-"""Calls of ATen operators whose scratch is measured against the table: sizes, dtypes and strides that models have."""
+"""Calls of ATen operators, for measuring their scratch against the table: sizes, dtypes and strides that models
+have."""
 
 from __future__ import annotations
 

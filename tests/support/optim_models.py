@@ -1,4 +1,4 @@
-"""A small model under `chunkc.optim`: plain, placed or adopted by a compiled call; and its twin under `torch.optim`."""
+"""A small model under `chunkc.optim`: plain, placed or adopted by a compiled call; and its copy under `torch.optim`."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def through_a_file(value: Any) -> Any:
 
 
 def twin_of(model: MLP) -> MLP:
-    """The same weights in plain PyTorch."""
+    """Copy the weights into plain PyTorch."""
     shadow = MLP().to(next(model.parameters()).dtype)
     shadow.load_state_dict(model.state_dict())
     return shadow

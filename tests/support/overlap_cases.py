@@ -1,4 +1,4 @@
-"""A small model whose updates and copies come late, for the tests of `overlap`."""
+"""A small model with late updates and copies, for the tests of `overlap`."""
 
 from __future__ import annotations
 
@@ -102,11 +102,11 @@ def subject(overlap: str, **options: Any) -> Subject:
 
 
 def results(made: Subject, mode: str) -> list[Any]:
-    """All that may be read with this mode."""
+    """Collect all that may be read with this mode."""
     return [*made.train(range(4), reading=mode == "backward"), *made.state()]
 
 
 @functools.cache
 def expected(mode: str, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """What `overlap="none"` gives."""
+    """Results with `overlap="none"`."""
     return results(subject("none", of=case(dtype)), mode)

@@ -145,7 +145,7 @@ class Residual(nn.Module):
 
 
 class FrozenMLP(nn.Module):
-    """An MLP whose first and third layers, and one bias, are not trained."""
+    """An MLP with frozen first and third layers, and one frozen bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class FrozenMLP(nn.Module):
 
 
 class CalledTwice(nn.Module):
-    """One block called twice, and an embedding that is also the head: two kinds of shared weight."""
+    """Model with a block called twice, and an embedding that is also the head: two kinds of shared weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class SometimesUnused(nn.Module):
 
 
 class BigEmbedding(nn.Module):
-    """One tensor, 4 MiB, far larger than all others together."""
+    """Model with one tensor, 4 MiB, far larger than all others together."""
 
     def __init__(self) -> None:
         super().__init__()

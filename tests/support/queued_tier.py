@@ -1,4 +1,4 @@
-"""`CudaTier` on a fake GPU whose kernels are Python: the host runs ahead of computation, slots are reused at once.
+"""`CudaTier` on a fake GPU with kernels in Python: the host runs ahead of computation, slots are reused at once.
 
 Whatever an instruction computes is a job of the compute stream's worker thread. A slot that the store has given back
 is handed out again immediately, while earlier computation may still use it: so torch's caching allocator does. Each
@@ -55,7 +55,7 @@ class QueuedTier(CudaTier):
 
     Attributes:
         left_out: edges that are missing.
-        store: whose slots these are; to be set before the first prefetch.
+        store: owner of the slots; to be set before the first prefetch.
     """
 
     def __init__(self, gpu: FakeGpu) -> None:

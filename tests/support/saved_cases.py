@@ -1,4 +1,4 @@
-"""Models whose saved values leave until the backward."""
+"""Models that offload or recompute saved values."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def repeated(compiled: nn.Module) -> set[str]:
 
 
 def ways_taken(model: nn.Module) -> set[str]:
-    """In which ways values have left."""
+    """Ways in which values were offloaded or recomputed."""
     gone_home = session_of(model).saved_room.nbytes > 0
     return {way for way, taken in (("offload", gone_home), ("rerun", repeated(model) != set())) if taken}

@@ -22,7 +22,7 @@ CASE = CASES["short_gpt"]
 
 
 class Way(NamedTuple):
-    """Where the model's home is, and what its segments are compiled to."""
+    """Home of the model, and code generator of its segments."""
 
     home: str = "cpu"
     codegen: str = "eager"
@@ -42,7 +42,7 @@ _way = Way()
 
 @pytest.fixture(params=WAYS, ids=str)
 def every_way(request: pytest.FixtureRequest) -> Iterator[Way]:
-    """What the scripts of a test do not choose themselves: each of `WAYS` in turn."""
+    """Run a test's scripts in each of `WAYS`."""
     global _way
     _way = request.param
     yield _way
@@ -50,7 +50,8 @@ def every_way(request: pytest.FixtureRequest) -> Iterator[Way]:
 
 
 def slowly_on_disks(test: Callable[..., None]) -> Callable[..., None]:
-    """In every way, with homes on disks in slow tests alone: there `test_user_actions` does the same in any order."""
+    """Run a test in every way, with homes on disks in slow tests alone: there `test_user_actions` does the same in any
+    order."""
     ways = [Way(), *(pytest.param(Way("disk", codegen), marks=pytest.mark.slow) for codegen in ("eager", "inductor"))]
     indirectly = pytest.mark.parametrize("every_way", ways, ids=str, indirect=True)
     return pytest.mark.usefixtures("every_way")(indirectly(test))
@@ -61,7 +62,7 @@ Script = Callable[[nn.Module, Callable[..., Tensor]], Any]
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """A plain optimizer whose steps do not amplify rounding, as Adam's first ones do."""
+    """A plain optimizer with steps that do not amplify rounding, as Adam's first ones do."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
@@ -82,7 +83,7 @@ def compile_large() -> tuple[nn.Module, nn.Module]:
 
 
 def run_three_ways(script: Script, *, home: str | None = None, room: float = 1.05) -> Any:
-    """What `script` returns under a small budget, after checking it against a large one and eager PyTorch.
+    """Run `script` under a small budget, and compare with a large one and eager PyTorch.
 
     A script that holds more than one call's values at once needs `room` for them.
     """
@@ -116,7 +117,7 @@ def as_test(
 
 
 def three_ways(room: float = 1.05) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Of a script, a test that runs it in three ways."""
+    """Make a test of a script that runs it in three ways."""
     return lambda script: as_test(script, functools.partial(run_three_ways, room=room), given=2)
 
 
@@ -134,7 +135,7 @@ def assert_close(left: Any, right: Any) -> None:
 
 
 def backward(call: Callable[..., Tensor], step: int) -> np.ndarray:
-    """One forward and backward; returns the loss."""
+    """Run one forward and backward; returns the loss."""
     loss = call(**CASE.batch(step))
     loss.backward()
     return array(loss)

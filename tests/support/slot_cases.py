@@ -1,4 +1,4 @@
-"""A model of four chunks whose backward updates them, in slots or where they stay, for the tests of `overlap`."""
+"""A model of four chunks that the backward updates, in slots or as residents, for the tests of `overlap`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
 WITHOUT_GRADIENTS = 170_000
-"""Bytes beside the minimum with which all four chunks stay, but not their gradients."""
+"""Bytes over the minimum with which all four chunks stay, but not their gradients."""
 
 
 class Subject:
@@ -51,7 +51,7 @@ class Subject:
 
     @property
     def used_names(self) -> set[str]:
-        """Parameters whose gradients were used up."""
+        """Parameters with consumed gradients."""
         return {name for name, p in self.store.parameters().items() if isinstance(p.grad, ConsumedGradient)}
 
     @property

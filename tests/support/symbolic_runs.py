@@ -1,4 +1,4 @@
-"""Segments with symbolic sizes, made as `torch.compile(dynamic=True)` makes them, and run beside the meter."""
+"""Segments with symbolic sizes, made as `torch.compile(dynamic=True)` makes them, and run under the meter."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def evaluated(size: Size, values: Values) -> int:
 
 
 def values_of(segment: Segment, args: Sequence[Any]) -> Values:
-    """What the symbols of a segment's inputs are for these arguments."""
+    """Values of the symbols of a segment's inputs for these arguments."""
     found: Values = {}
     for example, value in zip(segment.example_inputs, args, strict=True):
         pairs = [(example, value)]
@@ -58,7 +58,7 @@ def pieces_of(gm: fx.GraphModule, table: SegmentTable, whole: bool) -> list[Piec
 
 @dataclass(frozen=True)
 class Reading:
-    """One moment of a run: what ran, and the most bytes meanwhile, beyond those that were there before."""
+    """Moment of a run: what ran, and the most bytes meanwhile, beyond those that were there before."""
 
     op: str
     nbytes: int
@@ -114,7 +114,7 @@ def storages_of(args: Sequence[Any]) -> dict[int, int]:
 
 
 def predicted(memory: SegmentMemory, args: Sequence[Any]) -> list[Reading]:
-    """What `Meter` should read: the segment's own bytes, and the inputs that it still holds."""
+    """Expected reading of `Meter`: the segment's own bytes, and the inputs that it still holds."""
     found = []
     for index, step in enumerate(memory.steps):
         held = [value for value, until in zip(args, memory.input_released) if index < until]
@@ -158,7 +158,7 @@ class Described:
 
 @dataclass
 class Graph:
-    """One captured graph: its segments compiled for symbols, and what was found out about each when it ran.
+    """A captured graph: its segments compiled for symbols, and what was found out about each when it ran.
 
     Attributes:
         differences: moments at which the meter read something else than predicted.
@@ -214,13 +214,13 @@ class Graph:
         torch.testing.assert_close([*outputs], [*whole])
         self.num_moments += len(expected)
         self.differences += [
-            f"{name} at {shape}: {paper} on paper, {read} by the meter"
+            f"{name} at {shape}: {paper} predicted, {read} by the meter"
             for paper, read in itertools.zip_longest(expected, meter.readings)
             if paper is None or read is None or read.op not in (paper.op, "allocation") or paper.nbytes != read.nbytes
         ]
         kept = sum(plain.storage_nbytes) + sum(input_nbytes[-1 - n] for n in set(plain.outputs) if n < 0)
         if meter.left_nbytes != kept:
-            self.differences.append(f"{name} at {shape}: {kept} bytes leave it on paper, {meter.left_nbytes} do")
+            self.differences.append(f"{name} at {shape}: {kept} bytes leave it as predicted, {meter.left_nbytes} do")
         return outputs
 
 

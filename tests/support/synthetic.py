@@ -140,7 +140,8 @@ def measured(**changes: Any) -> Measured:
 
 
 def large(num_layers: int, ops_per_call: int = 10) -> Explanation:
-    """As many calls as `4 * num_layers`: a decoder's forward and backward, chunks in and out, a peak in the middle."""
+    """Explanation of `4 * num_layers` calls: a decoder's forward and backward, chunks in and out, a peak in the
+    middle."""
     moments: list[ExplainedMoment] = []
     events: list[TimedEvent] = []
     now, half = 0.0, 2 * num_layers

@@ -1,4 +1,4 @@
-"""A store whose updates at home stand still until a gate opens."""
+"""A store with updates at home that stand still until a gate opens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Gate:
         self.opened = threading.Event()
 
     def wait(self) -> None:
-        assert self.opened.wait(LONG_S), "nobody opened the gate"
+        assert self.opened.wait(LONG_S), "the gate was not opened"
 
     def done(self) -> bool:
         return self.opened.is_set()
@@ -86,7 +86,7 @@ class Subject:
 
 @pytest.fixture(params=["cpu", "cuda"])
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    """A store whose updates at home stand still until a gate opens, on either kind of tier."""
+    """A store with updates at home that stand still until a gate opens, on either kind of tier."""
     yield (made := Subject(request.param))
     made.gate.opened.set()
     made.settle()

@@ -42,7 +42,7 @@ HARDWARE = Hardware(1.0, 1.0, host_links(4096.0, 4096.0))
 
 
 MEMORIES = {
-    # (x, w) -> y: 50 bytes of temporaries beside the 100 of y
+    # (x, w) -> y: 50 bytes of temporaries, and the 100 of y
     "layer": SegmentMemory((MemoryStep("mm", "h", 150), MemoryStep("relu", "h", 100)), (2, 2), (0,), (100,)),
     # (g, x, w) -> (dw, dx); g and x are gone before the end
     "layer_backward": SegmentMemory(

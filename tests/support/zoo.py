@@ -48,7 +48,7 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Case:
-    """One model to train.
+    """A model to train.
 
     Attributes:
         name: unique, used as the test's id.
@@ -286,7 +286,7 @@ MORE_CASES: dict[str, Case] = {
         Case("odd_layouts", SharedBlocks, _vector_batch(WIDTH)),
     )
 }
-"""Cases for the comparison of predicted with measured bytes, beside `CASES`."""
+"""Cases for the comparison of predicted with measured bytes, in addition to `CASES`."""
 
 LADDER: dict[str, Case] = CASES | MORE_CASES
 
