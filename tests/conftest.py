@@ -44,6 +44,7 @@ def _compute_nothing_for_logs() -> None:
 
 
 _compute_nothing_for_logs()
+os.environ["CHUNKC_VERIFY_PASSES"] = "1"  # of processes that tests start, too
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from torch import fx
@@ -13,7 +13,7 @@ from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Plan
 from chunkc.ir.units import format_nbytes
 from chunkc.policy.captured_step import Captured
-from chunkc.torch_private.engine import trace_structured
+from chunkc.torch_private.engine import trace_artifact
 from chunkc.tracing.capture import TracedGraphs
 
 logger = logging.getLogger(__name__)
@@ -72,21 +72,12 @@ def log_plan(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> None:
         len(plan.resident),
     )
     logger.debug("%s", plan)
-    _artifact("chunkc_plan", lambda: str(plan))
+    trace_artifact("chunkc_plan", lambda: str(plan))
     for phase, graph in graphs.items():
         if logger.isEnabledFor(logging.DEBUG):
             logger.debug("%s with chunk nodes:\n%s", phase, graph.code)
-        _artifact(f"chunkc_{phase}", partial(_code, graph))
+        trace_artifact(f"chunkc_{phase}", partial(_code, graph))
 
 
 def _code(graph: fx.GraphModule) -> str:
     return graph.code
-
-
-def _artifact(name: str, text: Callable[[], str]) -> None:
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": name, "encoding": "string"},
-        payload_fn=text,
-        expect_trace_id=False,
-    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,11 +11,21 @@ from torch._logging import trace_structured
 from torch.autograd.function import _HookMixin
 from torch.autograd.graph import Node
 
-__all__ = ["KEEPS_TANGENTS", "trace_structured"]
+__all__ = ["KEEPS_TANGENTS"]
 
 KEEPS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
 """Whether a compiled backward's caller keeps the gradients it gives until the backward returns. AOTAutograd does up to
 PyTorch 2.12; from 2.13 on it asks autograd for them in a list, which it empties."""
+
+
+def trace_artifact(name: str, text: Callable[[], str]) -> None:
+    """Add an artifact to the trace that `TORCH_TRACE` asks for, which tlparse shows; without a trace, make no text."""
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": "string"},
+        payload_fn=text,
+        expect_trace_id=False,
+    )
 
 
 def without_autocast() -> AbstractContextManager[Any]:

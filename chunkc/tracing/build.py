@@ -23,13 +23,14 @@ from chunkc.passes.codegen import (
 from chunkc.passes.graphs.graphs import placeholders, returned
 from chunkc.passes.graphs.shapes import AS_TRACED, Shapes
 from chunkc.passes.memory.program import backward_program, forward_program
-from chunkc.passes.rewrite.casts import read_as_casts, with_casts_given
-from chunkc.passes.segments.cuts import cut, home_views, with_dropouts_from_masks
+from chunkc.passes.segments.cuts import cut, home_views
 from chunkc.passes.segments.segments import Piece, Segment, SegmentTable, extract, recompute_pieces
 from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import fits_whole
 from chunkc.torch_private.engine import without_autocast
+from chunkc.tracing import passes
 from chunkc.tracing.capture import TracedGraphs
+from chunkc.tracing.passes import CutContext
 from chunkc.utils.progress import Show
 
 
@@ -124,15 +125,12 @@ class Builder:
 
     def _graphs(self, whole: bool) -> tuple[tuple[fx.GraphModule, ...], Mapping[str, str]]:
         """The phases to cut, and which parameters they read as casts: none, where all stays and is compiled whole."""
-        capture = self.capture
-        graphs = tuple(graph for graph in (capture.forward, capture.backward) if graph is not None)
-        read_as = {} if whole else read_as_casts([g.graph for g in graphs], capture.by_placeholder, self.layout)
-        if read_as:
-            given = [place for place, name in capture.by_placeholder.items() if name in read_as]
-            graphs = tuple(with_casts_given(graph, given) for graph in graphs)
-        if self._repeats_operators and not whole:
-            graphs = (with_dropouts_from_masks(graphs[0]), *graphs[1:])
-        return graphs, read_as
+        if whole:
+            return self.capture.graphs(), {}
+        context = CutContext(
+            self.capture.by_placeholder, self.capture.num_user_outputs, self.layout, self._repeats_operators
+        )
+        return passes.run(passes.CUT, self.capture.graphs(), context), context.read_as
 
     def described(self, whole: bool, estimated: bool = False, shapes: Shapes = AS_TRACED) -> Captured:
         """With `estimated`: only an upper bound of the memory, from the graph before any fusion, which is quick.

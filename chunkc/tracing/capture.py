@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,17 +13,11 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.passes.graphs.collectives import wait_at_once
-from chunkc.passes.graphs.graphs import copy_of, module_path, output_node, placeholders, returned, value_of
-from chunkc.passes.memory.inductor.cuda import steady_inductor
-from chunkc.passes.rewrite.loss_tiles import tile_losses
-from chunkc.passes.rewrite.partition import partition
-from chunkc.passes.rewrite.regions import write_out_regions
+from chunkc.passes.graphs.graphs import module_path, output_node, placeholders, returned, value_of
 from chunkc.passes.rewrite.repeats import find_repeats, shortened
-from chunkc.passes.rewrite.unrolling import NotAlike, unroll
-from chunkc.passes.segments.cuts import clone_parameter_views, copy_changing, materialise_returned_placeholders
+from chunkc.passes.rewrite.runner import Graphs
+from chunkc.passes.rewrite.unrolling import NotAlike
 from chunkc.torch_private.aot import (
-    LazyGraphModule,
     aot_module_simplified,
     forbid_donation,
     in_a_tracing_context,
@@ -32,20 +25,14 @@ from chunkc.torch_private.aot import (
     marked_as_boxed,
     outside_alias_check,
     random_states_as_values,
-    run_and_save_rng_state,
-    run_with_rng_state,
 )
 from chunkc.torch_private.dynamo import is_of_a_module, source_name
 from chunkc.torch_private.engine import without_autocast
-from chunkc.torch_private.fake import detect_fake_mode, is_traceable_wrapper_subclass
-from chunkc.torch_private.inductor import (
-    prepare_all_but_random,
-    prepare_joint_graph,
-    prepare_random,
-    prepares_by_parts,
-)
+from chunkc.torch_private.fake import is_traceable_wrapper_subclass
 from chunkc.torch_private.versions import warn_if_newer
+from chunkc.tracing import passes
 from chunkc.tracing.decompositions import decompositions
+from chunkc.tracing.passes import CaptureContext, JointContext
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +63,11 @@ class TracedGraphs:
     gradients: Mapping[int, str] = field(default_factory=dict)
     whole_losses: tuple[str, ...] = ()
     may_repeat: bool = False
+
+    def graphs(self) -> Graphs:
+        """Return the forward and, if there is one, the backward."""
+        assert self.forward is not None
+        return (self.forward,) if self.backward is None else (self.forward, self.backward)
 
     def order_of_use(self) -> list[str]:
         """Parameter names in the order in which the forward reads them first; those it never reads come last."""
@@ -138,62 +130,37 @@ def capture_graph(
         UnsupportedError: the graph changes inputs that share memory, or has an operator with an effect of its own.
     """
     warn_if_newer()
-    capture = TracedGraphs()
-    write_out_regions(gm)
-    if loss_tile_rows is not None:
-        capture.whole_losses = tile_losses(gm.graph, loss_tile_rows)
-        gm.recompile()
-
-    of_modules = [is_of_a_module(node) for node in placeholders(gm.graph)]
     # Nothing below keeps the inputs: PyTorch 2.11 keeps these functions with the graph.
-    without_gradient = [isinstance(value, torch.Tensor) and not value.requires_grad for value in inputs]
-    num_inputs, num_outputs = len(inputs), len(returned(gm.graph))
-    wrappers = _wrapper_inputs(gm, inputs)
-
-    def with_all_layers(gm: fx.GraphModule) -> fx.GraphModule:
-        return gm if repeats is None else _with_graph(gm, unroll(gm.graph, repeats, num_inputs, num_outputs))
-
-    def prepared(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> fx.GraphModule:
-        """With all layers, as it is to be partitioned."""
-        if codegen != "inductor":
-            return with_all_layers(gm)
-        with steady_inductor(pytree.tree_leaves(example_inputs)):
-            if repeats is not None and prepares_by_parts():
-                short = _with_graph(gm, copy_of(gm.graph))
-                prepare_all_but_random(short, example_inputs)
-                try:
-                    whole = with_all_layers(short)
-                except NotAlike as error:
-                    logger.debug("all layers are prepared: %s", error)
-                else:
-                    prepare_random(whole, example_inputs)
-                    return whole
-            whole = with_all_layers(gm)
-            prepare_joint_graph(whole, example_inputs)
-        return whole
+    context = CaptureContext(
+        parameter_names,
+        [
+            (name is not None or is_of_a_module(node)) and isinstance(value, torch.Tensor) and not value.requires_grad
+            for node, name, value in zip(placeholders(gm.graph), parameter_names, inputs, strict=True)
+        ],
+        num_outputs=len(returned(gm.graph)),
+        codegen=codegen,
+        loss_tile_rows=loss_tile_rows,
+        repeatable=repeatable,
+    )
+    capture, wrappers = TracedGraphs(may_repeat=repeatable), _wrapper_inputs(gm, inputs)
+    (gm,) = passes.run(passes.DYNAMO, (gm,), context)
+    capture.whole_losses = context.whole_losses
 
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        capture.num_user_outputs = kwargs["num_fwd_outputs"]
-        joint = prepared(joint, joint_inputs)
-        is_parameter = [name is not None for name in parameter_names]
-        # What the forward returns beside the results of Dynamo's graph may be new values of its inputs.
-        writes_inputs = capture.num_user_outputs != num_outputs
-        is_frozen = [
-            (known or of_module) and not writes_inputs and idle
-            for known, of_module, idle in zip(is_parameter, of_modules, without_gradient, strict=True)
-        ]
-        forward, capture.backward = partition(
-            joint, joint_inputs, is_parameter=is_parameter, is_frozen=is_frozen, **kwargs
-        )
+        of_joint = JointContext(context, joint_inputs, kwargs)
+        graphs = passes.run(passes.JOINT, (joint,), of_joint)
+        capture.num_user_outputs = context.num_user_outputs = kwargs["num_fwd_outputs"]
+        forward, capture.backward = passes.run(passes.PARTITION, graphs, of_joint)
         return forward, capture.backward
 
     def forward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         capture.forward = gm
-        capture.new_buffers = forbid_donation()
+        capture.new_buffers = context.new_buffers = forbid_donation()
         return boxed(_with_numbers(run_forward, gm.graph))
 
     def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return forward_compiler(prepared(gm, example_inputs), example_inputs)
+        (gm,) = passes.run(passes.JOINT, (gm,), JointContext(context, example_inputs))
+        return forward_compiler(gm, example_inputs)
 
     # AOTAutograd may ask for the backward at its first run only; it was planned with the forward all the same.
     def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -211,34 +178,23 @@ def capture_graph(
                 decompositions=decompositions(codegen),
             )
 
-    repeats = find_repeats(gm.graph)
-    if repeats is None:
+    context.repeats = None if passes.is_left_out(passes.UNROLL) else find_repeats(gm.graph)
+    if context.repeats is None:
         call = trace(gm)
     else:
         try:
-            with shortened(gm, repeats) as short:
+            with shortened(gm, context.repeats) as short:
                 call = trace(short)
             _forget_autograd(short)
         except NotAlike as error:
             logger.debug("all layers are traced: %s", error)
-            repeats = None
+            context.repeats = None
             call = trace(gm)
     _name_parameters(capture, parameter_names, wrappers)
-    assert capture.forward is not None
-    capture.may_repeat = repeatable
-    if repeatable and capture.backward is not None:
-        copy_changing(capture.forward.graph, capture.new_buffers)
-    _fix_lengths_of_random_states(capture.forward.graph)
-    if capture.backward is not None:
-        _note_values_drawn_again(capture.backward.graph)
+    capture.forward, *backward = passes.run(passes.TRACED, capture.graphs(), context)
+    capture.backward = next(iter(backward), None)
     _forget_autograd(gm)
     return call, capture
-
-
-def _with_graph(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
-    made = LazyGraphModule(gm, graph)
-    made.meta = gm.meta
-    return made
 
 
 def _forget_autograd(gm: fx.GraphModule) -> None:
@@ -253,25 +209,6 @@ def _forget_autograd(gm: fx.GraphModule) -> None:
             value = node.meta.pop("example_value", None)
             if node in inputs and value is not None:
                 node.meta["example_value"] = pytree.tree_map_only(torch.Tensor, detached, value)
-
-
-def _fix_lengths_of_random_states(graph: fx.Graph) -> None:
-    """Take them for what they are: AOTAutograd makes a symbol of the length of a state that it saves."""
-    for node in graph.nodes:
-        if node.target is operator.getitem and node.args[1] == 0 and node.args[0].target is run_and_save_rng_state:
-            for length in node.meta["val"].shape:
-                int(length)  # from now on the symbol is this number
-
-
-def _note_values_drawn_again(graph: fx.Graph) -> None:
-    """AOTAutograd notes no values of an operator that draws again, and nobody may read all that it returns."""
-    nodes = graph.find_nodes(op="call_function", target=run_with_rng_state)
-    mode = detect_fake_mode([value_of(node) for node in placeholders(graph)]) if nodes else None
-    for node in nodes:
-        draw, *args = fx.map_arg(node.args[1:], value_of)
-        assert mode is not None
-        with mode, torch.no_grad():
-            node.meta["val"] = draw(*args, **fx.map_arg(node.kwargs, value_of))
 
 
 def boxed(function: Boxed) -> Boxed:
@@ -363,7 +300,7 @@ def _refuse_sparse_gradients(backward: fx.Graph, names: Sequence[str | None]) ->
 
 
 def _name_parameters(capture: TracedGraphs, names: Sequence[str | None], wrappers: Sequence[str]) -> None:
-    """Note which placeholders and gradients belong to which parameters, and copy parameters' views to their readers.
+    """Note which placeholders and gradients belong to which parameters.
 
     Args:
         names: per input of Dynamo's graph, the parameter's name; None for an input that is none.
@@ -373,9 +310,8 @@ def _name_parameters(capture: TracedGraphs, names: Sequence[str | None], wrapper
     assert forward is not None
     if backward is not None:
         _refuse_sparse_gradients(backward.graph, names)
-    for phase in (forward, backward) if backward is not None else (forward,):
+    for phase in capture.graphs():
         _refuse_what_no_plan_describes(phase.graph)
-        wait_at_once(phase.graph)
     primals = placeholders(forward.graph)
     if len(primals) != len(names):
         if wrappers:
@@ -385,10 +321,6 @@ def _name_parameters(capture: TracedGraphs, names: Sequence[str | None], wrapper
             )
         raise UnsupportedError("the model changes inputs that share memory; pass copies of them")
     capture.by_placeholder = {node.name: name for node, name in zip(primals, names) if name is not None}
-    clone_parameter_views(forward.graph, [n for n in primals if n.name in capture.by_placeholder])
     if backward is not None:
         results = returned(backward.graph)
         capture.gradients = {i: name for i, name in enumerate(names) if name is not None and results[i] is not None}
-        materialise_returned_placeholders(backward.graph, list(capture.gradients))
-        views_of = [n for n in placeholders(backward.graph) if n.name in capture.by_placeholder]
-        clone_parameter_views(backward.graph, views_of)

@@ -21,7 +21,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from chunkc.passes.graphs.collectives import is_collective
 from chunkc.passes.graphs.graphs import is_compute, is_view_of, placeholders, returned, storage_keys, tensors_of
-from chunkc.passes.graphs.shapes import numbers_first
 from chunkc.passes.graphs.symbols import size_of
 from chunkc.passes.planning.recompute import draws
 from chunkc.torch_private.aot import min_cut_rematerialization_partition, states_kept_for
@@ -107,7 +106,7 @@ def drop_detaches(forward: fx.GraphModule, backward: fx.GraphModule, num_user_ou
             taken[renamed.name] = renamed
 
 
-def made_early(graph: fx.Graph) -> None:
+def hoist_for_backward(graph: fx.Graph) -> None:
     """Move views and reductions of the forward's values that only the backward reads to where these values are made.
 
     In the order of tracing they come last, with the gradients that read them, and the last segment would hold the
@@ -147,28 +146,14 @@ def _is_no_larger(result: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def partition(
-    joint: fx.GraphModule,
-    joint_inputs: Sequence[object],
-    *,
-    is_parameter: Sequence[bool],
-    is_frozen: Sequence[bool],
-    **kwargs: Any,
+    joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Min-cut partition with parameters' views recomputed, and what is computed from sizes alone at the beginning.
+    """Cut a joint graph into a forward and a backward, so that few bytes are saved and marked values are recomputed.
 
     For an attention without dropout in an activation checkpoint no state of the random generator is kept, as PyTorch
     does: it would be 5 KB per layer, on a GPU a wait, and a reason not to run a segment again.
 
-    `is_parameter` and `is_frozen` are aligned with the joint graph's primals.
-
     `kwargs` are the partitioner's own.
     """
-    mark_frozen_values(joint, is_frozen)
-    mark_parameter_views(joint, is_parameter)
     with states_kept_for(draws):
-        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
-    drop_detaches(forward, backward, kwargs["num_fwd_outputs"])
-    made_early(forward.graph)
-    numbers_first(forward.graph)
-    numbers_first(backward.graph)
-    return forward, backward
+        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from harness import HUGE, segmented
 from torch import nn
 
-from chunkc.session import logs
+from chunkc.torch_private import engine
 from chunkc.torch_private.aot import LazyGraphModule
 
 PHASES = ("chunkc_forward", "chunkc_backward")
@@ -44,6 +45,8 @@ def test_a_log_of_everything_shows_captured_and_rewritten_graphs(
     for phase in ("forward", "backward"):
         assert f"captured {phase}:\n" in caplog.text
         assert f"{phase} with chunk nodes:\n" in caplog.text
+        assert f"{phase} after pass hoist:\n" in caplog.text
+    assert re.search(r"pass hoist: \d+\.\d ms, \d+ nodes -> \d+\n", caplog.text)
     assert set(PHASES) <= set(generated)
 
 
@@ -55,9 +58,11 @@ def test_a_trace_has_the_plan_and_each_rewritten_graph(monkeypatch: pytest.Monke
     ) -> None:
         found[metadata_fn()["name"]] = payload_fn()
 
-    monkeypatch.setattr(logs, "trace_structured", trace)
+    monkeypatch.setattr(engine, "trace_structured", trace)
     train()
-    assert set(found) == {"chunkc_plan", *PHASES}
+    after_passes = {name for name in found if name.startswith("chunkc_pass_")}
+    assert set(found) - after_passes == {"chunkc_plan", *PHASES}
+    assert {"chunkc_pass_regions_graph", "chunkc_pass_partition_forward", "chunkc_pass_hoist_backward"} <= after_passes
     assert found["chunkc_plan"].startswith("plan: budget")
     assert "tangents_1" not in found["chunkc_forward"]
     assert "tangents_1" in found["chunkc_backward"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,9 +30,9 @@ from chunkc.passes.memory.inductor import memory
 from chunkc.passes.memory.inductor.wrapper_reader import ParsedWrapper
 from chunkc.passes.memory.profile import last_holds
 from chunkc.passes.memory.segment_memory import NO_SCRATCH, Scratch
+from chunkc.passes.rewrite.runner import DISABLE
 from chunkc.runtime.device import cpu_allocator
 from chunkc.session.compiled_step import CompiledGraph
-from chunkc.tracing import build
 
 
 @dataclass
@@ -220,7 +221,7 @@ def _measuring() -> Iterator[list[_PhaseRun]]:
 
     compile_fx_inner = codegen.compile_fx_inner
     with (
-        mock.patch.object(build, "read_as_casts", return_value={}),  # slots are no part of a curve
+        mock.patch.dict(os.environ, {DISABLE: "casts"}),  # slots are no part of a curve
         mock.patch.object(codegen, "EagerSegment", eager),
         mock.patch.object(codegen, "compile_fx_inner", inductor),
         mock.patch.object(CompiledGraph, "forward", phase("forward", CompiledGraph.forward)),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from torch import fx, nn
@@ -9,7 +12,9 @@ from torch._functorch.aot_autograd import aot_function
 from torch._subclasses import FakeTensorMode
 
 from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned, storage_keys
-from chunkc.passes.rewrite.partition import made_early, partition
+from chunkc.passes.rewrite.partition import hoist_for_backward
+from chunkc.passes.rewrite.runner import Graphs
+from chunkc.tracing.passes import PARTITION, CaptureContext, JointContext, run
 
 MOVES = (
     "view",
@@ -101,10 +106,10 @@ def saved_by(model: nn.Module, x: torch.Tensor) -> tuple[list[fx.Node], set[fx.N
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     found: dict[str, object] = {}
 
-    def partition_fn(joint: fx.GraphModule, inputs: object, **kwargs: object) -> tuple:
-        flags = [True] * len(parameters) + [False]
+    def partition_fn(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Graphs:
         frozen = [not parameter.requires_grad for parameter in parameters] + [False]
-        forward, backward = partition(joint, inputs, is_parameter=flags, is_frozen=frozen, **kwargs)
+        capture = CaptureContext([*names, None], frozen, 1, "eager", None, repeatable=False, num_user_outputs=1)
+        forward, backward = run(PARTITION, (joint,), JointContext(capture, inputs, kwargs))
         found.update(forward=forward, num_outputs=kwargs["num_fwd_outputs"])
         return forward, backward
 
@@ -175,7 +180,7 @@ def test_a_mask_is_made_beside_what_it_is_made_of_and_nothing_that_may_be_larger
     mask = call(torch.ops.aten.le.Scalar, relu, 0, of=x > 0)
     larger = call(torch.ops.aten._to_copy.default, relu, of=wide, dtype=torch.float64)
     graph.output((sin, mask, larger))
-    made_early(graph)
+    hoist_for_backward(graph)
     assert [node.name for node in graph.nodes] == ["x", "relu", "le", "sin", "larger", "output"]
 
 
@@ -198,7 +203,7 @@ def test_what_writes_and_where_ranks_meet_is_not_moved() -> None:
     total = call("total", torch.ops._c10d_functional.all_reduce.default, made, "sum", "0")
     graph.output((read, total))
     before = [node.name for node in graph.nodes]
-    made_early(graph)
+    hoist_for_backward(graph)
     assert [node.name for node in graph.nodes] == before
 
 
@@ -215,7 +220,7 @@ def test_a_check_stays_and_what_reads_a_mask_comes_after_it() -> None:
         for node in (x, relu, sin, mask, product):
             node.meta["val"] = torch.empty(4, 8, dtype=torch.bool if node is mask else torch.float32)
     graph.output((sin, mask, product))
-    made_early(graph)
+    hoist_for_backward(graph)
     graph.lint()
     assert list(graph.nodes)[:4] == [x, relu, mask, product]
     assert check in graph.nodes

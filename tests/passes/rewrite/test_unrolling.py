@@ -19,7 +19,7 @@ from chunkc.passes.graphs.graphs import storage_key, tensors_of
 from chunkc.passes.graphs.origins import origin_of
 from chunkc.passes.rewrite.repeats import LAYER, find_repeats
 from chunkc.passes.rewrite.unrolling import NotAlike, unroll
-from chunkc.tracing import capture
+from chunkc.tracing import passes
 from chunkc.tracing.capture import TracedGraphs, capture_graph
 
 WIDTH = 16
@@ -128,7 +128,7 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **options: Any)
     """The graphs' text with the layers traced once, with all of them traced, and the number of layers alike."""
     graphs, num_alike = captured(model, TOKENS, **options)
     with monkeypatch.context() as patch:
-        patch.setattr(capture, "find_repeats", lambda graph: None)
+        patch.setenv("CHUNKC_DISABLE_PASS", "unroll")
         whole, _ = captured(model, TOKENS, **options)
     return text(graphs), text(whole), num_alike
 
@@ -138,13 +138,13 @@ def num_prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many operations the graphs had that Inductor's passes went through, before they did."""
     found: list[int] = []
     for name in ("prepare_joint_graph", "prepare_all_but_random"):
-        prepare = getattr(capture, name)
+        prepare = getattr(passes, name)
 
         def counted(gm: fx.GraphModule, inputs: Any, prepare: Callable[..., None] = prepare) -> None:
             found.append(len(gm.graph.nodes))
             prepare(gm, inputs)
 
-        monkeypatch.setattr(capture, name, counted)
+        monkeypatch.setattr(passes, name, counted)
     return found
 
 
@@ -202,7 +202,7 @@ def test_what_passes_make_of_few_layers_is_what_they_make_of_all(
 def test_where_passes_make_layers_differ_all_are_prepared(
     monkeypatch: pytest.MonkeyPatch, num_prepared: list[int]
 ) -> None:
-    prepare = capture.prepare_all_but_random
+    prepare = passes.prepare_all_but_random
 
     def changed(gm: fx.GraphModule, inputs: Any) -> None:
         prepare(gm, inputs)
@@ -211,7 +211,7 @@ def test_where_passes_make_layers_differ_all_are_prepared(
         )
         node.args = (node.args[0], node.args[0])
 
-    monkeypatch.setattr(capture, "prepare_all_but_random", changed)
+    monkeypatch.setattr(passes, "prepare_all_but_random", changed)
     once, whole, _ = both_ways(monkeypatch, Deep(), codegen="inductor")
     assert once == whole
     few, *others = num_prepared
@@ -283,7 +283,7 @@ def test_a_block_that_was_traced_otherwise_is_found(monkeypatch: pytest.MonkeyPa
             refused.append(str(error))
             raise
 
-    monkeypatch.setattr(capture, "unroll", changed)
+    monkeypatch.setattr(passes, "unroll", changed)
     once, whole, _ = both_ways(monkeypatch, Deep())
     assert once == whole
     (message,) = refused
@@ -309,5 +309,5 @@ def test_trains_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, codegen: str) 
         return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
 
     once = losses()
-    monkeypatch.setattr(capture, "find_repeats", lambda graph: None)
+    monkeypatch.setenv("CHUNKC_DISABLE_PASS", "unroll")
     assert all(map(torch.equal, once, losses()))
