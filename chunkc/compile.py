@@ -1,11 +1,16 @@
-"""One graph from Dynamo to a callable: trace, lay out, cut, compile, choose residents, plan and verify; then parameters
-move. A compilation that fails leaves them as they were."""
+"""Compile one graph for Dynamo, stage by stage over one context (`STAGES`).
+
+Only the last stage moves parameters: a compilation that fails leaves them as they were.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -27,11 +32,11 @@ from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import decide
 from chunkc.policy.graph_fraction import graph_fraction
 from chunkc.policy.needs import ExternalBytes, needs_of_step
-from chunkc.policy.state import GraphCaptured
+from chunkc.policy.state import GraphCaptured, StepDecision
 from chunkc.program_text import num_numbers, text_of
 from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.changes import detect_changes, end_where_laid_out_otherwise, note_shared_memory
-from chunkc.session.compiled_step import CompiledGraph, plan_key, planned_step
+from chunkc.session.compiled_step import CompiledGraph, PlannedStep, plan_key, planned_step
 from chunkc.session.logs import log_build, log_capture, warn_of_estimates
 from chunkc.session.lookup import join, session_for
 from chunkc.session.movable import can_move, refuse_residents
@@ -50,9 +55,51 @@ from chunkc.tracing.steps import INPUTS, SizedStep, StaticSteps, Steps, Symbolic
 from chunkc.utils.garbage import no_automatic_collection
 from chunkc.utils.progress import Show, compilation_progress
 
+logger = logging.getLogger(__name__)
+
 
 class NotForAnyShapes(Exception):
-    """The cause says why a graph cannot be compiled once for all shapes."""
+    """A graph cannot be compiled once for all shapes; the cause says why."""
+
+
+@dataclass
+class CompileContext:
+    """The state of one graph on its way through `STAGES`.
+
+    Attributes:
+        inputs, options, arguments: as of `compile_graph`.
+        parameters: the inputs that are parameters, aligned with them; of a distributed one, this rank's shard.
+        names: the user's names of the inputs.
+        compare: compares facts with other ranks (see `agreement.rendezvous`).
+        show: told what is done now.
+        call: for Dynamo to call; runs the one graph that the last stage puts into `graphs`.
+        named: the graph's parameters by their names in the session.
+        layout: of all parameters, the graph's among them.
+        steps, step: the graph at any sizes, and at those that it is planned for.
+        moved_layout: the decided layout with the groups that all ranks replicate.
+        code: as ranks compare it; None: one process trains the model.
+    """
+
+    session: Session
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    parameters: Sequence[nn.Parameter | None]
+    names: Sequence[str]
+    options: Options
+    arguments: Sequence[Any] | None
+    compare: Callable[[Callable[[], Facts]], None] = field(init=False)
+    show: Show = field(init=False)
+    graphs: list[CompiledGraph] = field(default_factory=list)
+    call: Callable[..., Any] = field(init=False)
+    capture: TracedGraphs = field(init=False)
+    named: Mapping[str, nn.Parameter] = field(init=False)
+    layout: ChunkLayout = field(init=False)
+    steps: Steps = field(init=False)
+    step: SizedStep = field(init=False)
+    decision: StepDecision = field(init=False)
+    planned: PlannedStep = field(init=False)
+    moved_layout: ChunkLayout = field(init=False)
+    code: Code | None = None
 
 
 @no_automatic_collection()
@@ -72,7 +119,7 @@ def compile_graph(
         inputs: example inputs, concrete or symbolic; parameters are the model's own `nn.Parameter`s.
         graph_names: of the graph's inputs and modules.
         source: the options as the user gave them: their identity ties the graphs of one model together.
-        arguments: the call at whose sizes symbolic shapes must fit; None: at those that were traced.
+        arguments: a call with sizes that symbolic shapes must fit; None: the sizes that were traced.
         is_part: torch.compile splits the model, and the graph is a part of it.
 
     Raises:
@@ -101,13 +148,20 @@ def compile_graph(
     join(session, transport, options)
     session.known.more_graphs_may_follow |= is_part
     session.modules.update(list(called_modules())[-1:])
+    context = CompileContext(session, gm, inputs, parameters, names, options, arguments)
     with (
-        rendezvous(transport, (NotForAnyShapes, TensorifyScalarRestartAnalysis)) as compare,
+        rendezvous(transport, (NotForAnyShapes, TensorifyScalarRestartAnalysis)) as context.compare,
         session.entered(),
         _configured(session, options, source),
+        compilation_progress() as context.show,
     ):
-        graph, call = _compile_in(session, gm, inputs, parameters, names, options, arguments, compare)
+        for stage in STAGES:
+            begin_s = time.perf_counter()
+            stage(context)
+            logger.info("stage %s: %.1f ms", stage.__name__, 1e3 * (time.perf_counter() - begin_s))
+    (graph,), call = context.graphs, context.call
     is_symbolic = isinstance(graph.steps, SymbolicSteps)
+    del context  # what Dynamo keeps must not keep example inputs
 
     def run(*args: Any) -> Any:
         if is_symbolic:
@@ -121,7 +175,7 @@ def compile_graph(
 
 
 def _taking(positions: Sequence[int], call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call` with some of the arguments."""
+    """Return `call` with some of the arguments."""
 
     def taking(*args: Any) -> Any:
         return call(*(args[position] for position in positions))
@@ -132,7 +186,7 @@ def _taking(positions: Sequence[int], call: Callable[..., Any]) -> Callable[...,
 
 @contextmanager
 def _configured(session: Session, options: Options, source: Mapping[str, Any] | None) -> Iterator[None]:
-    """The session has these options from now on, unless what is compiled inside fails."""
+    """Give the session these options, and the former ones back if the compilation inside fails."""
     former = session.terms
     session.configure(options, DEFAULTS if source is None else source)
     try:
@@ -142,43 +196,128 @@ def _configured(session: Session, options: Options, source: Mapping[str, Any] | 
         raise
 
 
-def _compile_in(
-    session: Session,
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    parameters: Sequence[nn.Parameter | None],
-    names: Sequence[str],
-    options: Options,
-    arguments: Sequence[Any] | None,
-    compare: Callable[[Callable[[], Facts]], None],
-) -> tuple[CompiledGraph, Callable[..., Any]]:
-    """As `compile_graph`: what Dynamo is to call, and the graph that it runs. `compare`: see `ranks.rendezvous`."""
-    await_readers(p for p in parameters if p is not None)  # while they read, parameters are somebody else's, too
-    detect_changes(session, [hit[1] for p in parameters if p is not None and (hit := owner(p)) is not None])
-    parameter_names = _name_parameters(session, parameters, names)
-    compiled: list[CompiledGraph] = []
-    with compilation_progress() as show:
-        show("tracing", 0, None)
-        call, capture = capture_graph(
-            gm,
-            as_traced(inputs),
-            parameter_names,
-            codegen=options.codegen,
-            loss_tile_rows=options.loss_tile_rows,
-            repeatable=options.may_repeat,
-            run_forward=lambda arguments: compiled[0].forward(arguments),
-            run_backward=lambda arguments: compiled[0].backward(arguments),
-        )
-        named = {name: p for name, p in zip(parameter_names, parameters) if name is not None and p is not None}
-        log_capture(capture)
-        compiled.append(_build(session, capture, options, named, gm, show, inputs, arguments, compare))
-    return compiled[0], call
+def trace(context: CompileContext) -> None:
+    """Trace the graph through AOTAutograd, on parameters as they are now."""
+    session, parameters = context.session, context.parameters
+    present = [parameter for parameter in parameters if parameter is not None]
+    await_readers(present)  # while they read, parameters share their memory
+    detect_changes(session, [owned[1] for parameter in present if (owned := owner(parameter)) is not None])
+    parameter_names = _name_parameters(session, parameters, context.names)
+    graphs = context.graphs  # not the context: Dynamo keeps these functions
+    context.show("tracing", 0, None)
+    context.call, context.capture = capture_graph(
+        context.gm,
+        as_traced(context.inputs),
+        parameter_names,
+        codegen=context.options.codegen,
+        loss_tile_rows=context.options.loss_tile_rows,
+        repeatable=context.options.may_repeat,
+        run_forward=lambda arguments: graphs[0].forward(arguments),
+        run_backward=lambda arguments: graphs[0].backward(arguments),
+    )
+    context.named = {
+        name: p for name, p in zip(parameter_names, parameters, strict=True) if name is not None and p is not None
+    }
+    log_capture(context.capture)
+
+
+def lay_out(context: CompileContext) -> None:
+    """Give each new parameter a place in a chunk, in the order of its first use, or none if it cannot move."""
+    session, named, in_order = context.session, context.named, context.capture.order_of_use()
+    note_shared_memory({name: named[name] for name in in_order if owner(named[name]) is None})
+    refuse_residents(named)
+    movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
+    fixed = [session.spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
+    session.unfreeze({spec.name for spec in (*movable, *fixed) if spec.trainable})
+    context.layout = session.extend_layout(movable, fixed)
+
+
+def cut_and_compile(context: CompileContext) -> None:
+    """Cut both phases into segments, compile these, and describe their memory (see `Builder`).
+
+    One stage, as the cut depends on it: a graph is compiled whole if what it is described to need fits the budget.
+    """
+    session, options, capture = context.session, context.options, context.capture
+    # Inductor's assumptions about symbolic sizes must reach Dynamo now: later, nothing more may be compiled.
+    fused_for_any_sizes = options.codegen == "inductor" and bool(input_symbols(capture))
+    builder = Builder(
+        capture,
+        options.codegen,
+        context.layout,
+        session.budget_nbytes,
+        session.hardware,
+        can_skip_segmentation=options.can_skip_segmentation and not fused_for_any_sizes,
+        strict=options.strict,
+        graph_fraction=graph_fraction(list(called_modules())[-1:], context.inputs) if options.may_leave else 1.0,
+        show=context.show,
+    )
+    can_skip_segmentation = session.planner_state.can_skip_segmentation
+    context.steps, context.step = _steps(builder, context.gm, can_skip_segmentation, context.arguments)
+    captured = context.step.captured
+    log_build(captured, context.layout)
+    session.live.watch_constants(value for value in captured.constants if value.device.type == session.device.type)
+    warn_of_estimates(session.note_estimates(captured.unknown_operators))
+
+
+def choose(context: CompileContext) -> None:
+    """Decide which groups are resident, and which saved activations are offloaded or recomputed.
+
+    Raises:
+        BudgetError: no decision fits; the error names the smallest budget of all graphs so far.
+    """
+    session, captured, layout = context.session, context.step.captured, context.layout
+    context.show("planning", 0, None)
+    try:
+        expected = session.in_backward.expected(layout, {**session.store.parameters(), **context.named})
+        context.decision = decide(session.planner_state, GraphCaptured(captured, layout, expected))
+    except BudgetError as error:
+        called_with = context.inputs if context.arguments is None else context.arguments
+        external = _external_bytes_now(session, captured, called_with)
+        form = leanest_form(captured, context.options.activations, layout)
+        needs = needs_of_step(form, session.trained, layout, external)
+        num_graphs, trained = session.num_graphs + 1, session.trained | captured.trained
+        raise session.known.named(error, layout, needs, num_graphs, trained, begins=True) from None
+
+
+def plan_and_verify(context: CompileContext) -> None:
+    """Plan the step as decided, insert the plan into both phases, and verify the result."""
+    context.planned = planned_step(context.session, context.step.captured, context.decision.request)
+
+
+def compare_ranks(context: CompileContext) -> None:
+    """Compare a first graph, or one with new parameters, with those of the other ranks, and agree on what they
+    replicate. Later graphs are compared where their phases begin."""
+    session, layout = context.session, context.decision.planner_state.layout
+    context.moved_layout = layout
+    if session.transport is None:
+        return
+    code = context.code = _code_of(context.capture)
+    is_new = session.num_graphs == 0 or any(owner(parameter) is None for parameter in context.named.values())
+    if is_new:
+        context.compare(lambda: facts_of(code.program, layout, session))
+    context.moved_layout = layout.with_replicated(whole_on_all(session, layout, is_new=is_new))
+    context.step.history = f"compiled, {hashed(str(context.planned.plan))}"
+
+
+def move(context: CompileContext) -> None:
+    """Move parameters into their chunks; from now on the session has them, and the plan."""
+    session, decided = context.session, context.decision.planner_state
+    place(session, context.moved_layout, context.named, decided.resident)
+    session.own(context.named)
+    session.num_graphs, session.trained = decided.num_graphs, decided.trained
+    if context.moved_layout.replicated_by_choice == decided.layout.replicated_by_choice:
+        context.step.plans.keep(plan_key(session, context.decision.request.key), context.planned)
+    context.graphs.append(CompiledGraph(session, context.steps, context.step.captured, context.code))
+
+
+STAGES = (trace, lay_out, cut_and_compile, choose, plan_and_verify, compare_ranks, move)
+"""From Dynamo's graph to one that runs. Each reads what those before it have set in the context."""
 
 
 def _name_parameters(
     session: Session, parameters: Sequence[nn.Parameter | None], names: Sequence[str]
 ) -> list[str | None]:
-    """A name per input that is a parameter: the one its session knows it by, else the user's, made unique.
+    """Name each input that is a parameter: as its session does, else as the user does, made unique.
 
     A parameter that is gone leaves its name, and its place in a chunk, to one of the same layout.
     """
@@ -211,8 +350,10 @@ def _name_parameters(
 def _compute_device(
     parameters: Sequence[nn.Parameter | None], inputs: Sequence[Any], names: Sequence[str], gm: fx.GraphModule
 ) -> torch.device:
-    """The device of a graph's parameters, or of its tensors where it has none: a CUDA device if there is one. A graph
-    that is given no tensors, such as the positions of a sequence, says where it makes them."""
+    """Return the device of a graph's parameters, or of its tensors if it has none: a CUDA device if there is one.
+
+    A graph without tensor inputs, such as the positions of a sequence, names the device in its arguments.
+    """
     found = {name: p for name, p in zip(names, parameters, strict=True) if p is not None}
     if found:
         return device_of(found)
@@ -221,70 +362,6 @@ def _compute_device(
         arguments = pytree.tree_leaves([(node.args, node.kwargs) for node in gm.graph.nodes])
         devices = [parse_device(value) for value in arguments if isinstance(value, torch.device)]
     return next((device for device in devices if device.type == "cuda"), torch.device("cpu"))
-
-
-def _build(
-    session: Session,
-    capture: TracedGraphs,
-    options: Options,
-    named: Mapping[str, nn.Parameter],
-    gm: fx.GraphModule,
-    show: Show,
-    inputs: Sequence[Any],
-    arguments: Sequence[Any] | None,
-    compare: Callable[[Callable[[], Facts]], None],
-) -> CompiledGraph:
-    in_order = capture.order_of_use()
-    note_shared_memory({name: named[name] for name in in_order if owner(named[name]) is None})
-    refuse_residents(named)
-    movable = [session.spec_of(name, named[name]) for name in in_order if can_move(named[name])]
-    fixed = [session.spec_of(name, named[name]) for name in in_order if not can_move(named[name])]
-    session.unfreeze({spec.name for spec in (*movable, *fixed) if spec.trainable})
-    layout = session.extend_layout(movable, fixed)
-    # What Inductor takes for granted of symbolic sizes Dynamo must hear now: later, nothing more may be compiled.
-    fused_for_any_sizes = options.codegen == "inductor" and bool(input_symbols(capture))
-    builder = Builder(
-        capture,
-        options.codegen,
-        layout,
-        session.budget_nbytes,
-        session.hardware,
-        can_skip_segmentation=options.can_skip_segmentation and not fused_for_any_sizes,
-        strict=options.strict,
-        graph_fraction=graph_fraction(list(called_modules())[-1:], inputs) if options.may_leave else 1.0,
-        show=show,
-    )
-    steps, step = _steps(builder, gm, session.planner_state.can_skip_segmentation, arguments)
-    log_build(step.captured, layout)
-    session.live.watch_constants(value for value in step.captured.constants if value.device.type == session.device.type)
-    warn_of_estimates(session.note_estimates(step.captured.unknown_operators))
-    show("planning", 0, None)
-    try:
-        context = session.in_backward.expected(layout, {**session.store.parameters(), **named})
-        decision = decide(session.planner_state, GraphCaptured(step.captured, layout, context))
-    except BudgetError as error:
-        held = _held_now(session, step.captured, inputs if arguments is None else arguments)
-        form = leanest_form(step.captured, options.activations, layout)
-        needs = needs_of_step(form, session.trained, layout, held)
-        num_graphs, trained = session.num_graphs + 1, session.trained | step.captured.trained
-        raise session.known.named(error, layout, needs, num_graphs, trained, begins=True) from None
-    planned = planned_step(session, step.captured, decision.request)  # verified before anything moves
-    layout = decision.planner_state.layout
-    code = None if session.transport is None else _code_of(capture)
-    if code is not None:
-        is_new = session.num_graphs == 0 or any(owner(parameter) is None for parameter in named.values())
-        if is_new:
-            program = code.program
-            compare(lambda: facts_of(program, layout, session))  # later graphs are compared where their phases begin
-        layout = layout.with_replicated(whole_on_all(session, layout, is_new=is_new))
-    place(session, layout, named, decision.planner_state.resident)
-    session.own(named)
-    session.num_graphs, session.trained = decision.planner_state.num_graphs, decision.planner_state.trained
-    if layout.replicated_by_choice == decision.planner_state.layout.replicated_by_choice:
-        step.plans.keep(plan_key(session, decision.request.key), planned)
-    if code is not None:
-        step.history = f"compiled, {hashed(str(planned.plan))}"
-    return CompiledGraph(session, steps, step.captured, code)
 
 
 _GPU_NUMBER = re.compile(r"'cuda', index=[0-9]+")
@@ -302,7 +379,7 @@ def _code_of(capture: TracedGraphs) -> Code:
 
 
 def facts_of(program: str, layout: ChunkLayout, session: Session) -> Facts:
-    """What ranks that train one model have in common where their parameters move."""
+    """Return the facts that ranks of one model must have in common before parameters move."""
     found = [(g, [(s.spec.name, s.spec.shards, s.slot_offset) for s in g.slices]) for g in layout.groups]
     in_common = [
         (group.index, [(name, shards and (shards.shape, shards.zero_stage), at) for name, shards, at in of])
@@ -318,8 +395,8 @@ def facts_of(program: str, layout: ChunkLayout, session: Session) -> Facts:
     }
 
 
-def _held_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> ExternalBytes:
-    """What others hold now, beside a graph that is compiled for `inputs`; of symbolic ones it is not known."""
+def _external_bytes_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> ExternalBytes:
+    """Return the external bytes of a graph that is compiled for `inputs`: none is known for symbolic ones."""
     tensors = [v for v in inputs if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter)]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors):
         return ExternalBytes(0, 0)
@@ -329,7 +406,7 @@ def _held_now(session: Session, captured: Captured, inputs: Sequence[Any]) -> Ex
 def _steps(
     builder: Builder, gm: fx.GraphModule, can_skip_segmentation: bool, arguments: Sequence[Any] | None
 ) -> tuple[Steps, SizedStep]:
-    """The graph at any sizes it serves, and at those of a call's arguments, or as it was traced."""
+    """Return the graph at any sizes, and at those of a call's arguments, or as it was traced."""
     if not input_symbols(builder.capture):
         captured = builder.build() if can_skip_segmentation else builder.described(whole=False)
         static = StaticSteps(captured, builder)
