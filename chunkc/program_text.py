@@ -1,4 +1,4 @@
-"""A captured graph as a text that does not depend on sizes: what ranks compare whose batches may have other shapes.
+"""Write a captured graph as a text without sizes, for ranks to compare: their batches may have other shapes.
 
 It has every operator that makes a tensor, of which tensors it makes it, and the model's parameters by name. Numbers are
 left out: at one rank's sizes they are constants, at another's symbols.
@@ -17,13 +17,13 @@ from chunkc.tracing.capture import TracedGraphs
 
 
 def text_of(capture: TracedGraphs) -> str:
-    """Both phases, line by line."""
+    """Write both phases, line by line."""
     graphs = [graph.graph for graph in (capture.forward, capture.backward) if graph is not None]
     return "\n--\n".join("\n".join(_lines(graph, capture.by_placeholder)) for graph in graphs)
 
 
 def num_numbers(capture: TracedGraphs) -> int:
-    """How many of the forward's inputs are no tensors: sizes that are symbols."""
+    """Count the forward's inputs that are no tensors: sizes that are symbols."""
     assert capture.forward is not None
     return sum(not _is_tensor(node) for node in placeholders(capture.forward.graph))
 

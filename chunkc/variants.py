@@ -1,4 +1,4 @@
-"""One graph, many variants: compiled code for given parameters, and for given shapes or for any."""
+"""Keep the variants of a graph: compiled code for given parameters, and for given shapes or for any."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Variants:
     """A graph compiled once per set of parameters, and once for all shapes where that can be, else per set of shapes.
 
     Dynamo gives one graph to all modules that look alike (blocks in a loop with a graph break), and symbolic shapes to
-    a graph whose input shapes change; plans are for given parameters and given shapes. Variants whose parameters are
-    gone are forgotten, and so are the shapes not used for longest where there are many (`MAX_SHAPES`).
+    a graph with input shapes that change; plans are for given parameters and given shapes. Variants with parameters
+    that are gone are forgotten, and so are the shapes not used for longest where there are many (`MAX_SHAPES`).
     """
 
     def __init__(
@@ -92,7 +92,9 @@ class Variants:
             error, self.error_of_next = self.error_of_next, None
             cause = error.__cause__
             try:
-                raise copy.copy(error) from cause  # who keeps the other one keeps no frames, with their arguments
+                raise copy.copy(
+                    error
+                ) from cause  # a caller that keeps the original keeps no frames, with their arguments
             finally:
                 del error, cause
         for variant in self._variants:
@@ -106,7 +108,7 @@ class Variants:
 class Variant:
     """`identities`: None for an input that may be anything Dynamo's guards let pass.
 
-    `call` may have an attribute `is_over`: a function that says whether it serves nobody any more.
+    `call` may have an attribute `is_over`: a function that tells whether the variant has expired.
     """
 
     identities: tuple[Any, ...]
@@ -136,7 +138,7 @@ def _never() -> bool:
 
 
 def _identity(value: object) -> Any:
-    """What must be equal for a compiled variant to serve: the very parameter, a tensor's layout, a number."""
+    """Return what must be equal for a compiled variant to serve: the very parameter, a tensor's layout, a number."""
     if isinstance(value, nn.Parameter):
         return weakref.ref(value)
     if isinstance(value, torch.Tensor):

@@ -1,1 +1,1 @@
-"""One model's state between and during calls: its store, its graphs, and what the user changed."""
+"""Keep one model's state during and between calls: its store, its graphs, and the changes its user makes."""

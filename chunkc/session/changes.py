@@ -1,10 +1,10 @@
-"""Is what a session remembers still what the user has? Asked at the beginning of every call, and answered here alone.
+"""Detect what the user has changed since the session last looked; every call, backward and step begins with it.
 
 Between calls a model is ordinary PyTorch, so its user may do to it whatever PyTorch allows. Each call of a compiled
 graph, each backward and each step of an optimizer begins with `detect_changes`:
 
 - *The data of a parameter at home was replaced* (`p.data = ...`): shows by address and strides. Its values are taken
-  home, and it is a home view again. Who has views of the former data keeps its bytes (`ChunkStore.take_over`).
+  home, and it is a home view again. Views of the former data keep its bytes (`ChunkStore.take_over`).
 - *The new data is in memory that others share* (processes, other parameters): refused.
 - *Another dtype, shape or device*: compared with the layout. A compilation lays the model out anew; a step refuses.
 - *One tensor is `.grad` of several parameters, or the user's own*: autograd adds to it, not chunkc, and its room is
@@ -12,8 +12,8 @@ graph, each backward and each step of an optimizer begins with `detect_changes`:
 - *A parameter was frozen since the forward*: it gets no gradient (`ChunkStore.sink`).
 - *Views are kept of a former gradient*: its storage lives. They keep its bytes (`ChunkStore.collect_gradients`).
 - *A parameter was written between forward and backward*: autograd refuses, by version counters.
-- *Another thread calls*: it waits (`Session.entered`), and leaves the gradients of what others train unread
-  (`runtime.trainers`).
+- *Another thread calls*: it waits (`Session.entered`), and leaves the gradients of parameters that other threads train
+  unread (`runtime.trainers`).
 - *The model is gone, or laid out anew*: weak references say so. Everything is given back, and code that was compiled
   for it refuses (`Session.own`).
 - *This is a child of `os.fork`*: tensors over a disk home refuse (`runtime.forks`), and so do copies
@@ -36,7 +36,7 @@ from chunkc.session.session import Session, owner
 
 
 def detect_changes(session: Session, names: Iterable[str]) -> bool:
-    """Take over what the user has changed of these parameters; whether anything was.
+    """Take over the user's changes of these parameters. Return whether there were any.
 
     Raises:
         UnsupportedError: a change cannot be taken over; nothing has changed.
@@ -55,7 +55,7 @@ def detect_changes(session: Session, names: Iterable[str]) -> bool:
 
 
 def forget_gradients(session: Session) -> None:
-    """Let go of gradients at home that no parameter has any more: until the next ones come, they take no RAM there."""
+    """Free the RAM of home gradients that no parameter has any more, until the next gradients come."""
     store = session.store
     unread = store.trainers.trained_by_others()
     indices = [chunk.group for chunk in store.arena.chunks if chunk.kind == GRAD]
@@ -94,13 +94,14 @@ def _check_replacement(session: Session, name: str) -> None:
 
 
 def _check_views(session: Session, replaced: frozenset[str]) -> None:
-    """Where somebody keeps views of what a parameter was, the others of its chunk need another home as well."""
+    """Refuse a replacement if the caller keeps views of former data: the chunk's other parameters need a new home,
+    too."""
     store = session.store
     for name in replaced:
         for other, parameter in store.parameters_in_chunk_of(name).items() if store.has_external_views(name) else ():
             if other not in replaced and shares_memory(parameter):
                 raise UnsupportedError(
-                    f"the data of {name} was replaced, while somebody keeps views of its former data and of {other} "
+                    f"the data of {name} was replaced, but there are views of its former data and of {other} "
                     "(a state_dict, say): delete them, or clone them before"
                 )
 
@@ -121,7 +122,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def end_where_laid_out_otherwise(parameters: Iterable[torch.Tensor]) -> None:
-    """Before a compilation: end the sessions of parameters that have another dtype, shape or device now, or strides.
+    """End the sessions of parameters that have another dtype, shape or device now, or strides, before a compilation.
 
     The model is then laid out anew, as if nothing had been compiled for it.
     """
@@ -141,7 +142,7 @@ def end_where_laid_out_otherwise(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def note_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
-    """Say of which parameters the memory is others' too, so that they stay where they are."""
+    """Warn of parameters that share their memory with other tensors or processes, so that they cannot move."""
     shared = {name: parameter.nbytes for name, parameter in named.items() if shares_memory(parameter)}
     if shared:
         logger.warning(
@@ -154,12 +155,12 @@ def note_shared_memory(named: Mapping[str, torch.Tensor]) -> None:
 
 
 def gradients_left_to_autograd(session: Session, names: Collection[str]) -> frozenset[str]:
-    """Those of the parameters whose `.grad` PyTorch has to add to, since others have that very tensor.
+    """Return the parameters for which PyTorch must add to `.grad`, since that very tensor has other references.
 
-    Own gradients that nobody else has go home at once. What stays on the compute tier is counted from now on.
+    Gradients without other references move home at once. Those that stay on the compute tier count from now on.
 
     Raises:
-        HomeError: there is no room for another home of gradients that somebody has views of.
+        HomeError: there is no room for another home of gradients that have views.
     """
     left = session.store.find_autograd_owned()
     session.live.watch(session.store.take_gradients_home())

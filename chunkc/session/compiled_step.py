@@ -38,7 +38,7 @@ from chunkc.runtime.execution.saved import SavedValues, saved_values
 from chunkc.runtime.store.shards import leaf_of
 from chunkc.session.changes import detect_changes, forget_gradients, gradients_left_to_autograd
 from chunkc.session.logs import log_plan
-from chunkc.session.rank_phases import Code, before_layers, phase_of_all
+from chunkc.session.rank_phases import Code, before_layers, phase_of_ranks
 from chunkc.session.residency import stay
 from chunkc.session.session import Session
 from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, keeps_graph, storage_use_count, tensor_use_count
@@ -50,7 +50,7 @@ ALL_ADDED = Asked({})
 
 
 def _leave_alone(group: int) -> None:
-    """Begin no update of a group whose gradients are complete: they are not its step's."""
+    """Begin no update of a group with complete gradients: the optimizer's step is not to have them."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +63,8 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step under the plan that was asked for, beside `external_nbytes` of others' values; `needs`: of each phase,
-    without these."""
+    """A step under the requested plan, with `external_nbytes` of external values; `needs`: of each phase, without
+    these."""
 
     request: StepRequest
     plan: Plan
@@ -74,7 +74,7 @@ class PlannedStep:
 
 
 def planned_step(session: Session, captured: Captured, request: StepRequest) -> PlannedStep:
-    """The verified plan of a step that was asked for, whether parameters are there yet or not.
+    """Make the requested plan of a step and verify it; parameters need not have moved yet.
 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
@@ -94,13 +94,13 @@ def planned_step(session: Session, captured: Captured, request: StepRequest) -> 
 
 
 def plan_key(session: Session, key: Key) -> Key:
-    """What finds a step's plan again, of a request with this key."""
+    """Return the key of a step's plan, for a request with this key."""
     return *key, session.in_backward.wanted
 
 
 @dataclass
 class CompiledGraph:
-    """Runs a captured graph under its session's budget, planning anew when what is around it changes."""
+    """A captured graph that runs under its session's budget, and is planned anew when the planner's inputs change."""
 
     session: Session
     steps: Steps
@@ -128,7 +128,7 @@ class CompiledGraph:
     # --- planning ---
 
     def admit(self, inputs: Sequence[Any]) -> None:
-        """Before a call with `inputs`: where its sizes are new and need more room, residents move home for good.
+        """Prepare a call with `inputs`: if its sizes are new and need more room, evict residents for good.
 
         Raises:
             BudgetError: the call does not fit the budget; nothing has moved.
@@ -139,7 +139,7 @@ class CompiledGraph:
     def _admit(self, inputs: Sequence[Any]) -> None:
         session, step = self.session, self._step(INPUTS, inputs)
         if self.code is not None:
-            return  # nothing stays that could leave, and what fits is said where ranks meet
+            return  # ranks decide together when the phase begins
         if step.admitted != session.planner_state.residency:
             try:
                 decision = decide(
@@ -147,7 +147,7 @@ class CompiledGraph:
                 )
             except BudgetError as error:
                 raise self._named(FORWARD, error, step, ExternalBytes(0, 0)) from None
-            if session.transport is None:  # ranks let go together, when the forward begins
+            if session.transport is None:  # ranks evict together, when the forward begins
                 stay(session, decision.planner_state)
             step.admitted = session.planner_state.residency
 
@@ -158,38 +158,40 @@ class CompiledGraph:
         self,
         phase: str,
         step: SizedStep,
-        beside: Callable[[], int],
+        external_now: Callable[[], int],
         context: PhaseContext,
-        held: Callable[[], ExternalBytes] | None = None,
+        of_both_phases: Callable[[], ExternalBytes] | None = None,
     ) -> PlannedStep:
-        """The verified plan of a phase that runs beside what is held now.
+        """Find or make the verified plan of a phase.
 
-        `held`: what an error knows of both phases, by default that they are beside the same.
+        Args:
+            external_now: returns the external bytes of the phase; on several ranks each call is an agreement.
+            of_both_phases: returns the external bytes of both phases, for an error; by default both as the phase's.
 
         Raises:
-            BudgetError: there is none within the budget, whoever leaves.
+            BudgetError: none fits the budget, even without residents.
             VerificationError: a bug in the planner; nothing has run.
         """
         session = self.session
-        of_all = phase_of_all(session, self._title(phase), self._groups, self.code, step, context, beside)
-        if of_all is None:
-            external_nbytes = beside()
+        shared = phase_of_ranks(session, self._title(phase), self._groups, self.code, step, context, external_now)
+        if shared is None:
+            external_nbytes = external_now()
         else:
-            beside, external_nbytes = of_all.beside, of_all.beside()
-            step = of_all.step
+            external_now, external_nbytes = shared.max_external_nbytes, shared.max_external_nbytes()
+            step = shared.step
         asked = StepRequest(session.planner_state, external_nbytes, context=context)
         found: PlannedStep | None = step.plans.find(plan_key(session, asked.key))
         if found is not None:
             return found
-        decision = self._decided(phase, step, external_nbytes, beside, context, held)
+        decision = self._decided(phase, step, external_nbytes, external_now, context, of_both_phases)
         stay(session, decision.planner_state)
         step.become(decision.captured)
         request = decision.request
         found = step.plans.find(plan_key(session, request.key))
         if found is None:
             found = step.plans.keep(plan_key(session, request.key), planned_step(session, step.captured, request))
-            if of_all is not None:
-                agree(of_all.transport, {"the plan": str(found.plan)})
+            if shared is not None:
+                agree(shared.transport, {"the plan": str(found.plan)})
         exact = replace(request, external_nbytes=request.external_nbytes - request.spare_nbytes, spare_nbytes=0)
         if request.spare_nbytes:
             plan = found.plan.with_less_external(request.spare_nbytes)
@@ -203,9 +205,9 @@ class CompiledGraph:
     def _title(self, phase: str) -> str:
         return f"{phase} of what begins with {min(self._names, default='nothing')}"
 
-    def _until_nobody_leaves(self, phase: str, plan: Callable[[], PlannedStep]) -> PlannedStep:
-        """A plan beside which no resident had to leave: a gradient that stays behind, as somebody has it, is another
-        thing that a phase runs beside."""
+    def _until_residents_stay(self, phase: str, plan: Callable[[], PlannedStep]) -> PlannedStep:
+        """Plan until no resident is evicted: a gradient of an evicted resident that the caller keeps is one more
+        external value, which the next plan must count."""
         with before_layers(self.session, self._title(phase), self._groups):
             while True:
                 before = self.session.planner_state.residency
@@ -218,12 +220,12 @@ class CompiledGraph:
         phase: str,
         step: SizedStep,
         external_nbytes: int,
-        beside: Callable[[], int],
+        external_now: Callable[[], int],
         context: PhaseContext,
-        held: Callable[[], ExternalBytes] | None,
+        of_both_phases: Callable[[], ExternalBytes] | None,
     ) -> StepDecision:
-        """Where somebody would have to leave, or the graph to be cut, values that only cycles of garbage keep are
-        collected first."""
+        """Decide on a request; before residents are evicted or the graph is cut, collect values that only garbage
+        cycles keep."""
         planner_state = self.session.planner_state
         with suppress(BudgetError):
             decision = decide(planner_state, PhaseCalled(Forms(step.captured), external_nbytes, context))
@@ -231,9 +233,9 @@ class CompiledGraph:
                 return decision
         gc.collect()
         try:
-            return decide(planner_state, PhaseCalled(step.forms, beside(), context))
+            return decide(planner_state, PhaseCalled(step.forms, external_now(), context))
         except BudgetError as error:
-            known = ExternalBytes(beside(), beside()) if held is None else held()
+            known = ExternalBytes(external_now(), external_now()) if of_both_phases is None else of_both_phases()
             raise self._named(phase, error, step, known, context) from None
 
     def _named(
@@ -241,21 +243,21 @@ class CompiledGraph:
         phase: str,
         error: BudgetError,
         step: SizedStep,
-        held: ExternalBytes,
+        external: ExternalBytes,
         context: PhaseContext = EMPTY_CONTEXT,
     ) -> BudgetError:
-        """The error to raise, with all that is known of the smallest budget."""
+        """Return the error to raise: with the smallest budget as far as it is known."""
         planner_state, (*_, in_segments) = self.session.planner_state, step.forms
         form = leanest_form(in_segments, planner_state.activations, planner_state.layout)
-        seen = context.applied_to(form if context.activation_plan is None else in_segments)
-        needs = needs_of_step(seen, planner_state.trained, planner_state.layout, held)
+        planned_form = context.applied_to(form if context.activation_plan is None else in_segments)
+        needs = needs_of_step(planned_form, planner_state.trained, planner_state.layout, external)
         num_graphs, trained, begins = planner_state.num_graphs, planner_state.trained, phase == FORWARD
         return self.session.known.named(error, planner_state.layout, needs, num_graphs, trained, begins=begins)
 
     # --- running ---
 
     def forward(self, arguments: list[Any]) -> list[Any]:
-        """The forward as AOTAutograd calls it: `arguments` is emptied."""
+        """Run the forward as AOTAutograd calls it, and empty `arguments`."""
         with self.session.entered(), self._together(), self._timed(FORWARD):
             return self._forward(arguments)
 
@@ -264,7 +266,7 @@ class CompiledGraph:
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Where this rank fails inside, others do not wait for it. Where a budget is too small, it is so for all."""
+        """Tell other ranks of a failure inside, so that they do not wait; a budget that is too small is so for all."""
         try:
             yield
         except BaseException as error:
@@ -285,25 +287,25 @@ class CompiledGraph:
             forget_gradients(session)
         inputs = [arguments[position] for position in step.captured.own_memory.inputs]
 
-        def held() -> ExternalBytes:
+        def external() -> ExternalBytes:
             return session.live.external_to_forward(step.captured, inputs)
 
         undecided = None if session.options.activations != "keep" else KEEP_ALL
 
         def plan() -> PlannedStep:
             context = replace(self._phase_context(self._hooked()), activation_plan=undecided)
-            return self._planned(FORWARD, step, lambda: held().forward_nbytes, context, held)
+            return self._planned(FORWARD, step, lambda: external().forward_nbytes, context, external)
 
-        planned = self._until_nobody_leaves(FORWARD, plan)
+        planned = self._until_residents_stay(FORWARD, plan)
         self.captured = captured = step.captured
-        absent = planned.request.context.activation_plan or KEEP_ALL
-        saved = SavedValues(session.saved_room, absent) if absent else None
+        activation_plan = planned.request.context.activation_plan or KEEP_ALL
+        saved = SavedValues(session.saved_room, activation_plan) if activation_plan else None
         own_nbytes = captured.forward.external_nbytes + captured.output_nbytes  # the previous call's outputs
         outputs = self._run(FORWARD, step, planned, arguments, saved, own_nbytes)
-        seen = captured.following(absent)
-        session.live.forward_ran(seen, inputs, outputs)
+        ran = captured.following(activation_plan)
+        session.live.forward_ran(ran, inputs, outputs)
         if saved is not None:
-            saved.keep(outputs, seen.forward.num_extra)
+            saved.keep(outputs, ran.forward.num_extra)
         if captured.backward is None:
             session.store.release_slots()
         else:
@@ -311,16 +313,17 @@ class CompiledGraph:
         return outputs
 
     def _given(self, gradients: Sequence[object]) -> None:
-        """Watch gradients of outputs before AOTAutograd may copy them: originals that are still there by the backward
-        are others' values."""
+        """Watch gradients of outputs before AOTAutograd may copy them: originals that are alive in the backward are
+        external values."""
         with self.session.entered():
             self.session.live.watch(gradients)
 
     def backward(self, arguments: list[Any]) -> list[Any]:
-        """The backward as AOTAutograd calls it: sunk gradients are in `.grad` when it returns, None stands for them.
+        """Run the backward as AOTAutograd calls it; sunk gradients are in `.grad` when it returns, and None is returned
+        for them.
 
-        Of parameters for which `torch.autograd.grad` asks, they are returned instead, in home memory of their own; of
-        those that `backward(inputs=...)` leaves out, they are dropped.
+        Gradients that `torch.autograd.grad` asks for are returned instead, in home memory of their own; those that
+        `backward(inputs=...)` leaves out are dropped.
         """
         with self.session.entered(), self._together(), self._timed(BACKWARD):
             return self._backward(arguments)
@@ -334,7 +337,7 @@ class CompiledGraph:
         store.trainers.claim(self._all_names, None if store.tier.device.type == "cpu" else self._called_in)
         session.in_backward.enter_backward(self._groups, is_last=asked.adds_all or not keeps_graph())
         if detect_changes(session, self._names):
-            store.release_slots()  # what was kept there is not what the user has
+            store.release_slots()  # they hold values that the user has replaced
         if not asked.returned:
             return self._backward_as(asked, step, arguments, hooked_nodes)
         gradients_left_to_autograd(session, asked.returned)  # frees room
@@ -354,37 +357,37 @@ class CompiledGraph:
         hooked_nodes: frozenset[str],
         aside_nbytes: int = 0,
     ) -> list[Any]:
-        """Plan and run a backward; `aside_nbytes`: of gradients on the compute tier that are no parameter's now."""
+        """Plan and run a backward; `aside_nbytes`: of gradients on the compute tier that are set aside meanwhile."""
         session, store = self.session, self.session.store
         saved = saved_values(arguments[place] for place in step.captured.offloadable_inputs)
-        absent = KEEP_ALL if saved is None else saved.activation_plan
-        seen = step.captured.following(absent)
+        activation_plan = KEEP_ALL if saved is None else saved.activation_plan
+        captured = step.captured.following(activation_plan)
 
         def external_nbytes() -> int:
-            return session.live.external_to_backward(seen, arguments) + aside_nbytes
+            return session.live.external_to_backward(captured, arguments) + aside_nbytes
 
         def plan() -> PlannedStep:
-            kept_inputs = _kept_inputs(seen, arguments)
+            kept_inputs = _kept_inputs(captured, arguments)
             context = replace(
                 self._phase_context(self._hooked() | hooked_nodes, asked),
                 kept_inputs=kept_inputs,
-                activation_plan=absent,
+                activation_plan=activation_plan,
             )
             planned = self._planned(BACKWARD, step, external_nbytes, context)
-            if (found := context.with_present(planned.plan, store.present)) != context:
+            if (with_present := context.with_present(planned.plan, store.present)) != context:
                 store.release_slots()
-                planned = self._planned(BACKWARD, step, external_nbytes, found)
+                planned = self._planned(BACKWARD, step, external_nbytes, with_present)
             return planned
 
-        planned = self._until_nobody_leaves(BACKWARD, plan)
+        planned = self._until_residents_stay(BACKWARD, plan)
         hooked = planned.request.context.hooked
-        gone_nbytes = session.planner_state.freed_nbytes(session.live.net_external_to_backward(seen, arguments))
+        gone_nbytes = session.planner_state.freed_nbytes(session.live.net_external_to_backward(captured, arguments))
         session.live.backward_begins(step.captured, arguments)
         if saved is not None:
             arguments += saved.take(again=keeps_graph())
-        own_nbytes = seen.between_nbytes + seen.tangent_nbytes
-        settled = session.in_backward.gradients_complete if asked.adds_all else _leave_alone
-        outputs = self._run(BACKWARD, step, planned, arguments, saved, own_nbytes, gone_nbytes, settled)
+        own_nbytes = captured.between_nbytes + captured.tangent_nbytes
+        gradients_complete = session.in_backward.gradients_complete if asked.adds_all else _leave_alone
+        outputs = self._run(BACKWARD, step, planned, arguments, saved, own_nbytes, gone_nbytes, gradients_complete)
         if hooked:
             # Autograd will keep these as `.grad`, on the compute tier, until the next phase takes them home.
             session.live.watch(outputs[position] for position, _, name in self._sunk() if name in hooked)
@@ -394,8 +397,8 @@ class CompiledGraph:
         return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
 
     def _phase_context(self, hooked: frozenset[str], asked: Asked = ALL_ADDED) -> PhaseContext:
-        """The surroundings of a phase, where the gradients of these parameters are returned. A backward that does not
-        add all gradients to `.grad` updates nothing."""
+        """Return the context of a phase that returns the gradients of `hooked`. A backward that does not add all
+        gradients to `.grad` updates nothing."""
         if not asked.adds_all:
             return PhaseContext(hooked=hooked - asked.returned - asked.left_out, left_out=asked.left_out)
         session, made = self.session, {name for _, _, name in self._sunk()}
@@ -406,14 +409,14 @@ class CompiledGraph:
         )
 
     def _hooked(self) -> frozenset[str]:
-        """Parameters whose gradients autograd must see: a hook wants them, or they add to a tensor of several."""
+        """Return the parameters with gradients that autograd must see: for a hook, or to add to a tensor of several."""
         store = self.session.store
         sunk = [name for _, _, name in self._sunk()]
         hooked = frozenset(name for name in sunk if hooks_of(leaf_of(store.parameter(name))))
         return hooked | gradients_left_to_autograd(self.session, sunk)
 
     def _asked(self) -> Asked:
-        """What the backward that runs now does with the gradients of parameters.
+        """Ask autograd for which parameters the running backward adds, returns or leaves out gradients.
 
         Raises:
             UnsupportedError: this kind of backward cannot run; nothing has changed.
@@ -439,14 +442,14 @@ class CompiledGraph:
         saved: SavedValues | None,
         own_nbytes: int,
         gone_nbytes: int = 0,
-        settled: Callable[[int], None] | None = None,
+        gradients_complete: Callable[[int], None] | None = None,
     ) -> list[Any]:
         """Run a phase.
 
         Args:
             own_nbytes: of the phase's own values as it begins.
-            gone_nbytes: what others hold is so much less than nothing, as values of its own are gone.
-            settled: is told of each group whose gradients are complete.
+            gone_nbytes: of the phase's own values that are freed already: external bytes may be that far below zero.
+            gradients_complete: called with each group, once its gradients are complete.
         """
         session = self.session
         for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
@@ -461,16 +464,16 @@ class CompiledGraph:
             sunk = {name for _, _, name in self._sunk()} - planned.request.context.left_out
             session.store.reserve_gradients(session.store.layout.groups_of(sunk) - consumed)
         update = session.in_backward.updating(tiles.values()) if tiles else None
-        run = Run(session.store, measurement, update, settled, saved)
+        run = Run(session.store, measurement, update, gradients_complete, saved)
         outputs = planned.phases[phase].executable(arguments, run)
         session.records.note(phase, plan, measurement)
         return outputs
 
 
 def _kept_inputs(captured: Captured, arguments: list[Any]) -> frozenset[str]:
-    """Saved values that autograd keeps for another backward (`retain_graph=True`); else gradients of outputs that stay
-    with whoever gave them, as in `out.backward(g)`: autograd lets go of its own, so that those have one reference, the
-    one that `arguments` owns."""
+    """Return the saved values that autograd keeps for another backward (`retain_graph=True`); else the gradients of
+    outputs that the caller keeps, as in `out.backward(g)`: autograd releases its own, so that only `arguments` refers
+    to them."""
     assert captured.backward is not None
     if keeps_graph():
         names, chunked = tuple(captured.backward.inputs), captured.backward.parameters
@@ -484,6 +487,6 @@ def _kept_inputs(captured: Captured, arguments: list[Any]) -> frozenset[str]:
 
 
 def _is_kept(given: torch.Tensor) -> bool:
-    """Whether others than the arguments of a backward have a gradient, or another view of its memory."""
+    """Whether a gradient, or another view of its memory, has references besides the backward's arguments."""
     own = 2  # the tensor's reference to its storage, and the one of the object that is asked
     return tensor_use_count(given) > 1 or storage_use_count(given.untyped_storage()) > own

@@ -1,6 +1,6 @@
 """Declare in which format optimizers keep the states of parameters, possibly before any session exists.
 
-The registry holds parameters weakly, and is the only state of this kind beside those in `chunkc.session.session`.
+The registry holds parameters weakly, and is the only state of this kind besides that of `chunkc.session.session`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Updates that begin during the backward, as the graphs of a session see them: which groups, and who must not run then.
+"""Begin updates during the backward of a session's graphs, and refuse graphs that would read half-updated parameters.
 
-A compiled backward says when a group is settled at home: its gradients are complete and on their way, and nothing of
-it is read from home again. Whoever wants to update the group at home may begin then. A group that is updated in slots
-is asked for before the backward begins, since its update is part of the backward's plan. From its update to that
-optimizer's `step()` no graph that uses the group may run: it would compute with parameters of two steps.
+A compiled backward reports a group when its gradients are complete and on their way home, and nothing of it is read
+from home again. An update at home may begin then. An update in slots is part of the backward's plan, so it is asked for
+before the backward begins. From a group's update to that optimizer's `step()` no graph that uses the group may run: it
+would compute with parameters of two steps.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from chunkc.ir.plan import Tile
 from chunkc.policy.state import PhaseContext, transient_in
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.declared_states import declared
-from chunkc.session.protocols import Starter
+from chunkc.session.protocols import Starter, StateKeeper
 
 
 class UpdatesInBackward:
-    """Who begins updates during a session's backward, and which forwards still wait for theirs.
+    """The optimizers that update in a session's backwards, and the forwards whose backwards are still to come.
 
-    Forwards are counted for each optimizer, since its own last step: another one's step says nothing of them. One that
-    joins in the middle of a step waits for all that have had no backward yet.
+    Forwards are counted for each optimizer since its own last step: a step of another optimizer does not end them. An
+    optimizer that joins in the middle of a step waits for all forwards that have had no backward yet.
     """
 
     def __init__(self, store: ChunkStore) -> None:
@@ -38,7 +38,7 @@ class UpdatesInBackward:
 
     @property
     def wanted(self) -> bool:
-        """Whether anybody wants to know when a group is settled."""
+        """Whether an optimizer waits for groups with complete gradients."""
         return len(self._in_flight) > 0
 
     def join(self, starter: Starter) -> None:
@@ -46,7 +46,7 @@ class UpdatesInBackward:
             self._in_flight[starter] = self._open.copy()
 
     def enter_forward(self, groups: Collection[int]) -> None:
-        """A graph that uses these groups is about to run its forward.
+        """Admit the forward of a graph that uses these groups.
 
         Raises:
             UnsupportedError: the update of one of them has begun.
@@ -54,18 +54,18 @@ class UpdatesInBackward:
         self._refuse(groups, "forward")
 
     def leave_forward(self, groups: Collection[int]) -> None:
-        """A graph that uses these groups has run a forward that has a backward; one that failed has none."""
+        """Count a forward of a graph that uses these groups and has a backward; a forward that failed has none."""
         for in_flight in self._counted():
             in_flight.update(groups)
 
     def enter_backward(self, groups: Collection[int], *, is_last: bool = True) -> None:
-        """A graph that uses these groups is about to run the backward of one of its forwards.
+        """Admit and count a backward of a graph that uses these groups.
 
         Args:
-            is_last: else another one follows it, which adds to `.grad`, and counts.
+            is_last: false if another backward of the same forward follows, and counts in its place.
 
         Raises:
-            UnsupportedError: as above, or it would add to gradients that were used up.
+            UnsupportedError: as above, or it would add to consumed gradients.
         """
         self._refuse(groups, "backward")
         for group in groups:
@@ -76,36 +76,34 @@ class UpdatesInBackward:
                     in_flight[group] -= 1
 
     def gradients_complete(self, group: int) -> None:
-        """A group is settled in the backward that runs now; its updates begin unless another backward may follow."""
+        """Begin the updates of a group with complete gradients, unless another backward may add to these."""
         for starter, in_flight in list(self._in_flight.items()):
             if in_flight[group] == 0:
                 starter.begin_update(group)
 
     def updates_in_slots(self, groups: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """(group, stages of its update) of those groups that a graph's backward may update in slots: none is to come
-        that uses them. Asked in its forward, which does not count yet, and before the backward."""
-        found: dict[int, int] = {}
+        """Return (group, stages of its update) of the groups that a graph's backward may update: no other backward is
+        to come that uses them. Called in its forward, which does not count yet, and before the backward."""
+        num_stages_of: dict[int, int] = {}
         self._in_slots.clear()
         for starter, in_flight in list(self._in_flight.items()):
             for group in sorted(groups):
                 if in_flight[group] == 0 and (num_stages := starter.stages_in_slots(group)):
-                    found[group], self._in_slots[group] = num_stages, weakref.ref(starter)
-        return tuple(sorted(found.items()))
+                    num_stages_of[group], self._in_slots[group] = num_stages, weakref.ref(starter)
+        return tuple(sorted(num_stages_of.items()))
 
     def undoable(self, updates: Collection[tuple[int, int]]) -> frozenset[int]:
-        """The groups of these, which the latest `updates_in_slots` has named, whose updates can be undone."""
+        """Return the groups of these updates, of the latest `updates_in_slots`, that can be undone."""
         starters = {group: self._in_slots[group]() for group, _ in updates}
         return frozenset(group for group, starter in starters.items() if starter is not None and starter.undoable)
 
     def expected(self, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]) -> PhaseContext:
-        """What `updates_in_slots`, `undoable` and `transient` will find once optimizers do as they have said of their
-        parameters; these are asked from now on."""
+        """Predict `updates_in_slots`, `undoable` and `transient` from what optimizers have declared; they join from now
+        on."""
         by_starter: dict[Starter, list[ChunkGroup]] = {}
         for group in layout.groups:
-            known = [parameters.get(s.spec.name) for s in group.slices]
-            said = [None if parameter is None else declared(parameter) for parameter in known]
-            keepers = [one.keeper() if one is not None and one.keeper is not None else None for one in said]
-            keeper = keepers[0] if all(one is keepers[0] for one in keepers) else None
+            keepers = [_keeper_of(parameters.get(s.spec.name)) for s in group.slices]
+            keeper = keepers[0] if all(other is keepers[0] for other in keepers) else None
             starter = None if keeper is None else keeper.starter_in(self._store)
             if starter is not None and group.trainable:
                 by_starter.setdefault(starter, []).append(group)
@@ -123,19 +121,19 @@ class UpdatesInBackward:
         )
 
     def transient(self, made: Set[str], hooked: Set[str], updates: Collection[tuple[int, int]]) -> frozenset[int]:
-        """Groups that stay, and have no gradients before and after a phase of a graph.
+        """Return the resident groups that have no gradients before and after a phase of a graph.
 
         Args:
-            made: parameters whose gradients the graph's backward makes; `hooked`: those that it returns to autograd.
-            updates: what `updates_in_slots` has found for it.
+            made: parameters for which the graph's backward makes gradients; `hooked`: those returned to autograd.
+            updates: of the graph, as of `updates_in_slots`.
         """
         updated, starters = {group for group, _ in updates}, list(self._in_flight)
         resident = self._store.resident if starters else frozenset[int]()
-        free = {i for i in resident if i in updated or any(one.stages_in_slots(i) for one in starters)}
+        free = {i for i in resident if i in updated or any(starter.stages_in_slots(i) for starter in starters)}
         return transient_in(self._store.layout, free, made, hooked, updated)
 
     def updating(self, tiles: Collection[Tile]) -> Callable[[Tile], None]:
-        """What updates these tiles of groups, which the latest `updates_in_slots` has named."""
+        """Return the function that updates these tiles of groups, which the latest `updates_in_slots` has named."""
         by_group: dict[int, list[Tile]] = {}
         for tile in tiles:
             by_group.setdefault(tile.group, []).append(tile)
@@ -149,7 +147,7 @@ class UpdatesInBackward:
         return update
 
     def stepped(self, starter: Starter) -> None:
-        """An optimizer has ended its step: for it, no forward before this counts any more."""
+        """Forget the forwards counted for an optimizer: its step has ended."""
         if starter in self._in_flight:
             self._in_flight[starter].clear()
 
@@ -167,6 +165,12 @@ class UpdatesInBackward:
             raise UnsupportedError(
                 f'a {phase} would use parameters that the last backward has begun to update (overlap="backward"): call '
                 "optimizer.step() after each backward(), or, where gradients are accumulated, run all but the last "
-                "backward() inside `with optimizer.accumulating():`; with undoable=True beside it the update is undone "
+                "backward() inside `with optimizer.accumulating():`; with undoable=True as well, the update is undone "
                 "instead, and a GradScaler may skip a step"
             )
+
+
+def _keeper_of(parameter: torch.Tensor | None) -> StateKeeper | None:
+    """Return the optimizer that has declared states of a parameter, while it lives."""
+    declaration = None if parameter is None else declared(parameter)
+    return None if declaration is None or declaration.keeper is None else declaration.keeper()

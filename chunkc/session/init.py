@@ -88,7 +88,7 @@ class _Builder(TorchFunctionMode):
         self._unassigned_memory = unassigned_memory
         self._thread = threading.get_ident()
         self._waiting: list[weakref.ref[nn.Parameter]] = []  # others had their memory when they were registered
-        self._in_use: dict[int, int] = {}  # whose pages are in memory: address -> bytes
+        self._in_use: dict[int, int] = {}  # tensors with pages in memory: address -> bytes
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     @contextmanager
@@ -122,7 +122,7 @@ class _Builder(TorchFunctionMode):
         else:
             is_conversion = func == _SET_DATA and _is_born(args[0])
             made = func(*args, **kwargs)
-            if is_conversion:  # by `half()`, say; the one before is nobody else's any more
+            if is_conversion:  # by `half()`, say; the former tensor has no other reference then
                 self._retry()
                 self._adopt(args[0])
         used = [value for value in _tensors(args, kwargs) if _is_born(value)]
@@ -131,7 +131,7 @@ class _Builder(TorchFunctionMode):
         return made
 
     def _use(self, tensors: Sequence[torch.Tensor]) -> None:
-        """These are in use now; all others leave the memory."""
+        """Note the tensors in use now, and drop the pages of all others."""
         storages = [tensor.untyped_storage() for tensor in tensors]
         in_use = {storage.data_ptr(): storage.nbytes() for storage in storages}
         for address, nbytes in self._in_use.items():

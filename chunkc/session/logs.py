@@ -1,4 +1,4 @@
-"""The pass history through PyTorch's logging: `TORCH_LOGS="+chunkc"`, and artifacts in `TORCH_TRACE` for tlparse."""
+"""Log the compilation through PyTorch's logging: `TORCH_LOGS="+chunkc"`, and artifacts in `TORCH_TRACE` for tlparse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_capture(capture: TracedGraphs) -> None:
-    """What AOTAutograd and the partitioner made."""
+    """Log the graphs that AOTAutograd and the partitioner made."""
     for reason in capture.whole_losses:
         logger.warning("option loss_tile_rows: this loss is computed whole, in %s", reason)
     for phase, graph in (("forward", capture.forward), ("backward", capture.backward)):
@@ -31,7 +31,7 @@ def log_capture(capture: TracedGraphs) -> None:
 
 
 def log_build(captured: Captured, layout: ChunkLayout) -> None:
-    """How parameters were laid into chunks and graphs cut into segments."""
+    """Log how parameters were laid into chunks and graphs cut into segments."""
     logger.info(
         "layout: %d chunks of %s, %d small parameters stay",
         len(layout.groups),
@@ -50,7 +50,7 @@ def log_build(captured: Captured, layout: ChunkLayout) -> None:
 
 
 def warn_of_estimates(operators: Iterable[EstimatedOperator]) -> None:
-    """One warning for each operator whose inner memory is a guess."""
+    """Warn once of each operator with a guess for its scratch memory."""
     for operator in operators:
         logger.warning(
             "%s: plans reckon with %s (%s in its largest call), and what it takes "
@@ -63,7 +63,7 @@ def warn_of_estimates(operators: Iterable[EstimatedOperator]) -> None:
 
 
 def log_plan(plan: Plan, graphs: Mapping[str, fx.GraphModule]) -> None:
-    """The plan, and the graphs with their chunk nodes."""
+    """Log the plan, and the graphs with their chunk nodes."""
     logger.info(
         "plan: budget %s, minimum %s, predicted peak %s at %s %s, %d resident groups",
         *map(format_nbytes, (plan.budget_nbytes, plan.minimum_nbytes, plan.predicted_peak_nbytes)),

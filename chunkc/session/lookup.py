@@ -1,4 +1,4 @@
-"""Which session a graph that is being compiled belongs to."""
+"""Find the session of a graph that is being compiled, or open one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def session_for(
     source: Mapping[str, object] | None,
     device: torch.device = CPU,
 ) -> Session:
-    """The session of a graph being compiled: its parameters' own, else that of the same options object, else new.
+    """Return the session of a graph: its parameters' own, else that of the same options object, else a new one.
 
     All models compiled without options are one to the budget, which is the device's.
 
@@ -44,16 +44,16 @@ def session_for(
     source = DEFAULTS if source is None else source
     session = next(iter(found), None) or _serving(source, device)
     find = unassigned_memory_of_parameter if session is None else unassigned_memory_of
-    nurseries = {
+    built_in = {
         unassigned_memory for p in parameters if owner(p) is None and (unassigned_memory := find(p)) is not None
     }
-    for unassigned_memory in nurseries:
+    for unassigned_memory in built_in:
         options = options.at_home(unassigned_memory.home, unassigned_memory.disk_holds, source)
-    if nurseries and session is not None and not found and not _has_home(session, options):
+    if built_in and session is not None and not found and not _has_home(session, options):
         gc.collect()  # a model that is gone may be waiting for it
         session = _serving(source, device)
-    if len(nurseries) > 1 or (nurseries and session is not None and not _has_home(session, options)):
-        lived_in: list[Any] = [*nurseries, *([] if session is None else [session.options])]
+    if len(built_in) > 1 or (built_in and session is not None and not _has_home(session, options)):
+        lived_in: list[Any] = [*built_in, *([] if session is None else [session.options])]
         homes = {(at.home, at.disk_holds) for at in lived_in}
         raise OptionsError(
             "parameters of one graph, or of models compiled with equal options, which are one to the budget, live in "
@@ -67,7 +67,7 @@ def session_for(
 
 
 def _serving(source: object, device: torch.device) -> Session | None:
-    """The session of what was compiled with these very options."""
+    """Return the open session of a model that was compiled with these very options."""
     return next((s for s in OPEN if s.terms.source is source and s.device == device and not s.is_over), None)
 
 
@@ -76,9 +76,10 @@ def _has_home(session: Session, options: Options) -> bool:
 
 
 def join(session: Session, transport: Transport | None, options: Options) -> None:
-    """A graph of a session's model is compiled whose parameters are cut over these ranks; None: it has none that are.
+    """Tie a session to the ranks over which a graph's parameters are sharded.
 
     Args:
+        transport: None: the graph has no sharded parameters.
         options: of the compilation.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Which parameters can live in chunks, as far as their own memory decides it."""
+"""Tell which parameters can live in chunks, as far as their own memory decides it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from chunkc.torch_private.engine import storage_use_count
 
 
 def can_move(parameter: nn.Parameter) -> bool:
-    """Whether a parameter can live in a chunk: a dense tensor in memory that fills its own storage, and is nobody
-    else's (see `shares_memory`)."""
+    """Whether a parameter can live in a chunk: a dense tensor in memory that fills its own storage, without
+    other references to it (see `shares_memory`)."""
     return (
         type(parameter) in (nn.Parameter, LocalShard)
         and parameter.device.type in ("cpu", "cuda")
@@ -41,13 +41,13 @@ def refuse_residents(named: Mapping[str, nn.Parameter]) -> None:
 
 
 def will_move(parameter: nn.Parameter) -> bool:
-    """As `can_move`, of a parameter on the meta device, once it has memory."""
+    """Whether a parameter on the meta device can live in a chunk once it has memory (see `can_move`)."""
     return type(parameter) is nn.Parameter and parameter.is_meta and is_chunkable(parameter)
 
 
 def shares_memory(parameter: torch.Tensor) -> bool:
-    """Whether others have the parameter's memory, and would not follow it home: tensors over the same storage, such as
-    an earlier `state_dict`, or other processes."""
+    """Whether a parameter's memory has other users, which would not follow it home: tensors over the same storage, such
+    as an earlier `state_dict`, or other processes."""
     if type(parameter) not in (nn.Parameter, LocalShard) or parameter.device.type not in ("cpu", "cuda"):
         return False
     storage = parameter.untyped_storage()
@@ -76,7 +76,7 @@ def is_shared_memory(tensor: torch.Tensor) -> bool:
 
 
 def present_nbytes(parameters: Sequence[torch.Tensor], device: torch.device) -> int:
-    """Bytes that parameters take on a GPU already. RAM has what is not free counted elsewhere."""
+    """Return the bytes that parameters take on a GPU already. On a CPU, used RAM is counted elsewhere."""
     storages = [p.untyped_storage() for p in parameters if p.device == device and device.type == "cuda"]
     own = [storage for storage in storages if home_memory_of(storage) is None]  # a placed model's copies are at home
     return sum({storage.data_ptr(): storage.nbytes() for storage in own}.values())
@@ -85,5 +85,5 @@ def present_nbytes(parameters: Sequence[torch.Tensor], device: torch.device) -> 
 def is_chunkable(tensor: torch.Tensor) -> bool:
     """Whether a tensor's values can be laid into a chunk as they lie: dense real numbers, integers of a quantized base
     among them."""
-    is_dense_one = tensor.layout is torch.strided and tensor.numel() > 0 and is_dense(tensor)
-    return is_dense_one and not tensor.is_complex() and tensor.dtype is not torch.bool
+    is_dense_tensor = tensor.layout is torch.strided and tensor.numel() > 0 and is_dense(tensor)
+    return is_dense_tensor and not tensor.is_complex() and tensor.dtype is not torch.bool

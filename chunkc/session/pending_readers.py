@@ -1,6 +1,6 @@
-"""Who reads parameters and their states beside the model's own work, such as a checkpoint that is being written.
+"""Register background readers of parameters and their states, such as a checkpoint that is being written.
 
-What would change or move them waits first. The registry holds parameters weakly; an entry goes with the first wait.
+Writers and moves wait for them first. The registry holds parameters weakly; an entry goes with the first wait.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ os.register_at_fork(after_in_child=lambda: _readers.clear())  # the threads that
 
 
 def declare_reader(parameters: Iterable[torch.Tensor], done: threading.Event) -> None:
-    """Somebody reads these parameters, and states of them, until `done` is set."""
+    """Register a background reader of parameters and their states; writers block until `done` is set."""
     for parameter in parameters:
         _readers[parameter] = (*(other for other in _readers.get(parameter, ()) if not other.is_set()), done)
 
 
 def await_readers(parameters: Iterable[torch.Tensor]) -> None:
-    """Block until nobody reads these parameters or their states any more."""
+    """Block until no background reader has these parameters or their states any more."""
     if not _readers:
         return
     for parameter in parameters:

@@ -41,7 +41,7 @@ def place(
     then they take room on the compute tier. Chunks are laid out in the order of `model.named_parameters()`.
 
     A model that was built on the meta device is made at home with `init`, module by module: children first, as they
-    are built. Only what the module itself has is in memory beside the chunks. What was on the meta device is a new
+    are built. Only the module's own tensors are in memory besides the chunks. What was on the meta device is a new
     `nn.Parameter` afterwards, and a weight that modules share stays one: make optimizers later.
 
     Args:
@@ -135,7 +135,7 @@ def _check(name: str, parameter: nn.Parameter, init: object) -> None:
 
 
 def _initialiser(model: nn.Module, init: str | Initialise | None) -> Initialise:
-    """What initialises each module of a model that is on the meta device."""
+    """Return the function that initialises each module of a model on the meta device."""
     if callable(init):
         return init
     if init != RESET_PARAMETERS:
@@ -232,7 +232,7 @@ def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _children_first(module: nn.Module, seen: set[nn.Module]) -> Iterator[nn.Module]:
-    """Every module once, after those inside it: the order in which constructors draw random numbers."""
+    """Yield each module once, after those inside it: the order in which constructors draw random numbers."""
     if module not in seen:
         seen.add(module)
         for child in module.children():

@@ -22,7 +22,7 @@ class Starter(Protocol):
         """Return the stages of an update, the groups of these to update in slots, and those to update as residents."""
 
     def begin_update(self, group: int) -> bool:
-        """Begin the update of a group whose gradients are complete. Return whether it is this optimizer's and began."""
+        """Begin the update of a group with complete gradients. Return whether it is this optimizer's and began."""
 
     def stages_in_slots(self, group: int) -> int:
         """Return the stages of a group's update if the next backward may run it, in slots or resident, else 0."""
@@ -41,7 +41,7 @@ class Starter(Protocol):
         """Undo the updates of these groups that have begun, if they can be undone."""
 
     def begun_groups(self) -> Container[int]:
-        """Return the groups whose updates have begun in a backward since the last step."""
+        """Return the groups with updates that have begun in a backward since the last step."""
 
     def __hash__(self) -> int: ...
 

@@ -1,4 +1,4 @@
-"""The beginning of a phase of a model that is cut over ranks: all come to the same one, and plan it beside the same.
+"""Begin a phase on all ranks of a sharded model: they agree on the phase, and plan for the same external bytes.
 
 Ranks' batches may have other shapes. Then each has its own sizes, and may have compiled its own graph: what they have
 in common is the program, call by call. They plan for the most that any of them needs at each call, so that exchanges
@@ -44,13 +44,13 @@ class Code:
 
 
 @dataclass
-class PhaseOfAll:
+class PhaseOfRanks:
     """A phase that all ranks are about to begin.
 
     Attributes:
         name: the phase's, as messages show it.
         groups: that the graph uses.
-        step: at this rank's sizes; once `beside` was asked, the one that all plan.
+        step: at this rank's sizes; once `max_external_nbytes` was called, the step that all ranks plan.
     """
 
     session: Session
@@ -60,19 +60,21 @@ class PhaseOfAll:
     code: Code
     step: SizedStep
     context: PhaseContext
-    own_beside: Callable[[], int]
+    own_external: Callable[[], int]
 
     def __post_init__(self) -> None:
         self._own = self.step
         self._needed = CallNeeds.of(self.context.applied_to(self._own.captured), self.session.store.layout)
 
-    def beside(self) -> int:
-        """What is held beside the phase on any rank. Each call is an agreement of all: none begins a phase that others
-        do not, and what stands outdated on any of them is gathered in it.
+    def max_external_nbytes(self) -> int:
+        """Return the most external bytes of any rank.
+
+        Each call is an agreement of all ranks: none begins a phase that others do not, and replicated buffers that are
+        outdated on any rank are gathered in it.
 
         Raises:
-            UnsupportedError: somebody looks at gradients on their way; or ranks are to keep gradients that are to be
-                added to others.
+            UnsupportedError: a hook or a kept tensor reads gradients on their way; or ranks are to keep gradients that
+                are to be added to others.
             DistributedError: ranks have come to other phases or programs, or one is gone.
         """
         store = self.session.store
@@ -93,77 +95,77 @@ class PhaseOfAll:
             facts["accumulating()"] = str(self.transport.accumulating)
             facts["gradients that wait for their exchange"] = str(waiting)
         here = Here(
-            self.own_beside(),
+            self.own_external(),
             tuple(store.outdated(self.groups)),
             self._needed.digest,
             self._own.history,
             self.code.exact,
             self.code.kind,
         )
-        said = begin_phase(self.transport, here, facts)
-        store.replicated.current -= {index for one in said for index in one.outdated}
-        self.step = self._agreed(said)
-        return max(one.nbytes for one in said)
+        ranks = begin_phase(self.transport, here, facts)
+        store.replicated.current -= {index for rank in ranks for index in rank.outdated}
+        self.step = self._agreed(ranks)
+        return max(rank.nbytes for rank in ranks)
 
-    def _agreed(self, said: Sequence[Here]) -> SizedStep:
-        needs = tuple(one.needs for one in said)
+    def _agreed(self, ranks: Sequence[Here]) -> SizedStep:
+        needs = tuple(rank.needs for rank in ranks)
         if len(set(needs)) == 1:
-            self._with_one_history(self._own, [one.history for one in said])
+            self._with_one_history(self._own, [rank.history for rank in ranks])
             return self._own
-        found = self._own.agreed.find(needs)
-        histories = self._of_all(None if found is None else found.history)
-        if found is None or None in histories:  # then on all ranks
-            most = CallNeeds.most(self._of_all(self._needed))
+        step = self._own.agreed.find(needs)
+        histories = self._collect(None if step is None else step.history)
+        if step is None or None in histories:  # then on all ranks
+            most = CallNeeds.most(self._collect(self._needed))
             captured = replace(self._own.captured, at_least=most)
-            found = self._own.agreed.keep(needs, SizedStep(Forms(captured)))
-        self._with_one_history(found, histories)
-        return found
+            step = self._own.agreed.keep(needs, SizedStep(Forms(captured)))
+        self._with_one_history(step, histories)
+        return step
 
     def _with_one_history(self, step: SizedStep, histories: Sequence[str | None]) -> None:
-        """Where ranks' plans of a step have come about otherwise, as one has compiled it anew, all forget theirs."""
+        """Forget the step's plans if ranks made theirs in different ways, as after one compiled it anew."""
         if None in histories or len(set(histories)) > 1:
             self.transport.num_renewed += 1
             step.begin_anew(str(self.transport.num_renewed))
 
-    def _of_all(self, value: T) -> list[T]:
+    def _collect(self, value: T) -> list[T]:
         return together(self.transport, f"the sizes of {self.name}", lambda: value, DistributedError)
 
 
 def whole_on_all(session: Session, layout: ChunkLayout, *, is_new: bool) -> frozenset[int]:
-    """Of the groups that this rank would have whole by choice when a graph is compiled: those that all have so.
+    """Return the groups that all ranks choose to replicate when a graph is compiled.
 
-    Where the graph brings no parameters, another rank may not compile now. What stands is what it was then, and ranks
-    let go of it together, when a phase begins.
+    A graph without new parameters may not be compiled on other ranks now. Then the replicated groups stay as they are,
+    and ranks release them together, when a phase begins.
 
     Raises:
         DistributedError: a rank is gone.
     """
     if not is_new or session.transport is None:
         return session.store.layout.replicated_by_choice
-    of_all = together(session.transport, "compilation", lambda: layout.replicated_by_choice, DistributedError)
-    return frozenset.intersection(*of_all)
+    chosen = together(session.transport, "compilation", lambda: layout.replicated_by_choice, DistributedError)
+    return frozenset.intersection(*chosen)
 
 
-def phase_of_all(
+def phase_of_ranks(
     session: Session,
     name: str,
     groups: Collection[int],
     code: Code | None,
     step: SizedStep,
     context: PhaseContext,
-    beside: Callable[[], int],
-) -> PhaseOfAll | None:
-    """A phase at this rank's sizes, where ranks exchange something in it; None: it is this process's alone."""
+    own_external: Callable[[], int],
+) -> PhaseOfRanks | None:
+    """Return a phase at this rank's sizes, in which ranks exchange data; None: it is of this process alone."""
     if session.transport is None or code is None or not groups:
         return None
-    return PhaseOfAll(session, session.transport, name, groups, code, step, context, beside)
+    return PhaseOfRanks(session, session.transport, name, groups, code, step, context, own_external)
 
 
 @contextmanager
 def before_layers(session: Session, name: str, groups: Collection[int]) -> Iterator[None]:
-    """Around the plan of a phase: where ranks compute layers together, all are ready for it when this ends.
+    """Wait, once a phase is planned inside, until all ranks that compute layers together are ready for it.
 
-    Those of a layer have plans of their own, and meet in the middle of the phase. So none begins it alone.
+    Ranks of a layer have plans of their own, and exchange data within the phase. So none begins it alone.
 
     Raises:
         DistributedError: ranks have come to other phases, or with other options, or one is gone or cannot go on.
@@ -174,7 +176,7 @@ def before_layers(session: Session, name: str, groups: Collection[int]) -> Itera
         return
     try:
         yield
-    except BudgetError as error:  # those that plan together all raise it, and tell the others
+    except BudgetError as error:  # all that plan together raise it, and tell the other ranks
         refuse(transport.world, error)
         raise
     facts = {
@@ -186,7 +188,7 @@ def before_layers(session: Session, name: str, groups: Collection[int]) -> Itera
 
 
 def _refuse_to_keep(session: Session, groups: Collection[int]) -> None:
-    """Where ranks keep whole gradients until a later backward, there is nothing yet that these are to be added to."""
+    """Refuse to accumulate replicated gradients onto gradients that ranks have exchanged already."""
     transport, store = session.transport, session.store
     if transport is None or not transport.accumulating:
         return

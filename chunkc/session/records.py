@@ -1,4 +1,4 @@
-"""What a model's runs have measured so far, beside what was predicted of them."""
+"""Keep what a model's runs have measured so far, and what was predicted of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Record:
 
 @dataclass
 class Records:
-    """All runs.
+    """The measurements of all runs.
 
     Attributes:
         latest: the latest run of each phase, by phase name.

@@ -1,4 +1,4 @@
-"""Groups move between home and the compute tier, with all that belongs to them: parameters, gradients, states."""
+"""Move groups between home and the compute tier: parameters, gradients and states."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from chunkc.session.protocols import StateKeeper
 from chunkc.session.session import Session
 
 Kept = Mapping[str, tuple[StateKeeper, dict[str, Any]]]
-"""A parameter's name -> who keeps states of it, and these."""
+"""A parameter's name -> the optimizer that keeps its states, and these."""
 
 
 @torch.no_grad()
 def place(
     session: Session, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]
 ) -> None:
-    """`ChunkStore.place`; the states of residents that leave go home with them.
+    """Place groups (`ChunkStore.place`), and move the states of evicted residents home with them.
 
     New parameters that stay on the compute tier leave the home that they were built in (`chunkc.init`).
 
@@ -59,7 +59,7 @@ def place(
 
 
 def _kept(session: Session, group: ChunkGroup) -> Kept:
-    """The states of a group's parameters, of all kinds that the group has room for at home."""
+    """Return the states of a group's parameters, of all kinds that the group has room for at home."""
     found = {}
     for of_group in group.slices:
         parameter = session.store.parameters().get(of_group.spec.name)
@@ -74,7 +74,7 @@ def _kept(session: Session, group: ChunkGroup) -> Kept:
 
 
 def stay(session: Session, planner_state: PlannerState) -> None:
-    """Send residents home for good, all but those of a situation; what ranks have whole goes alike.
+    """Evict residents for good, all but those of a planner state; release replicated groups alike.
 
     Raises:
         HomeError, StreamError: nothing has moved.

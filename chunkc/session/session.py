@@ -1,7 +1,7 @@
-"""One session per model: the handle that ties its graphs together.
+"""Tie the graphs of one model together: a session has its budget, store and records.
 
 Sessions are found by the parameters they own, or by the options they were compiled with. The registries below are
-the only state of this kind that lives in a module, beside that of `chunkc.session.declared_states`; they hold
+the only state of this kind that lives in a module, besides that of `chunkc.session.declared_states`; they hold
 parameters and sessions weakly.
 """
 
@@ -57,7 +57,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Terms:
-    """What the user asked for, and the budget in bytes that it comes to.
+    """The user's options, and their budget in bytes.
 
     `source`: the options as they were given. Their identity ties the graphs of one model together.
     """
@@ -68,9 +68,7 @@ class Terms:
 
 
 class Session:
-    """What all graphs compiled for one model share.
-
-    Each attribute but the first few is a small thing with one job; the session is the handle that ties them together.
+    """The state that all graphs compiled for one model share.
 
     Attributes:
         device: where the model computes.
@@ -78,19 +76,19 @@ class Session:
         granule_nbytes: the compute tier's allocator gives multiples of this.
         overhead_nbytes: what libraries and tables keep on the compute tier, inside the budget.
         terms: options and budget.
-        store: where chunks are: the layout, who stays, homes and slots.
-        saved_room: where saved values are that are at home between forward and backward.
+        store: the layout, the resident groups, homes and slots.
+        saved_room: home memory of saved values that are offloaded between forward and backward.
         num_graphs, trained: as of a `PlannerState`.
         live: values of earlier calls.
         records: what runs have measured.
         known: what is known of the smallest budget.
         update_plans: the latest plans of the optimizer's step, by what was asked for.
-        keepers: whose states are at home.
+        keepers: the optimizers with states in chunks.
         modules: those that were placed, or called when a graph was compiled: what has its parameters. Held weakly.
         in_backward: updates that begin during the backward.
-        estimates: operators of every graph so far whose inner memory is a guess.
+        estimates: operators of every graph so far with a guess for their scratch memory.
         is_over: whether it has ended: everything was given back, and what was compiled for it refuses.
-        number: the sessions' own, in the order in which they were made.
+        number: in the order in which sessions are made.
     """
 
     def __init__(
@@ -99,8 +97,7 @@ class Session:
         """Open the session's tier and homes.
 
         Args:
-            present_nbytes: what its parameters take on the device already: theirs to use, so not taken from a budget
-                of "auto".
+            present_nbytes: bytes of its parameters on the device already, which a budget of "auto" includes.
         """
         self.device = device
         self.hardware: Hardware = hardware_of(device)
@@ -142,7 +139,7 @@ class Session:
 
     @property
     def planner_state(self) -> PlannerState:
-        """What the model has come to, for `policy.decide`."""
+        """The inputs of `policy.decide` that outlive a call."""
         return PlannerState(
             self.terms.budget_nbytes,
             self.store.layout,
@@ -155,7 +152,7 @@ class Session:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, no other thread is: a phase moves chunks that another would compute with.
+        """Keep other threads out: a phase moves chunks that another would compute with.
 
         A phase of one thread may run between forward and backward of another.
 
@@ -165,7 +162,7 @@ class Session:
         with self._lock:
             if self.is_over:
                 raise UnsupportedError(
-                    "this code was compiled for a model that is gone, or whose parameters have another dtype or shape "
+                    "this code was compiled for a model that is gone, or has parameters of another dtype or shape "
                     "now; call the compiled model again, and backward() of what it returns"
                 )
             self._num_entered += 1
@@ -214,17 +211,17 @@ class Session:
         self.agree(Terms(options.at_home(self.options.home, self.options.disk_holds, source), source, budget_nbytes))
 
     def agree(self, terms: Terms) -> None:
-        """These terms count from now on."""
+        """Take over terms."""
         self.terms = terms
         self.store.debug = terms.options.debug
 
     @property
     def transport(self) -> Transport | None:
-        """By which the ranks meet that train this model; None: one process does."""
+        """The connection of the ranks that train this model; None: one process does."""
         return self.store.transport
 
     def extend_layout(self, specs: Iterable[ParamSpec], fixed: Iterable[ParamSpec] = ()) -> ChunkLayout:
-        """The layout with room for parameters it does not know yet, given in order of use. Moves nothing.
+        """Return the layout with room for new parameters, given in order of use. Moves nothing.
 
         `fixed` are parameters that cannot live in chunks; they count among the small ones.
         """
@@ -232,14 +229,13 @@ class Session:
         return extended(self.store.layout, specs, fixed, chunk_nbytes)
 
     def spec_of(self, name: str, parameter: nn.Parameter) -> ParamSpec:
-        """A parameter as the planner sees it on this session's device."""
+        """Describe a parameter for the planner, on this session's device."""
         return replace(spec_of(name, parameter), granule_nbytes=self.granule_nbytes, states=state_format_of(parameter))
 
     def restate(self) -> None:
-        """Lay out states in the formats that the parameters' optimizers declare by now (see `declare_states`). To be
-        called where this session is entered.
+        """Lay out states anew in the formats that optimizers declare by now (see `declare_states`), inside `entered`.
 
-        States at home that have another format are their optimizer's from then on, and no longer in a chunk.
+        Home states of another format leave their chunk: from then on only their optimizer has them.
 
         Raises:
             OptionsError: parameters of one chunk have optimizers that keep states in different formats, or are not
@@ -265,25 +261,25 @@ class Session:
             self.store.place(layout, {}, self.store.resident)
 
     def resident_gradients(self) -> frozenset[str]:
-        """Parameters that have a gradient now which stays on the compute tier, and what another thread trains."""
+        """Return the parameters with a gradient on the compute tier now, and those that another thread trains."""
         store = self.store
         readable = store.readable()
-        staying = {name: p for name, p in store.parameters().items() if not store.is_managed(name)}
-        return frozenset(name for name, p in staying.items() if name not in readable or gradient_of(p) is not None)
+        resident = {name: p for name, p in store.parameters().items() if not store.is_managed(name)}
+        return frozenset(name for name, p in resident.items() if name not in readable or gradient_of(p) is not None)
 
     @property
     def minimum_nbytes(self) -> int:
-        """The smallest budget that every graph compiled so far can work with, beside what was held in its runs."""
+        """The smallest budget that fits every graph compiled so far, with the external bytes of their runs."""
         return self.known.minimum_nbytes(self.store.layout)
 
     def note_estimates(self, calls: Iterable[EstimatedOperator]) -> tuple[EstimatedOperator, ...]:
-        """Keep which operators' inner memory is a guess; returns those that are new."""
+        """Keep the operators with a guess for their scratch memory. Return those that are new."""
         before = {operator.operator for operator in self.estimates}
         self.estimates = largest_of_each((*self.estimates, *calls))
         return tuple(operator for operator in self.estimates if operator.operator not in before)
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Register parameters as this session's: with the last of them the session ends."""
+        """Register parameters as this session's, which ends with the last of them."""
         session = weakref.ref(self)
 
         def lost(reference: WeakIdentity) -> None:
@@ -303,7 +299,7 @@ OPEN: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 def owner(parameter: torch.Tensor) -> tuple[Session, str] | None:
-    """The session that owns a parameter, and the parameter's name in it."""
+    """Return the session that owns a parameter, and the parameter's name in it."""
     return _owners.get(local_shard_of(parameter))
 
 
@@ -313,25 +309,25 @@ def session_with(store: ChunkStore) -> Session:
 
 
 def readable_parameters() -> list[torch.Tensor]:
-    """All parameters that some session owns, and whose `.grad` this thread may look at."""
+    """Return the parameters of all sessions, but for those with a `.grad` that this thread may not read."""
     sessions = dict.fromkeys(session for session, _ in _owners.values())
     return [parameter for session in sessions for parameter in session.store.readable().values()]
 
 
 def sessions_of(parameters: Iterable[torch.Tensor]) -> list[Session]:
-    """The sessions that own some of the parameters, in the parameters' order."""
+    """Return the sessions that own some of the parameters, in the parameters' order."""
     return list(dict.fromkeys(hit[0] for parameter in parameters if (hit := owner(parameter)) is not None))
 
 
 def managing(parameter: torch.Tensor) -> tuple[Session, str] | None:
-    """The session at whose home a parameter lives, and its name there; None if it stays on the compute tier."""
+    """Return the session with a parameter's home, and its name there; None for a parameter on the compute tier."""
     hit = owner(parameter)
     return hit if hit is not None and hit[0].store.is_managed(hit[1]) else None
 
 
 @contextmanager
 def all_entered(sessions: Iterable[Session]) -> Iterator[None]:
-    """`Session.entered` of several, in an order that is the same for all threads."""
+    """Enter several sessions, in an order that is the same for all threads."""
     with ExitStack() as stack:
         for session in sorted(sessions, key=lambda session: session.number):
             stack.enter_context(session.entered())
@@ -340,7 +336,7 @@ def all_entered(sessions: Iterable[Session]) -> Iterator[None]:
 
 @contextmanager
 def stepping(sessions: Collection[Session]) -> Iterator[None]:
-    """An optimizer's step, which changes parameters of these sessions: `all_entered`, and timed."""
+    """Enter the sessions with parameters that an optimizer's step changes, and time the step."""
     with all_entered(sessions), ExitStack() as stack:
         for session in sessions:
             stack.enter_context(session.records.timed(UPDATE, session.store.traffic))
@@ -353,7 +349,7 @@ def lay_out_states(
     num_stages: int = 1,
     keeper: weakref.ref[StateKeeper] | None = None,
 ) -> None:
-    """As `declare_states`; layouts made before follow. Waits for phases that other threads run.
+    """Declare states (`declare_states`), and lay them out in existing layouts. Waits for phases of other threads.
 
     Raises:
         OptionsError: they cannot (see `Session.restate`); nothing has changed.
@@ -372,7 +368,7 @@ def lay_out_states(
 
 
 def spec_of(name: str, parameter: nn.Parameter) -> ParamSpec:
-    """What the planner needs to know of a parameter."""
+    """Describe a parameter for the planner."""
     shards = parameter.shards if isinstance(parameter, LocalShard) else None
     layout = tuple(parameter.shape), tuple(parameter.stride()), parameter.dtype
     return ParamSpec(name, *layout, parameter.requires_grad, shards=shards)

@@ -1,4 +1,4 @@
-"""Whose states of which parameters lie in chunks: two optimizers may have stepped the same ones."""
+"""Register which optimizer's states are in chunks: two optimizers may have stepped the same parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from chunkc.runtime.store.store import ChunkStore
 
 
 class StateKeepers:
-    """The optimizers whose states are at home in a store, by parameter. Held weakly."""
+    """The optimizers with states in chunks, by parameter. Held weakly."""
 
     def __init__(self, store: ChunkStore) -> None:
         self._store = store
@@ -20,13 +20,14 @@ class StateKeepers:
         return all(name in self._keepers and self._keepers[name]() is optimizer for name in names)
 
     def has_none(self, names: Iterable[str]) -> bool:
-        """Whether chunks have nobody's states of these parameters."""
+        """Whether chunks have no states of these parameters."""
         return not any(name in self._keepers for name in names)
 
     def keep(self, optimizer: object, group: int, names: Collection[str]) -> None:
-        """From now on the states of these parameters of a group, at home, are those of this optimizer.
+        """Give the home states of these parameters of a group to this optimizer.
 
-        If others' were there, they stay with who has views of them, as the states of two optimizers in PyTorch do.
+        States of another optimizer leave the chunks, and live on in its views, as states of two optimizers in PyTorch
+        do.
         """
         if self.has(optimizer, names):
             return
@@ -35,7 +36,7 @@ class StateKeepers:
         self._keepers.update(dict.fromkeys(names, weakref.ref(optimizer)))
 
     def leave(self, group: int) -> None:
-        """The states of a group at home are no longer in a chunk: they are their optimizer's alone."""
+        """Take the states of a group out of its chunks: from now on only their optimizer has them."""
         self._store.release_states(group)
         for of_group in self._store.layout.groups[group].slices:
             self._keepers.pop(of_group.spec.name, None)

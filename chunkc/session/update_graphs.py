@@ -35,7 +35,7 @@ def is_between_calls(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def _results(gm: fx.GraphModule) -> Iterator[torch.Tensor]:
-    """What a graph makes and returns, as Dynamo traced it."""
+    """Return the values that a graph makes and returns, as Dynamo traced it."""
     given = {id(node.meta.get("example_value")) for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")}
     for node in pytree.tree_leaves(gm.graph.output_node().args):
         value = node.meta.get("example_value") if isinstance(node, fx.Node) else None

@@ -68,7 +68,7 @@ def _cast(parameter: fx.Node, user: fx.Node, leaving: Set[int]) -> str | None:
 
 
 def with_casts_given(gm: fx.GraphModule, parameters: Iterable[str]) -> fx.GraphModule:
-    """A copy of a phase whose placeholders of these names are the casts that it makes of them."""
+    """Return a copy of a phase that is given, for placeholders of these names, the casts that it makes of them."""
     given = set(parameters)
     graph = copy.deepcopy(gm.graph)
     for node in placeholders(graph):

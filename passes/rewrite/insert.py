@@ -26,10 +26,10 @@ def insert_events(
     resident: frozenset[int],
     layout: ChunkLayout | None = None,
 ) -> fx.GraphModule:
-    """Build the rewritten graph of one phase; with a `layout`, saying when its groups are settled at home.
+    """Build the rewritten graph of one phase; with a `layout`, reporting when gradients of its groups are complete.
 
     Placeholders carry `meta["storage"] = (name, bytes, held)`, for the verifier. A gradient is owned by its sink when
-    the program hands it over. Values that are absent between the phases are replaced by what stands for them.
+    the program hands it over. Offloaded and recomputed values are replaced by stand-ins between the phases.
     """
     graph = fx.Graph()
     values: dict[str, fx.Node] = {}
@@ -40,11 +40,11 @@ def insert_events(
             node.meta["storage"] = (f"dropped:{value}", 0, False)
         node.meta["parameter"] = program.parameters.get(value)
         values[value] = node
-    settled = {} if layout is None else settled_after(program, plan, layout, resident)
+    complete = {} if layout is None else complete_after(program, plan, layout, resident)
     saved = _Saved(graph, program, values)
     calls = iter(program.calls)
     for at, stop in enumerate(plan.stops[:-1]):
-        _events(graph, stop, at, settled, saved)
+        _events(graph, stop, at, complete, saved)
         if at in plan.tiles:
             _node(graph, chunk_ops.update, *_arguments(plan.tiles[at]))
             continue
@@ -63,7 +63,7 @@ def insert_events(
             group = group_of.get(name)
             chunk = None if group is None or group in resident else Chunk(GRAD, group)
             _node(graph, chunk_ops.sink, name, chunk, values[value], value in program.handed_over)
-    _events(graph, plan.stops[-1], len(plan.stops) - 1, settled, saved)
+    _events(graph, plan.stops[-1], len(plan.stops) - 1, complete, saved)
     outputs = [None if value is None else values[value] for value in program.outputs]
     for position, (storage, index) in program.stand_ins.items():
         outputs[position] = _node(graph, operator.getitem, saved.left[storage], index)
@@ -101,13 +101,13 @@ def _node(graph: fx.Graph, target: Callable[..., Any], *arguments: Any) -> fx.No
     return node
 
 
-def settled_after(
+def complete_after(
     program: PhaseProgram, plan: PhasePlan, layout: ChunkLayout, resident: Collection[int] = ()
 ) -> dict[tuple[int, int], int]:
-    """Where groups are settled: after which event of which stop, which group.
+    """Return the groups with complete gradients by the event, (stop, place in it), after which they are complete.
 
     That is the last event that starts a copy of the group's parameters or gradients, either way. Only groups count
-    that move, all of whose gradients are sunk by this program, and that the phase does not update itself.
+    that move, with gradients that this program sinks all, and that the phase does not update itself.
     """
     sunk = {name for call in program.calls for _, name in call.gradients}
     return {
@@ -121,7 +121,7 @@ def settled_after(
 
 
 class _Saved:
-    """Nodes of the storages that are absent between the phases.
+    """The nodes of storages that are offloaded or recomputed between the phases.
 
     Attributes:
         left: storage -> the node that gives it up.
@@ -134,7 +134,7 @@ class _Saved:
         self._made: set[str] = set()
 
     def after(self, call: SegmentCall) -> None:
-        """Behind a call: what it makes is dropped, once all saved values in it are there, or is there again."""
+        """Insert, behind a call, the drop of each storage with all its saved values, or its return."""
         for storage in dict.fromkeys(call.output_storages):
             names = self._program.remade.get(storage, ())
             if self._program.phase == FORWARD:
@@ -169,7 +169,7 @@ def _events(
     graph: fx.Graph,
     stop: Sequence[Event],
     at: int = 0,
-    settled: Mapping[tuple[int, int], int] = MappingProxyType({}),
+    complete: Mapping[tuple[int, int], int] = MappingProxyType({}),
     saved: _Saved | None = None,
 ) -> None:
     for position, event in enumerate(stop):
@@ -178,5 +178,5 @@ def _events(
             saved.insert(event)
             continue
         _node(graph, chunk_ops.EVENT_TARGETS[event.kind], event.item, *((event.link,) if event.link else ()))
-        if (at, position) in settled:
-            _node(graph, chunk_ops.settle, settled[at, position])
+        if (at, position) in complete:
+            _node(graph, chunk_ops.settle, complete[at, position])

@@ -1,4 +1,4 @@
-"""Operators whose results lie otherwise than their fake tensors say, where operands lie in different orders.
+"""Give operands of one memory order to operators with results that differ from their fake tensors otherwise.
 
 Code that runs node by node takes views of results as traced, by the fake tensors' strides. Where these are wrong, a
 view fails, or, worse, `as_strided` reads other elements. So while a graph is traced for such code, these operators get

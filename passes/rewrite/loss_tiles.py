@@ -1,4 +1,5 @@
-"""The loss of a language model in tiles of rows, so that its logits, the largest values of most, are never all there.
+"""Compute the loss of a language model in tiles of rows, so that its logits, the largest values of most, never exist as
+a whole.
 
 A row is a token. For each tile of rows, logits and their cross entropy are computed, and the backward computes that
 tile's logits again right before it uses them (the tiles are marked as activation checkpoints, Chen et al.,
@@ -6,7 +7,7 @@ arXiv:1604.06174). Losses of tiles are added up in fp32. Liger's fused linear cr
 PyTorch's automatic chunker, which takes gradients before the loss's own gradient is known: in fp16 they would vanish.
 
 It works on Dynamo's graph, where a cross entropy is one node. What stands between the logits' product and the loss may
-change each element by a number (a cast, a cap), and shape or cut rows. Logits that somebody else reads too, such as the
+change each element by a number (a cast, a cap), and shape or cut rows. Logits that have another reader, such as the
 caller, are computed a second time for the loss: their gradient would be there twice else, in pieces and as a whole.
 Where no such product is found, what follows is tiled.
 """
@@ -37,7 +38,7 @@ _SIGNATURE = inspect.signature(F.cross_entropy)
 
 @dataclass(frozen=True)
 class _Chain:
-    """What leads to a loss: from `source` by `shaping`, then by `by_element`, in order.
+    """The operations that lead to a loss: from `source` by `shaping`, then by `by_element`, in order.
 
     Attributes:
         linear: the product that makes the logits; `source` is its input then. None: it was not found.
@@ -99,7 +100,7 @@ def _reason_against(arguments: Mapping[str, Any]) -> str:
 
 
 def _chain(logits: fx.Node) -> _Chain:
-    """What leads to these logits of two dimensions, as far back as it can be computed by rows."""
+    """Return the operations that lead to two-dimensional logits, as far back as they can be computed by rows."""
     shaping: list[fx.Node] = []
     by_element: list[fx.Node] = []
     linear, node, switched = None, logits, _switched(logits.graph)
@@ -117,7 +118,7 @@ def _chain(logits: fx.Node) -> _Chain:
 
 
 def _switched(graph: fx.Graph) -> dict[fx.Node, int]:
-    """How many times autocast or grad mode were switched before each node."""
+    """Count how many times autocast or grad mode were switched before each node."""
     found, count = {}, 0
     for node in graph.nodes:
         count += node.op == "call_function" and node.target in SWITCHES
@@ -133,7 +134,7 @@ def _is_product(node: fx.Node) -> bool:
 
 
 def _is_by_element(node: fx.Node) -> bool:
-    """A cast to a dtype, or one number for all elements."""
+    """Whether a node casts to a dtype, or applies a number to all elements."""
     if len(node.all_input_nodes) != 1 or node.kwargs:
         return False
     others = [value for value in node.args if not isinstance(value, fx.Node)]
@@ -143,7 +144,7 @@ def _is_by_element(node: fx.Node) -> bool:
 
 
 def _is_shaping(node: fx.Node) -> bool:
-    """Rows are put into another shape, or some are cut off; each stays whole."""
+    """Whether a node puts rows into another shape, or cuts some off; each stays whole."""
     (source, *others) = node.args if node.args else (None,)
     if node.target not in _SHAPING or node.kwargs or len(node.all_input_nodes) != 1 or not isinstance(source, fx.Node):
         return False
@@ -171,7 +172,7 @@ def _cuts_rows(index: object, num_dims: int) -> bool:
 def _tiled(
     graph: fx.Graph, loss: fx.Node, chain: _Chain, target: fx.Node, arguments: Mapping[str, Any], rows: int
 ) -> fx.Node:
-    """The loss, by nodes before it."""
+    """Insert the tiled loss before the loss, and return its node."""
     shaped, logits = _shaped(graph, chain), arguments["input"]
     num_tiles = _num_tiles(logits, rows)
     sizes = _sizes(graph, shaped, logits.meta["example_value"].shape[0], num_tiles, rows)
@@ -204,7 +205,7 @@ def _tiled(
 
 
 def _shaped(graph: fx.Graph, chain: _Chain) -> fx.Node:
-    """The source in two dimensions, of which the first is that of rows."""
+    """Insert the source in two dimensions, rows first, and return its node."""
     value = chain.source
     for node in chain.shaping:
         others = node.args[1:]
@@ -250,7 +251,7 @@ class _Tile:
 
 
 def _erase(graph: fx.Graph, node: fx.Node) -> None:
-    """A node that nobody reads, and what only it has read."""
+    """Erase a node without readers, and the nodes that only it has read."""
     before = [source for source in node.all_input_nodes if source.op != "placeholder"]
     graph.erase_node(node)
     for source in before:

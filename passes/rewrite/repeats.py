@@ -1,4 +1,4 @@
-"""Blocks that repeat in a graph of Dynamo's, and the graph with most of them left out.
+"""Find blocks that repeat in Dynamo's graph, and leave most of them out of it.
 
 A model of equal layers gives a graph in which one block of operations follows the other, each on parameters of its
 own. What AOTAutograd makes of one, it makes of every other. So it traces a few, and `unrolling` repeats what it made.
@@ -56,7 +56,7 @@ class Repeats:
 
 
 def find_repeats(graph: fx.Graph) -> Repeats | None:
-    """The blocks that are alike; None where fewer than MIN_ALIKE are, or where something else reads their values.
+    """Find the blocks that are alike; None where fewer than MIN_ALIKE are, or where something else reads their values.
 
     A block reads the one before it, itself, parameters of its own, and what comes before all of them.
     """
@@ -133,7 +133,7 @@ def collected(node: fx.Node) -> tuple[Any, list[fx.Node]]:
 
 
 def value_text(value: object) -> str:
-    """What tells fake values apart that operators could; symbols by their names, so that nothing is asked of them."""
+    """Describe fake values as far as operators can tell them apart; symbols by name, so that no guard is made."""
     return repr([_leaf_text(leaf) for leaf in pytree.tree_leaves(value)])
 
 
@@ -192,7 +192,8 @@ def _writes(node: fx.Node) -> bool:
 def _described(
     number: int, block: tuple[fx.Node, ...], place: dict[fx.Node, tuple[int, int]]
 ) -> tuple[object, tuple[fx.Node, ...]]:
-    """What a block reads, as others that are alike say it; and the placeholders that it alone reads."""
+    """Describe the inputs of a block so that equal blocks have equal texts; and return the placeholders it alone
+    reads."""
     inside = set(block)
     own: dict[fx.Node, int] = {}
 
@@ -211,7 +212,7 @@ def _described(
 
 
 def _longest_period(texts: Sequence[int]) -> tuple[int, int, int]:
-    """The longest stretch that repeats itself: where it begins, its period, and how often it is there."""
+    """Return the longest run of operations that repeats itself: its begin, its period, and the number of periods."""
     best, covered = (0, 1, 0), 0
     for period in _likely_periods(texts):
         begin, length = 0, 0
@@ -227,7 +228,7 @@ def _longest_period(texts: Sequence[int]) -> tuple[int, int, int]:
 
 
 def _likely_periods(texts: Sequence[int]) -> list[int]:
-    """The distances at which texts are most often found again, the shortest first."""
+    """Return the distances at which texts most often recur, the shortest first."""
     found: dict[int, list[int]] = {}
     for at, text in enumerate(texts):
         found.setdefault(text, []).append(at)
@@ -238,7 +239,7 @@ def _likely_periods(texts: Sequence[int]) -> list[int]:
 
 
 def _longest_run(texts: Sequence[object]) -> tuple[int, int]:
-    """The longest run of equal ones, as (first, end)."""
+    """Return the longest run of equal texts, as (first, end)."""
     best, first = (0, 0), 0
     for at in range(1, len(texts) + 1):
         if at == len(texts) or texts[at] != texts[first]:

@@ -1,4 +1,4 @@
-"""A graph that was traced on the CPU, as a CUDA device would run it: same operators, fake tensors of the device.
+"""Retarget a graph that was traced on the CPU to a CUDA device: same operators, fake tensors of the device.
 
 Nothing runs and no GPU is needed: tracing itself does need one (autograd asks for the device), but what an operator
 returns there can be asked of a fake tensor on any machine. So sizes, dtypes (the statistics of a norm) and storages
@@ -107,7 +107,7 @@ def _operator(node: fx.Node) -> Any:
 
 
 def _given(node: fx.Node) -> tuple[list[Any], fx.Node | None]:
-    """What an attention is given: query, key, value, dropout and causality; and its mask."""
+    """Return the inputs of an attention: query, key, value, dropout and causality; and its mask."""
     position = _WRAPPED_AT.get(node.target)
     operands = list[Any](node.args)[0 if position is None else position + 1 :]
     mask = node.kwargs.get("attn_mask")
@@ -294,7 +294,7 @@ def _device(argument: Any) -> Any:
 
 
 def _moved(value: Any, storages: dict[int, Tensor]) -> Any:
-    """The same, on the device; tensors that shared a storage share one again."""
+    """Return a value on the device; tensors that shared a storage share one again."""
 
     def move(tensor: Tensor) -> Tensor:
         storage, key = tensor.untyped_storage(), storage_key(tensor)

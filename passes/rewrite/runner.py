@@ -85,7 +85,7 @@ def disabled(passes: Iterable[Pass]) -> frozenset[str]:
 
 
 def run_passes(passes: Sequence[Pass[C]], graphs: Graphs, context: C, left_out: frozenset[str] = frozenset()) -> Graphs:
-    """Run passes in their order, but for those whose names are left out.
+    """Run passes in their order, except those that are left out.
 
     Raises:
         InternalError: a pass broke a graph, and `CHUNKC_VERIFY_PASSES` is set.

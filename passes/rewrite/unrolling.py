@@ -1,4 +1,4 @@
-"""What AOTAutograd made of a graph with few blocks, with all of its blocks: their operations repeated.
+"""Unroll the graph that AOTAutograd made of few blocks: repeat the operations of a block for all of them.
 
 AOTAutograd goes through a graph operation by operation, forwards and then backwards, and what it makes of one depends
 on that one's inputs alone. So from blocks that are alike it makes parts that are alike, but for the first and the last.
@@ -142,7 +142,7 @@ def _text(node: fx.Node) -> object:
 
 
 def _relative(traced: _Traced, node: fx.Node) -> list[Spot | fx.Node]:
-    """What a part's node reads: where in the parts, told from its own; or the node itself, outside of them."""
+    """Return the inputs of a part's node: their spots relative to its own, or nodes outside of the parts."""
     part = traced.spot[node][2]
 
     def seen(source: fx.Node) -> Spot | fx.Node:
@@ -222,7 +222,7 @@ class _Unrolling:
         return made
 
     def _at(self, source: fx.Node, number: int | None, reader: fx.Node | None) -> fx.Node:
-        """What stands for a value where a node of a block, or of none, reads it."""
+        """Return the value that a node of a block, or of none, reads in place of a traced one."""
         if source not in self._traced.spot:
             return self._values[source]
         kind, offset, part = self._traced.spot[source]
@@ -294,7 +294,7 @@ class _Unrolling:
                 made.meta[key] = stack
 
     def _stacks_of(self, number: int) -> dict[object, fx.Node]:
-        """What the second block's nodes say of where they come from -> this block's nodes that say the same."""
+        """Map the origins of the second block's nodes to those of this block's nodes."""
         if number not in self._stacks:
             found: dict[object, fx.Node] = {}
             for node, other in zip(self._repeats.stacks(1), self._repeats.stacks(number - 1), strict=True):

@@ -201,7 +201,7 @@ def _none(*args: Any) -> Iterator[Callable[[Any], None]]:
 
 LEFT_OUT: dict[str, tuple[str, Any, Callable[[], Result]]] = {
     "of models": ("chunkc.distribute.agree", lambda *args: None, rank_cases.another_stage),
-    "of a compilation": ("chunkc.compile.meeting", _none, rank_cases.another_budget),
+    "of a compilation": ("chunkc.compile.rendezvous", _none, rank_cases.another_budget),
     "of a phase": ("chunkc.session.rank_phases.begin_phase", lambda transport, own, facts: [own], lost_phase),
     "of what is outdated": (
         "chunkc.session.rank_phases.begin_phase",

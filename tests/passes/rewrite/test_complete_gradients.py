@@ -7,7 +7,7 @@ from verify_cases import LAYOUT, MODULES, NUM_LAYERS, backward_program, case, pl
 from chunkc.ir import chunk_ops
 from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan
-from chunkc.passes.rewrite.insert import insert_events, settled_after
+from chunkc.passes.rewrite.insert import complete_after, insert_events
 
 
 def test_every_group_is_settled_once_after_its_gradients_left() -> None:
@@ -33,7 +33,7 @@ def test_the_last_fetch_counts_too() -> None:
         (Event(PREFETCH, Chunk("param", 2), 1), Event(WAIT, Chunk("param", 2), 1)),
         (Event(EVICT, Chunk("param", 2), 1),),
     )
-    assert settled_after(backward_program(), PhasePlan("backward", stops, ()), LAYOUT) == {(1, 0): 2}
+    assert complete_after(backward_program(), PhasePlan("backward", stops, ()), LAYOUT) == {(1, 0): 2}
 
 
 def test_a_group_counts_only_with_all_its_gradients() -> None:
@@ -49,4 +49,4 @@ def test_a_group_counts_only_with_all_its_gradients() -> None:
 def test_a_group_that_stays_is_not_settled_when_its_cast_is_made() -> None:
     stops = ((Event(PREFETCH, Chunk("param_bf16", 2), 0), Event(WAIT, Chunk("param_bf16", 2), 0)), ())
     plan = PhasePlan("backward", stops, ())
-    assert settled_after(backward_program(), plan, LAYOUT, resident=frozenset({2})) == {}
+    assert complete_after(backward_program(), plan, LAYOUT, resident=frozenset({2})) == {}
