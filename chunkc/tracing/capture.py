@@ -32,7 +32,7 @@ from chunkc.torch_private.fake import is_traceable_wrapper_subclass
 from chunkc.torch_private.versions import warn_if_newer
 from chunkc.tracing import passes
 from chunkc.tracing.decompositions import decompositions
-from chunkc.tracing.passes import CaptureContext, JointContext
+from chunkc.tracing.passes import JointContext, TraceContext
 
 logger = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def capture_graph(
     """
     warn_if_newer()
     # Nothing below keeps the inputs: PyTorch 2.11 keeps these functions with the graph.
-    context = CaptureContext(
+    context = TraceContext(
         parameter_names,
         [
             (name is not None or is_of_a_module(node)) and isinstance(value, torch.Tensor) and not value.requires_grad

@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class CaptureContext:
-    """What passes read of a capture besides its graphs, and what they find.
+class TraceContext:
+    """The inputs of passes over a traced graph besides the graph, and their findings.
 
     Attributes:
         parameter_names: per input of Dynamo's graph, the parameter's name; None for an input that is none.
@@ -78,14 +78,14 @@ class CaptureContext:
 
 @dataclass
 class JointContext:
-    """What passes over a joint graph, or over a forward that has no backward, read besides it.
+    """The inputs of passes over a joint graph, or over a forward that has no backward, besides the graph.
 
     Attributes:
         example_inputs: the graph's inputs as AOTAutograd gives them, with its other arguments for a partitioner.
         is_prepared: whether `unroll` has run Inductor's passes, but for those that number random numbers.
     """
 
-    capture: CaptureContext
+    capture: TraceContext
     example_inputs: Sequence[Any]
     partitioner: Mapping[str, Any] = field(default_factory=dict)
     is_prepared: bool = False
@@ -97,7 +97,7 @@ class JointContext:
 
 @dataclass
 class CutContext:
-    """What passes over phases that will be cut into segments read besides them, and what they find.
+    """The inputs of passes over phases that are cut into segments next, besides the phases, and their findings.
 
     Attributes:
         by_placeholder, num_user_outputs: as of `TracedGraphs`.
@@ -112,13 +112,13 @@ class CutContext:
     read_as: Mapping[str, str] = field(default_factory=dict)
 
 
-def _write_out_regions(graphs: Graphs, context: CaptureContext) -> Graphs:
+def _write_out_regions(graphs: Graphs, context: TraceContext) -> Graphs:
     (gm,) = graphs
     write_out_regions(gm)
     return graphs
 
 
-def _tile_losses(graphs: Graphs, context: CaptureContext) -> Graphs:
+def _tile_losses(graphs: Graphs, context: TraceContext) -> Graphs:
     (gm,) = graphs
     if context.loss_tile_rows is not None:
         context.whole_losses = tile_losses(gm.graph, context.loss_tile_rows)
@@ -198,13 +198,13 @@ def _numbers_first(graphs: Graphs, context: JointContext) -> Graphs:
     return graphs
 
 
-def _wait_at_once(graphs: Graphs, context: CaptureContext) -> Graphs:
+def _wait_at_once(graphs: Graphs, context: TraceContext) -> Graphs:
     for module in graphs:
         wait_at_once(module.graph)
     return graphs
 
 
-def _copy_gradients(graphs: Graphs, context: CaptureContext) -> Graphs:
+def _copy_gradients(graphs: Graphs, context: TraceContext) -> Graphs:
     for module in graphs[1:]:
         given = enumerate(zip(returned(module.graph), context.parameter_names))
         materialise_returned_placeholders(
@@ -213,7 +213,7 @@ def _copy_gradients(graphs: Graphs, context: CaptureContext) -> Graphs:
     return graphs
 
 
-def _copy_parameter_views(graphs: Graphs, context: CaptureContext) -> Graphs:
+def _copy_parameter_views(graphs: Graphs, context: TraceContext) -> Graphs:
     inputs = placeholders(graphs[0].graph)
     names = {node.name for node, name in zip(inputs, context.parameter_names) if name is not None}
     for module in graphs:
@@ -221,13 +221,13 @@ def _copy_parameter_views(graphs: Graphs, context: CaptureContext) -> Graphs:
     return graphs
 
 
-def _copy_changing(graphs: Graphs, context: CaptureContext) -> Graphs:
+def _copy_changing(graphs: Graphs, context: TraceContext) -> Graphs:
     if context.repeatable and len(graphs) > 1:
         copy_changing(graphs[0].graph, context.new_buffers)
     return graphs
 
 
-def _complete_random_states(graphs: Graphs, context: CaptureContext) -> Graphs:
+def _complete_random_states(graphs: Graphs, context: TraceContext) -> Graphs:
     fix_lengths_of_random_states(graphs[0].graph)
     for module in graphs[1:]:
         note_values_drawn_again(module.graph)
@@ -252,7 +252,7 @@ def _dropouts_from_masks(graphs: Graphs, context: CutContext) -> Graphs:
 
 UNROLL = Pass("unroll", _unroll)
 
-DYNAMO: tuple[Pass[CaptureContext], ...] = (
+DYNAMO: tuple[Pass[TraceContext], ...] = (
     # First: losses and equal blocks are looked for among a region's operations, too. Tiles come before blocks are
     # looked for (`find_repeats`, after this stage), which may not end within a loss.
     Pass("regions", _write_out_regions, required="a plan describes operations, not calls of other graphs"),
@@ -282,7 +282,7 @@ PARTITION: tuple[Pass[JointContext], ...] = (
 )
 """Passes that make a forward and a backward of a joint graph."""
 
-TRACED: tuple[Pass[CaptureContext], ...] = (
+TRACED: tuple[Pass[TraceContext], ...] = (
     # In any order.
     Pass("collective_waits", _wait_at_once, required="a collective and its wait are one segment"),
     Pass("gradient_copies", _copy_gradients, required="a gradient has a chunk of its own, and may be no input"),

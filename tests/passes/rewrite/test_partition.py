@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned, storage_keys
 from chunkc.passes.rewrite.partition import hoist_for_backward
 from chunkc.passes.rewrite.runner import Graphs
-from chunkc.tracing.passes import PARTITION, CaptureContext, JointContext, run
+from chunkc.tracing.passes import PARTITION, JointContext, TraceContext, run
 
 MOVES = (
     "view",
@@ -108,7 +108,7 @@ def saved_by(model: nn.Module, x: torch.Tensor) -> tuple[list[fx.Node], set[fx.N
 
     def partition_fn(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Graphs:
         frozen = [not parameter.requires_grad for parameter in parameters] + [False]
-        capture = CaptureContext([*names, None], frozen, 1, "eager", None, repeatable=False, num_user_outputs=1)
+        capture = TraceContext([*names, None], frozen, 1, "eager", None, repeatable=False, num_user_outputs=1)
         forward, backward = run(PARTITION, (joint,), JointContext(capture, inputs, kwargs))
         found.update(forward=forward, num_outputs=kwargs["num_fwd_outputs"])
         return forward, backward
