@@ -73,7 +73,7 @@ def test_pieces_have_the_bits_of_the_whole(rule: AdamRule, dtype: torch.dtype, m
 def test_a_part_of_a_tensor_is_updated_as_its_clone_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elementwise.elementwise_triton, "update", by_reference)
     monkeypatch.setattr(on_device, "computes_by_triton", lambda device: True)
-    monkeypatch.setattr(elementwise, "goes_along", lambda tensor: False)
+    monkeypatch.setattr(elementwise, "can_be_batched", lambda tensor: False)
     base = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     before, part = base.clone(), torch.nn.Parameter(base[:, :3])
     shadow = torch.nn.Parameter(part.detach().clone())
