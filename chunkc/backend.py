@@ -30,10 +30,12 @@ from chunkc.passes.graphs.graphs import placeholders
 from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.session.logs import logger
 from chunkc.session.update_graphs import is_between_calls
+from chunkc.torch_private import causal_masks
 from chunkc.torch_private.dynamo import (
     TensorifyScalarRestartAnalysis,
     compile_lock,
     compiled_code,
+    compiles_by,
     in_compiled_autograd,
     watch_compilations,
     watch_given,
@@ -271,3 +273,4 @@ def _begin(options: dict[str, Any] | None, arguments: Collection[Any]) -> None:
 
 watch_compilations(chunkc, _begin, recompile_limit.at_limit)
 watch_given(chunkc, GIVEN.note)
+causal_masks.install(partial(compiles_by, backend=chunkc))

@@ -169,7 +169,7 @@ def watch_compilations(
         exceeded, limit = judge(*args)
         asking = sys._getframe(1).f_locals
         compiler = _given_compiler(asking.get("compiler_fn"))
-        if _compiles_by(compiler, backend):
+        if compiles_by(compiler, backend):
             if exceeded:
                 at_limit(
                     RecompileLimit(
@@ -202,7 +202,7 @@ def watch_given(backend: Callable[..., Any], note: Callable[[Callable[..., Any]]
     def unwrapped_and_noted(given: Callable[..., Any]) -> Callable[..., Any]:
         innermost = unwrap(given)
         context = sys._getframe(1).f_locals.get("self")
-        if not isinstance(context, OptimizeContext) or not _compiles_by(context.callback, backend):
+        if not isinstance(context, OptimizeContext) or not compiles_by(context.callback, backend):
             return innermost
         note(innermost)
         return _visible(innermost)
@@ -228,7 +228,7 @@ def _visible(given: Any) -> Any:
     return call
 
 
-def _compiles_by(compiler: Any, backend: Callable[..., Any]) -> bool:
+def compiles_by(compiler: Any, backend: Callable[..., Any]) -> bool:
     """Whether Dynamo compiles by a backend, below its wrappers and those of `torch.compile`."""
     compiler = _given_compiler(compiler)
     return getattr(compiler, "compiler_fn", compiler) is backend

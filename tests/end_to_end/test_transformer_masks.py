@@ -1,0 +1,118 @@
+"""`nn.TransformerEncoder` and `nn.TransformerDecoder` with a mask and no `is_causal` are one graph, with the bits of
+PyTorch's own answer to whether the mask is causal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+
+import chunkc
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+LENGTH, WIDTH = 8, 16
+CAUSAL = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+MASKS = {
+    "causal": CAUSAL,
+    "wider": torch.full((LENGTH, LENGTH), float("-inf")).triu(2),
+    "boolean": CAUSAL.isinf(),
+    "of heads": CAUSAL.expand(4, LENGTH, LENGTH).contiguous(),
+}
+
+
+class Model(nn.Module):
+    """An encoder before a decoder; masks are arguments, or, if none is given, made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        arguments: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 32, **arguments), 2)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 2, 32, **arguments), 1)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+        memory = self.encoder(x, mask=mask)
+        return self.decoder(x, memory, tgt_mask=mask)
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    options = {"memory_budget": 2**30, "codegen": "eager"} | options
+    return torch.compile(model, backend="chunkc", options=options, fullgraph=True)
+
+
+def rows(length: int = LENGTH) -> Tensor:
+    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length))
+
+
+def trained(model: nn.Module, call: Any, *arguments: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    out = call(*arguments)
+    out.square().mean().backward()
+    return [out.detach(), *(p.grad.clone() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("mask", [None, *MASKS])
+def test_the_bits_are_those_of_plain_pytorch(mask: str | None) -> None:
+    model = Model()
+    given = () if mask is None else (MASKS[mask],)
+    found, expected = trained(model, compiled(model), rows(), *given), trained(model, model, rows(), *given)
+    assert all(map(torch.equal, found, expected))
+    assert chunkc.report(model).num_chunks > 1
+
+
+def test_the_whole_model_is_under_the_budget() -> None:
+    """As much as with a mask that needs no check."""
+    minimum = {}
+    for name in ("causal", "of heads"):
+        torch._dynamo.reset()
+        model = Model()
+        with pytest.raises(chunkc.BudgetError) as error:
+            compiled(model, memory_budget=1)(rows(), MASKS[name])
+        minimum[name] = error.value.minimum_nbytes
+        torch._dynamo.reset()
+        trained(model, compiled(model, memory_budget=error.value.minimum_nbytes), rows(), MASKS[name])
+    assert minimum["causal"] > sum(p.nbytes for p in Model().encoder.layers[0].parameters())
+
+
+def test_other_lengths_are_answered_for_themselves() -> None:
+    model = Model()
+    call = compiled(model)
+    for length in (8, 5, 6, 8):
+        assert torch.equal(call(rows(length)), model(rows(length)))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "was"), [("causal", "wider", "was causal"), ("wider", "causal", "not causal")]
+)
+def test_a_mask_of_another_answer_is_an_error(first: str, then: str, was: str) -> None:
+    """Never the other kernel's bits."""
+    model = Model()
+    call = compiled(model)
+    assert torch.equal(call(rows(), MASKS[first]), model(rows(), MASKS[first]))
+    with pytest.raises(RuntimeError, match=f"{was}.*is_causal=True or False"):
+        call(rows(), MASKS[then])
+    assert torch.equal(call(rows(), MASKS[first].clone()), model(rows(), MASKS[first]))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["causal", "wider"])
+def test_inductor_compiles_it(name: str) -> None:
+    model = Model()
+    call = compiled(model, codegen="inductor")
+    torch.testing.assert_close(call(rows(), MASKS[name]), model(rows(), MASKS[name]))
+    with pytest.raises(RuntimeError, match="is_causal=True or False"):
+        call(rows(), MASKS["wider" if name == "causal" else "causal"])
+
+
+def test_other_backends_break_the_graph_as_before() -> None:
+    model = Model()
+    with pytest.raises(TorchDynamoException):
+        torch.compile(model, backend="aot_eager", fullgraph=True)(rows(), CAUSAL)
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="aot_eager")(rows(), CAUSAL), model(rows(), CAUSAL))
