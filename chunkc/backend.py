@@ -1,7 +1,8 @@
 """`torch.compile(model, backend="chunkc")`: what Dynamo calls, with the way that a graph goes.
 
 Dynamo's graph goes through AOTAutograd to a joint graph, is partitioned, laid into chunks, cut into segments, compiled
-and measured on paper. If the budget is large enough, the step is planned and verified; only then do parameters move.
+and measured by simulation. If the budget is large enough, the step is planned and verified; only then do parameters
+move.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _served(
 
 
 def _is_part(gm: fx.GraphModule) -> bool:
-    """Whether Dynamo runs other code of the model beside this graph: after a break, or around all of it."""
+    """Whether Dynamo runs other code of the model besides this graph: after a break, or around all of it."""
     return _is_before_a_break(gm) or runs_inside_the_compiled_call()
 
 
@@ -155,7 +156,7 @@ def _without_frames(error: ChunkcError) -> ChunkcError:
 
 
 def _refusing(error: ChunkcError, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """As `_raising`; other ranks, which wait for this one to compile the graph, are told."""
+    """Refuse as `_raising` does, and tell other ranks, which wait for this one to compile the graph."""
     parts = (part for value in inputs if isinstance(part := local_shard_of(value), LocalShard))
     if (first := next(parts, None)) is not None:
         refuse(first.transport, error)
@@ -215,7 +216,7 @@ def _compile_in_symbols(
         inputs = [_as_traced(value, argument) for value, argument in zip(traced, arguments, strict=True)]
     try:
         # Dynamo, which says what is dynamic, has not seen these parameters. What the mode has met keeps its shape,
-        # for as long as somebody holds it.
+        # for as long as something holds it.
         met = [mode.from_tensor(value, static_shapes=True) for value in inputs if isinstance(value, nn.Parameter)]
         with tracing(TracingContext(mode)), _no_more_guards(mode.shape_env):
             call = compile_for(inputs, arguments)

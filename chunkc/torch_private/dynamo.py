@@ -108,7 +108,7 @@ def mark_alike(tensor: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def source_name(node: fx.Node) -> str:
-    """How the frame reaches an input of Dynamo's graph, such as "L['self']._modules['up']"; "" where it is not known.
+    """Read how the frame reaches an input of the graph, such as "L['self']._modules['up']"; "" where it is not known.
 
     Of some sources it is a method, of others an attribute.
     """
@@ -235,7 +235,7 @@ def compiles_by(compiler: Any, backend: Callable[..., Any]) -> bool:
 
 
 def _given_compiler(compiler: Any) -> Any:
-    """What `torch.compile` made of the user's backend, or was given as one, below Dynamo's wrappers."""
+    """Unwrap what `torch.compile` made of the user's backend, or was given as one, below Dynamo's wrappers."""
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend
     return compiler

@@ -1,4 +1,4 @@
-"""The kinds of backward that a compiled graph tells apart, and the parameters whose gradients autograd must see.
+"""The kinds of backward that a compiled graph tells apart, and the parameters of which autograd must see the gradients.
 
 A compiled backward puts gradients into `.grad` as they are made and returns None for them. So autograd cannot
 differentiate them again; what `torch.autograd.grad` returns, and what watches gradients on their way, needs them
@@ -35,7 +35,7 @@ class OutputHooks:
     - Whether the backward that runs now makes a graph of its own, to be differentiated again. While a compiled backward
       runs, grad mode is off: AOTAutograd runs it in an `autograd.Function`. In a hook of the node before, it is what
       the caller asked for.
-    - The outputs' gradients as they were given. AOTAutograd copies those whose strides are not the outputs' before it
+    - The outputs' gradients as they were given. AOTAutograd copies those with other strides than the outputs' before it
       hands them over, and the giver may keep the originals.
     """
 
@@ -75,12 +75,12 @@ class OutputHooks:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the backward that runs now does with the gradients that a graph makes of parameters.
+    """The uses that the backward that runs now has for the gradients of a graph's parameters.
 
     Attributes:
         nodes: by which it adds to `.grad`, by the parameters' names.
         returned: parameters of which `torch.autograd.grad` returns the gradient.
-        left_out: those whose gradients nothing reads, as `backward(inputs=...)` does not name them.
+        left_out: those of which nothing reads the gradients, as `backward(inputs=...)` does not name them.
     """
 
     nodes: Mapping[str, Node]
@@ -94,7 +94,7 @@ class Asked:
 
 
 def asked_of(parameters: Mapping[str, torch.Tensor]) -> Asked:
-    """What the backward that runs now does with the gradients of these parameters, given by name."""
+    """Find the uses that the backward that runs now has for the gradients of these parameters, given by name."""
     running = current_node()
     names = {id(parameter): name for name, parameter in parameters.items()}
     nodes: dict[str, Node] = {}
@@ -118,7 +118,7 @@ class NodeHooks:
 
     Of a node's hooks only a handle tells. So each node is given one and loses it again, and what the handle pointed to
     is looked at from then on, for as long as the node lives: often until the next forward, which makes new ones. That
-    takes time, and nodes without hooks get none while nobody registers any: then they are not asked again.
+    takes time, and nodes without hooks get none while none are registered: then they are not asked again.
     """
 
     def __init__(self) -> None:

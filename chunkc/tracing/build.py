@@ -63,7 +63,7 @@ class Builder:
     Attributes:
         can_skip_segmentation: whether the graph may be compiled whole if all its model data fits.
         compiled: false for a description alone: the same bytes, but no compiler is started and nothing can run.
-        strict: refuse operators whose inner memory is a guess.
+        strict: refuse operators of which the inner memory is a guess.
         graph_fraction: as of a `Captured`.
         show: told what is compiled.
     """
@@ -133,7 +133,8 @@ class Builder:
         return passes.run(passes.CUT, self.capture.graphs(), context), context.read_as
 
     def described(self, whole: bool, estimated: bool = False, shapes: Shapes = AS_TRACED) -> Captured:
-        """With `estimated`: only an upper bound of the memory, from the graph before any fusion, which is quick.
+        """Describe the step; with `estimated`: only an upper bound of the memory, from the graph before any fusion,
+        which is quick.
 
         Sizes are what `shapes` makes of the traced ones.
 

@@ -1,4 +1,4 @@
-"""Who calls the graph that is being compiled: what Python's stack tells of it while Dynamo waits for the backend."""
+"""Find the callers of the graph that is being compiled on Python's stack, while Dynamo waits for the backend."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 
 
 def called_modules() -> Iterator[nn.Module]:
-    """The modules whose calls are on the stack, the innermost first."""
+    """The modules with a call on the stack, the innermost first."""
     for frame in _frames():
         if frame.f_code is nn.Module._wrapped_call_impl.__code__:
             yield frame.f_locals["self"]

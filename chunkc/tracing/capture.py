@@ -44,7 +44,7 @@ Boxed = Callable[[list[Any]], list[Any]]
 
 @dataclass
 class TracedGraphs:
-    """What AOTAutograd hands over, piece by piece.
+    """The graphs that AOTAutograd hands over, piece by piece.
 
     Attributes:
         num_user_outputs: how many of the forward's outputs are the caller's; the rest is saved for the backward.
@@ -118,7 +118,7 @@ def capture_graph(
 
     Args:
         parameter_names: per input, the parameter's name; None for an input that is none.
-        codegen: who will compile the segments; decides what is decomposed.
+        codegen: what will compile the segments; decides what is decomposed.
         loss_tile_rows: compute losses of more rows in tiles of so many (see `passes.loss_tiles`); None: whole.
         repeatable: parts of the forward may be repeated in the backward: they read copies of buffers that it updates.
         run_forward, run_backward: called with a list of arguments, which they empty, when the graph runs.
@@ -239,7 +239,7 @@ def _refuse_what_no_plan_describes(graph: fx.Graph) -> None:
     """Refuse operators that plans do not describe.
 
     AOTAutograd keeps the order of operators that act on nothing in the graph, by tokens that are inputs of it. Some
-    operators call graphs of their own. And a sparse tensor has no storage, whose bytes could be counted.
+    operators call graphs of their own. And a sparse tensor has no storage with bytes to count.
 
     Raises:
         UnsupportedError: there is such an operator.
@@ -253,7 +253,7 @@ def _refuse_what_no_plan_describes(graph: fx.Graph) -> None:
             )
         if getattr(node.target, "__name__", "") == "with_effects":
             raise UnsupportedError(
-                f"{node.args[1]} has an effect beside its outputs, which no plan keeps in order; keep it out of the "
+                f"{node.args[1]} has an effect besides its outputs, which no plan keeps in order; keep it out of the "
                 "graph with torch.compiler.disable"
             )
         if any(source.op == "get_attr" and "val" not in source.meta for source in node.all_input_nodes):
@@ -281,7 +281,7 @@ def _unstrided_layout(node: fx.Node) -> torch.layout | None:
 
 
 def _refuse_sparse_gradients(backward: fx.Graph, names: Sequence[str | None]) -> None:
-    """Refuse parameters whose gradients are sparse.
+    """Refuse parameters with sparse gradients.
 
     Raises:
         UnsupportedError: there are some.

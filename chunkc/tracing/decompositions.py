@@ -1,4 +1,4 @@
-"""What AOTAutograd takes apart while it captures a graph."""
+"""Decompose operators while AOTAutograd captures a graph."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ _KEEP_MORE_THAN_THEY_SHOW = [
 
 
 def decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:
-    """For Inductor its own table, but for the operators that run as they are (`segments.RUN_BY_ATEN`); for eager, next
-    to nothing, but `layouts.OPERANDS_ALIKE` get operands of one order. For both, layers in one operator, and checks."""
+    """Choose the decompositions: for Inductor its own table, but for the operators that run as they are
+    (`segments.RUN_BY_ATEN`); for eager, next to nothing, but `layouts.OPERANDS_ALIKE` get operands of one order. For
+    both, layers in one operator, and checks."""
     if codegen == "eager":
         return {**OPERANDS_ALIKE, **get_decompositions(_KEEP_MORE_THAN_THEY_SHOW), **_ALWAYS}
     known = {op: decompose for op, decompose in select_decomp_table().items() if op not in RUN_BY_ATEN}
@@ -105,8 +106,8 @@ def transformer_encoder_layer(
 
 
 def linalg_check_errors(info: Tensor, api_name: str, *, is_matrix: bool) -> None:
-    """What `torch.linalg.inv`, `solve`, `cholesky` and others do with LAPACK's `info`, one number for each matrix: an
-    error where one is not 0. Here an assertion, a `RuntimeError`, as `torch.linalg.LinAlgError` is one."""
+    """Do what `torch.linalg.inv`, `solve`, `cholesky` and other functions do with LAPACK's `info`, one number for each
+    matrix: an error where one is not 0. Here an assertion, a `RuntimeError`, as `torch.linalg.LinAlgError` is one."""
     which = "the matrix" if is_matrix else "a matrix of the batch"
     message = f"{api_name}: {which} is singular, not positive definite, or the algorithm did not converge"
     aten._assert_async.msg((info == 0).all(), message)

@@ -57,7 +57,7 @@ class Template:
         """`captured`: its bytes and seconds are numbers or expressions, which hold where the conditions do."""
         sizes: dict[Any, int] = {}
         seconds: dict[Any, int] = {}
-        # A step whose sizes are positions in the tables of distinct expressions.
+        # A step with sizes that are positions in the tables of distinct expressions.
         self._skeleton = captured.with_sizes(
             lambda size: sizes.setdefault(size, len(sizes)), lambda cost: seconds.setdefault(cost, len(seconds))
         )
@@ -186,7 +186,7 @@ def input_symbols(capture: TracedGraphs) -> frozenset[sympy.Symbol]:
 
 
 def _require_own_storages(capture: TracedGraphs, values: Values) -> None:
-    """Of a view that is passed in, tracing takes the size of the storage for fixed, or for a symbol of its own.
+    """Refuse views that are passed in: tracing takes the size of the storage for fixed, or for a symbol of its own.
 
     Raises:
         UnsupportedError: an input is one.
@@ -201,7 +201,7 @@ def _require_own_storages(capture: TracedGraphs, values: Values) -> None:
 
 
 def _traced_region(capture: TracedGraphs, values: Values) -> tuple[sympy.Basic, ...]:
-    """What tracing took for given, in the symbols that were left.
+    """Find what tracing took for given, in the symbols that were left.
 
     Raises:
         UnsupportedError: it depends on something else than these symbols.

@@ -1,4 +1,4 @@
-"""What the user calls the parameters and modules of a graph.
+"""Find the user's names of the parameters and modules of a graph.
 
 Dynamo names them as the frame that it compiles reaches them: in a block that a loop with a graph break calls,
 `down.weight`. To its user that is `blocks.2.down.weight`. While a graph is compiled the calls of modules that lead to
@@ -43,7 +43,7 @@ class UserNames:
 
     @staticmethod
     def of_caller() -> UserNames:
-        """The names in the outermost module whose call is on the stack; none where there is none."""
+        """The names in the outermost module with a call on the stack; none where there is none."""
         called = list(called_modules())
         return UserNames.seen_from(called[-1]) if called else UserNames()
 
@@ -55,7 +55,7 @@ def without_wrapper(name: str) -> str:
 
 @dataclass(frozen=True)
 class _Reached:
-    """How a frame reaches something: from which of its variables, and by which attributes."""
+    """The way by which a frame reaches something: from which of its variables, and by which attributes."""
 
     variable: str
     path: str
@@ -94,7 +94,7 @@ def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _module(node: fx.Node) -> tuple[dict[str, Any], _Reached | None]:
-    """What Dynamo left of the modules that an operation is called in, and the innermost."""
+    """Read from a node's meta the modules that it is called in, and the innermost."""
     stack = dict(node.meta.get("nn_module_stack") or {})
     return stack, _reached(str(next(reversed(stack.values()))[0])) if stack else None
 
@@ -105,7 +105,7 @@ def _reached(source: str) -> _Reached:
 
 
 def _prefix(name: str, path: str) -> str | None:
-    """What stands before a path in a name; None where the name ends otherwise, as that of a tied parameter may."""
+    """The part of a name before a path; None where the name ends otherwise, as that of a tied parameter may."""
     if name == path:
         return ""
     return name.removesuffix(f".{path}") if path and name.endswith(f".{path}") else None

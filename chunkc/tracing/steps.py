@@ -27,13 +27,13 @@ from chunkc.tracing.dynamic_shapes import Templates, input_symbols
 from chunkc.utils.recent import Recent
 
 INPUTS = "inputs"
-"""Where sizes are read off: what the user's call was given, beside the arguments of a phase."""
+"""Where sizes are read off: what the user's call was given, besides the arguments of a phase."""
 
 MAX_SIZES = 64
 """Steps of so many sets of sizes are kept, with their plans; the one that was not used for longest goes."""
 
 MAX_PLANS = 32
-"""Plans of one step that are kept, beside whatever else is held; the one that was not used for longest goes."""
+"""Plans of one step that are kept, with whatever else is held; the one that was not used for longest goes."""
 
 
 MAX_AGREED = 16
@@ -67,7 +67,7 @@ class SizedStep:
 
     @property
     def captured(self) -> Captured:
-        """As it is now."""
+        """The captured step, in its present form."""
         return self.forms.captured
 
     def become(self, captured: Captured) -> None:
@@ -126,7 +126,7 @@ class SymbolicSteps:
         self._steps: Recent[tuple[int, ...], SizedStep] = Recent(MAX_SIZES)
 
     def at(self, where: str, arguments: Sequence[Any], *, can_skip_segmentation: bool) -> SizedStep:
-        """As `Steps.at`.
+        """Find or describe the step, as `Steps.at`.
 
         Raises:
             UnsupportedError: an operator's memory is not known at these sizes.
@@ -174,7 +174,7 @@ class SizeReader:
         self._places = {symbol: found[symbol] for symbol in symbols}
 
     def read(self, arguments: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
-        """What every symbol stands for in a call with these arguments."""
+        """Read what every symbol stands for in a call with these arguments."""
         return {
             symbol: int(arguments[position] if dim is None else arguments[position].shape[dim])
             for symbol, (position, dim) in self._places.items()
