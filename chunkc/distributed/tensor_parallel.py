@@ -87,7 +87,7 @@ def placing(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:
-    """This rank's local tensor of a parameter."""
+    """Return this rank's local tensor of a parameter."""
     return local_of(parameter) if isinstance(parameter, DTensor) else parameter
 
 

@@ -113,7 +113,8 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _as_cut(tensor: torch.Tensor, own: object) -> torch.Tensor:
-    """This rank's shard of a tensor if its own tensor is sharded; the whole tensor otherwise, or if shapes differ."""
+    """Take this rank's shard of a tensor if its own tensor is sharded; the whole tensor otherwise, or if shapes
+    differ."""
     return shard_like(tensor, own) if isinstance(own, DTensor) and own.shape == tensor.shape else tensor
 
 

@@ -115,7 +115,7 @@ def test_the_host_is_too_small(here: Path, capsys: pytest.CaptureFixture[str]) -
     assert run(capsys, *too_small, "--home", "disk")[0] == 0  # half of it is optimizer states
     code, out, _ = run(capsys, *command, "--host-memory", str(home_nbytes // 4), "--home", "disk")
     assert code == 3
-    assert "beside the optimizer states on disk" in out
+    assert "with the optimizer states on disk" in out
     everything = ("--home", "disk", "--disk-holds", "everything")
     assert run(capsys, *command, "--host-memory", str(home_nbytes // 4), *everything)[0] == 0
 

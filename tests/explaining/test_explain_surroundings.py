@@ -72,7 +72,7 @@ def test_a_gpus_memory_is_its_own() -> None:
 
 def test_the_text_adds_both_up() -> None:
     text = render_text(on_cpu_with(2**20))
-    assert "but home does not fit beside it" in text
+    assert "but home does not fit into the same memory" in text
     assert "with the predicted peak, in the same" in text
     assert "of the same memory" in text
     assert "with the predicted peak" not in render_text(explain(hardware="rtx3090"))

@@ -81,7 +81,7 @@ def _host(explanation: Explanation) -> list[str]:
     if explanation.device_is_host:
         both = short_nbytes(explanation.host_needs_nbytes)
         return [f"{takes} of the same memory, {both} with the peak{have}: use {option}."]
-    states = " beside the optimizer states on disk" if explanation.disk_nbytes else ""
+    states = " with the optimizer states on disk" if explanation.disk_nbytes else ""
     return [f"{takes} of the host's memory{states}{have}: use {option}, or a host with more."]
 
 

@@ -58,7 +58,7 @@ def headline(explanation: Explanation) -> str:
         short = short_nbytes(explanation.minimum_budget_nbytes - budget)
         return f"does not fit: the smallest budget that works is {short} more than {short_nbytes(budget)}"
     if not explanation.host_fits:
-        where = "beside it" if explanation.device_is_host else "the host"
+        where = "into the same memory" if explanation.device_is_host else "the host"
         return f"fits the device with {short_nbytes(budget - peak)} to spare, but home does not fit {where}"
     return f"fits, with {short_nbytes(budget - peak)} of {short_nbytes(budget)} to spare"
 
@@ -122,7 +122,7 @@ def _device(explanation: Explanation) -> Table:
             _bytes("measured peak", measured, f"predicted {peak - measured:+,} bytes, {_error(peak, measured)}")
         )
         if unplanned:
-            rows.append(_bytes("measured beside it, in no plan", unplanned))
+            rows.append(_bytes("measured besides, in no plan", unplanned))
     rows += [
         _bytes("most of activations and temporaries", explanation.non_model_peak_nbytes, of=budget),
         _bytes("overhead, apart (context, libraries)", overhead),
@@ -262,8 +262,8 @@ def _time(explanation: Explanation) -> Table:
         ("optimizer", short_seconds(time.optimizer), share(time.optimizer, time.total)),
         ("stall (waiting for copies)", short_seconds(time.stall), share(time.stall, time.total)),
         ("one step", short_seconds(time.total), ""),
-        ("link to the device busy beside it", short_seconds(time.to_device), share(time.to_device, time.total)),
-        ("link to home busy beside it", short_seconds(time.to_home), share(time.to_home, time.total)),
+        ("link to the device busy meanwhile", short_seconds(time.to_device), share(time.to_device, time.total)),
+        ("link to home busy meanwhile", short_seconds(time.to_home), share(time.to_home, time.total)),
     ]
     return _table(("", "", ""), rows, right=(1, 2))
 

@@ -167,7 +167,7 @@ class TestAdvice:
 
     def test_a_home_on_disk_already_is_not_advised_again(self) -> None:
         (only,) = advice(small(host_fits=False, host_memory_nbytes=64 * MIB))
-        assert "beside the optimizer states on disk" in only
+        assert "with the optimizer states on disk" in only
         assert "use `home" not in only
         assert 'use `disk_holds="everything"`' in only
         on_a_cpu = small(host_fits=False, host_memory_nbytes=64 * MIB, device_is_host=True)
