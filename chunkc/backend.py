@@ -128,7 +128,7 @@ def _served(
             variants.compile(example_inputs)
         elif has_own_meshes(gm):
             _refuse_symbols_of_numbers(gm)
-            logger.warning(_BY_SHAPE, "PyTorch traces no DTensors whose sizes are symbols")
+            logger.warning(_BY_SHAPE, "PyTorch traces no DTensors with symbols as sizes")
         else:
             compile_later = partial(_compile_in_symbols, variants, gm, compile_for)
             _compile_for_any_shapes(variants, compile_later, example_inputs)

@@ -428,7 +428,7 @@ class CompiledGraph:
             raise UnsupportedError(
                 f"this backward leaves out the gradient of {min(asked.returned | asked.left_out)}, of which ranks have "
                 "parts: torch.autograd.grad and backward(inputs=...) do not work through a distributed model; call "
-                "backward() and read .grad, or freeze parameters whose gradients are not wanted, by "
+                "backward() and read .grad, or freeze parameters that need no gradient, by "
                 "requires_grad_(False) before the forward"
             )
         return asked

@@ -24,7 +24,7 @@ from chunkc.session.protocols import Starter, StateKeeper
 
 
 class UpdatesInBackward:
-    """The optimizers that update in a session's backwards, and the forwards whose backwards are still to come.
+    """The optimizers that update in a session's backwards, and the forwards that have had no backward yet.
 
     Forwards are counted for each optimizer since its own last step: a step of another optimizer does not end them. An
     optimizer that joins in the middle of a step waits for all forwards that have had no backward yet.

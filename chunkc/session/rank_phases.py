@@ -80,7 +80,7 @@ class PhaseOfRanks:
         store = self.session.store
         if self.context.hooked:
             raise UnsupportedError(
-                f"somebody looks at the gradient of {min(self.context.hooked)} on its way (a hook, or a tensor that is "
+                f"the gradient of {min(self.context.hooked)} is looked at on its way (a hook, or a tensor that is "
                 "kept of an earlier .grad), and this rank has a part of it only: remove hooks of distributed "
                 "parameters, and read .grad after backward()"
             )

@@ -1,8 +1,8 @@
 """Answer, while Dynamo traces, whether the mask of `nn.Transformer` is causal.
 
-That check needs the values of the mask, so Dynamo would break the graph inside of `torch.nn`, whose functions it never
-compiles by themselves: all of an encoder would run uncompiled. Here the answer is computed on the mask's values when
-the graph is traced, and the graph asserts that later calls have a mask of the same answer.
+That check needs the values of the mask, so Dynamo would break the graph inside of `torch.nn`, and it never compiles the
+functions there by themselves: all of an encoder would run uncompiled. Here the answer is computed on the mask's values
+when the graph is traced, and the graph asserts that later calls have a mask of the same answer.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ class TracedGraphs:
 
     Attributes:
         num_user_outputs: how many of the forward's outputs are the caller's; the rest is saved for the backward.
-        new_buffers: the inputs, by place, whose new values the first of these are: buffers.
+        new_buffers: positions of the inputs that the first of these outputs replace: buffers.
         by_placeholder: the forward's (and so the backward's) placeholders that are parameters -> the parameters' names.
-        gradients: positions among the backward's outputs -> the parameters whose gradients these are.
+        gradients: positions among the backward's outputs -> the parameters they are gradients of.
         whole_losses: why losses are not computed in tiles that were to be.
         may_repeat: parts of the forward may be repeated in the backward.
     """
@@ -81,7 +81,7 @@ class TracedGraphs:
 
 
 def _with_numbers(run: Boxed, graph: fx.Graph) -> Boxed:
-    """`run`, whose results have what `graph` returns that no node makes: sizes that tracing made numbers."""
+    """Add to the results of `run` what `graph` returns that no node makes: sizes that tracing made numbers."""
     (values,) = output_node(graph).args
     assert isinstance(values, (tuple, list))
     numbers = {place: v for place, v in enumerate(values) if v is not None and not isinstance(v, fx.Node)}
@@ -214,7 +214,7 @@ def _forget_autograd(gm: fx.GraphModule) -> None:
 def boxed(function: Boxed) -> Boxed:
     """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention).
 
-    It runs without autocast, whose casts are operators of the graph: `backward()` may be called inside a region.
+    It runs without autocast: its casts are operators of the graph, and `backward()` may be called inside a region.
 
     A backward may be run by a function that Dynamo compiles, which would trace what it calls.
     """
@@ -248,7 +248,7 @@ def _refuse_what_no_plan_describes(graph: fx.Graph) -> None:
         if (layout := _unstrided_layout(node)) is not None:
             where = f" in {module_path(node)}" if module_path(node) else ""
             raise UnsupportedError(
-                f"{node.target}{where} makes a tensor of layout {layout}, whose bytes no plan counts; use dense "
+                f"{node.target}{where} makes a tensor of layout {layout}, and no plan counts its bytes; use dense "
                 "tensors there, or keep it out of the graph with torch.compiler.disable"
             )
         if getattr(node.target, "__name__", "") == "with_effects":

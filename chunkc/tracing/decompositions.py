@@ -24,7 +24,7 @@ _KEEP_MORE_THAN_THEY_SHOW = [
     aten.binary_cross_entropy,
     aten.soft_margin_loss,
 ]
-"""Losses whose scalar result lives in storage of the unreduced size on a CPU: bytes that no shape tells of."""
+"""Losses with a scalar result that lives in storage of the unreduced size on a CPU: bytes that no shape tells of."""
 
 
 def decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:

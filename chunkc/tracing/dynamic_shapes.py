@@ -77,7 +77,8 @@ class Template:
 
     @cached_property
     def operation_bytes(self) -> OperationBytes:
-        """They are sums of sizes, so how often a term counts in one is that sum over the sizes' rows."""
+        """Bytes at each operation: sums of sizes, so how often a term counts in one is that sum over the sizes'
+        rows."""
         columns = []
         for column in self.sizes.rows.T.tolist():
             part = self._skeleton.with_sizes(column.__getitem__, float)

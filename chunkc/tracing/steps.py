@@ -52,7 +52,7 @@ class SizedStep:
         noted: the most that it has needed.
         history: where ranks train one model: of what plans it has come from; where that is the same on all of them, all
             find a plan or none does. None: of nothing yet.
-        agreed: the same step, as ranks agree on it whose sizes differ; by what each of them needs.
+        agreed: the same step, as ranks with other sizes agree on it; by what each of them needs.
     """
 
     forms: Forms

@@ -159,7 +159,7 @@ _spare_streams: defaultdict[int, deque[int]] = defaultdict(deque)
 
 
 class _OwnStream(torch.cuda.ExternalStream):
-    """A stream whose handle is spare when it is gone.
+    """A stream that gives its handle back when it is gone.
 
     Not by a weak reference: PyTorch 2.11 frees a stream without telling those, which then point at freed memory.
     """

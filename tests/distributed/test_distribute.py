@@ -224,7 +224,7 @@ WHAT_RANKS_SAY: dict[str, tuple[str | None, ...]] = {
     "hung": ("rank 1 was gone, or did not come within 10 s", "rank [023] was gone"),
     "another_phase": ("differ in the phase: rank 1 of N", "differ in the phase: rank 1 of N"),
     "another_step": ("differ in the optimizer's steps, or in their hyper-parameters: rank 1 of N", "rank 1 of N"),
-    "hooked_on_one": ("rank 1 was gone", "somebody looks at the gradient of embed.weight on its way"),
+    "hooked_on_one": ("rank 1 was gone", "the gradient of embed.weight is looked at on its way"),
     "too_small_on_one": (
         "rank 1 of N cannot go on. BudgetError: memory_budget is 512 bytes",
         "the smallest that works",

@@ -17,7 +17,7 @@ WHAT_RANKS_SAY = {
     "hung": ("rank 1 was gone, or did not come within 4 s", "rank 0 was gone"),
     "another_phase": ("differ in the phase: rank 1 of 2", "differ in the phase: rank 1 of 2"),
     "another_step": ("differ in the optimizer's steps, or in their hyper-parameters: rank 1 of 2", "rank 1 of 2"),
-    "hooked_on_one": ("rank 1 was gone", "somebody looks at the gradient of embed.weight on its way"),
+    "hooked_on_one": ("rank 1 was gone", "the gradient of embed.weight is looked at on its way"),
     "too_small_on_one": (
         "rank 1 of 2 cannot go on. BudgetError: memory_budget is 512 bytes",
         "the smallest that works",
