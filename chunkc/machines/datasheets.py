@@ -58,14 +58,17 @@ class Datasheet:
 
     Attributes:
         memory_nbytes: as PyTorch reports it in its out-of-memory errors, the smallest seen: the driver and error
-            correction keep some of the memory on the box.
+            correction keep some of the memory on the box. Where no such error was found, a comment says how the figure
+            was estimated.
         context_nbytes: the driver's context with cuBLAS, without cuDNN; typical, varies with driver and CUDA.
         link: one direction of the link to the host.
         reached: rates of the link (to the device, to home) that programs were measured to reach, in the place of a part
             of its peak; None: not known.
-        host_nbytes, host_bandwidth: RAM of the machine, over its devices.
+        host_nbytes, host_bandwidth: RAM of the machine, over its devices. Where both have one memory, the parts of it
+            in `memory_nbytes` and `host_nbytes` do not overlap.
         disk: (read, write) of the machine's drives, over its devices.
-        capability: compute capability, major and minor.
+        capability: compute capability, major and minor; None: not an NVIDIA device. Rules that depend on it are those
+            of NVIDIA's libraries.
         source: of the figures.
         between_devices: one direction of all of the device's links to others of its host; None: it has none, as PCIe
             cards do.
@@ -83,7 +86,7 @@ class Datasheet:
     host_nbytes: int
     host_bandwidth: float
     disk: tuple[float, float]
-    capability: tuple[int, int]
+    capability: tuple[int, int] | None
     source: str
     reached: tuple[float, float] | None = None
     between_devices: float | None = None
@@ -133,14 +136,53 @@ _PCIE3, _PCIE4, _PCIE5 = 15.75, 31.5, 63.0
 # One direction of NVLink-C2C: NVIDIA GH200 datasheet, 900 GB/s for both.
 _C2C = 450.0
 
-# One direction of all NVLinks of a device: NVIDIA's datasheets of V100 (300 GB/s for both), A100 (600), H100 (900).
-_NVLINK2, _NVLINK3, _NVLINK4 = 150.0, 300.0, 450.0
+# One direction of all NVLinks of a device: NVIDIA's datasheets of V100 (300 GB/s for both), A100 (600), H100 (900),
+# B200 (1800).
+_NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5 = 150.0, 300.0, 450.0, 900.0
+# One direction of a MI300X's seven Infinity Fabric links to its neighbours, 128 GB/s for both directions of one.
+_INFINITY_FABRIC = 448.0
 # InfiniBand of a device, which is a part of its host's: eight ports of 100 Gbit/s over a DGX-2's 16 devices, of 200
 # over a DGX A100's eight, of 400 over a DGX H100's eight.
 _EDR_HALF, _HDR, _NDR = 6.25, 25.0, 50.0
 
 # (read, write) of one drive: Samsung's datasheets of the 970 EVO Plus, 980 PRO and PM9A3 (U.2, 3.84 TB).
 _NVME3, _NVME4, _PM9A3 = (3.5, 3.3), (7.0, 5.0), (6.8, 4.0)
+_HALF_PM9A3 = (_PM9A3[0] / 2, _PM9A3[1] / 2)
+
+_AS_NVIDIA = "bytes of kernels and libraries are counted as NVIDIA's"
+
+# Host: two channels of DDR5-5600, 64 GiB. Memory: 15.60 GiB on an RTX 4080 SUPER, which has the same chip.
+_RTX4070TI_S = Datasheet(
+    memory_nbytes=int(15.6 * GIB), context_nbytes=400 * MIB, memory_bandwidth=672,
+    fp32=44.1, tf32=44.1, bf16=88.2, fp16=88.2, link=_PCIE4,
+    host_nbytes=64 * GIB, host_bandwidth=89.6, disk=_NVME4, capability=(8, 9),
+    source="NVIDIA Ada architecture white paper and GeForce RTX 4070 Ti SUPER specifications",
+)  # fmt: skip
+
+# Host: two channels of DDR5-5600, 128 GiB.
+_RTX5090 = Datasheet(
+    memory_nbytes=int(31.36 * GIB), context_nbytes=500 * MIB, memory_bandwidth=1792,
+    fp32=104.8, tf32=104.8, bf16=209.5, fp16=209.5, link=_PCIE5,
+    host_nbytes=128 * GIB, host_bandwidth=89.6, disk=_NVME4, capability=(12, 0),
+    source="NVIDIA RTX Blackwell architecture white paper",
+)  # fmt: skip
+
+# Host: a workstation with one card, a Threadripper PRO 7000 with eight channels of DDR5-5200, 256 GiB.
+_RTX6000_ADA = Datasheet(
+    memory_nbytes=int(44.43 * GIB), context_nbytes=450 * MIB, memory_bandwidth=960,
+    fp32=91.1, tf32=182.1, bf16=364.2, fp16=364.2, link=_PCIE4,
+    host_nbytes=256 * GIB, host_bandwidth=332.8, disk=_NVME4, capability=(8, 9),
+    source="NVIDIA Ada architecture white paper (professional cards) and RTX 6000 Ada datasheet, with error correction",
+)  # fmt: skip
+
+# Host: an eighth of AWS's g5.48xlarge: 768 GiB, two EPYC with eight channels of DDR4-3200, half a drive (estimated).
+# Memory: not found; 22.49 GiB of the driver's (23028 MiB), less the half GiB that PyTorch lacks of an RTX 6000 Ada's.
+_A10G = Datasheet(
+    memory_nbytes=int(21.9 * GIB), context_nbytes=400 * MIB, memory_bandwidth=600,
+    fp32=31.5, tf32=35, bf16=70, fp16=70, link=_PCIE4,
+    host_nbytes=96 * GIB, host_bandwidth=409.6 / 8, disk=_HALF_PM9A3, capability=(8, 6),
+    source="NVIDIA A10G datasheet (AWS; without sparsity) and AWS's specifications of g5.48xlarge",
+)  # fmt: skip
 
 # Host: an eighth of a DGX H100: 2 TB, two Xeon 8480C with eight channels of DDR5-4800, eight drives.
 _H100 = Datasheet(
@@ -175,6 +217,66 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             host_nbytes=128 * GIB, host_bandwidth=89.6, disk=_NVME4, capability=(8, 9),
             source="NVIDIA Ada architecture white paper, appendix A",
         ),
+        # Eight lanes. Host: two channels of DDR5-5600, 32 GiB.
+        "rtx4060-8g": replace(
+            _RTX4070TI_S, memory_nbytes=int(7.75 * GIB), context_nbytes=350 * MIB, memory_bandwidth=272,
+            fp32=15.1, tf32=15.1, bf16=30.2, fp16=30.2, link=_PCIE4 / 2, host_nbytes=32 * GIB,
+            source="NVIDIA Ada architecture white paper and GeForce RTX 4060 specifications",
+        ),
+        # Eight lanes. Host and memory: as of an RTX 4070 Ti SUPER, estimated.
+        "rtx4060ti-16g": replace(
+            _RTX4070TI_S, memory_bandwidth=288, fp32=22.1, tf32=22.1, bf16=44.1, fp16=44.1, link=_PCIE4 / 2,
+            source="NVIDIA Ada architecture white paper and GeForce RTX 4060 Ti (16 GB) specifications",
+        ),
+        "rtx4070ti-s-16g": _RTX4070TI_S,
+        # Host: two channels of DDR5-5600, 64 GiB. Memory: not found; that of an RTX 5060 Ti of 16 GB, 15,816 MiB.
+        "rtx5070ti-16g": replace(
+            _RTX5090, memory_nbytes=int(15.44 * GIB), memory_bandwidth=896,
+            fp32=43.9, tf32=43.9, bf16=87.9, fp16=87.9, host_nbytes=64 * GIB,
+            source="NVIDIA RTX Blackwell architecture white paper and GeForce RTX 5070 Ti specifications",
+        ),
+        # Host and memory: as of an RTX 5070 Ti.
+        "rtx5080": replace(
+            _RTX5090, memory_nbytes=int(15.44 * GIB), memory_bandwidth=960,
+            fp32=56.3, tf32=56.3, bf16=112.6, fp16=112.6, host_nbytes=64 * GIB,
+            source="NVIDIA RTX Blackwell architecture white paper",
+        ),
+        "rtx5090": _RTX5090,
+        # 16-bit products of professional cards with fp32 sums: the whole rate.
+        # Host: a workstation with one card, a Threadripper PRO 5000 with eight channels of DDR4-3200, 256 GiB.
+        # Memory: "47.5" in an error report; 47.46 GiB of a Quadro RTX 8000's 48 GB.
+        "a6000": replace(
+            _RTX6000_ADA, memory_nbytes=int(47.46 * GIB), context_nbytes=400 * MIB, memory_bandwidth=768,
+            fp32=38.7, tf32=77.4, bf16=154.8, fp16=154.8, host_bandwidth=204.8, capability=(8, 6),
+            source="NVIDIA Ampere GA102 architecture white paper and RTX A6000 datasheet, without an NVLink bridge",
+        ),
+        "rtx6000-ada": _RTX6000_ADA,
+        # Host: a workstation with one card, a Threadripper PRO 9000 with eight channels of DDR5-6400, 256 GiB.
+        "rtx-pro-6000": replace(
+            _RTX6000_ADA, memory_nbytes=int(94.97 * GIB), context_nbytes=500 * MIB, memory_bandwidth=1792,
+            fp32=125.9, tf32=251.9, bf16=503.8, fp16=503.8, link=_PCIE5, host_bandwidth=409.6, capability=(12, 0),
+            source="NVIDIA RTX Blackwell PRO architecture white paper and RTX PRO 6000 Blackwell Workstation Edition "
+            "datasheet",
+        ),
+        # Host: as of an RTX 6000 Ada. Memory: not found; error correction keeps a sixteenth of 48 GB. For 16-bit
+        # products with fp32 sums the datasheet's rate of half precision.
+        "w7900": replace(
+            _RTX6000_ADA, memory_nbytes=int(44.9 * GIB), memory_bandwidth=864,
+            fp32=61.3, tf32=None, bf16=122.6, fp16=122.6, capability=None,
+            source=f"AMD Radeon PRO W7900 datasheet; {_AS_NVIDIA}",
+        ),
+        # Host: an eighth of AWS's g6.48xlarge, which has a g5.48xlarge's. Memory: as of an A10G, estimated.
+        "l4": replace(
+            _A10G, memory_bandwidth=300, fp32=30.3, tf32=60, bf16=121, fp16=121, capability=(8, 9),
+            source="NVIDIA L4 datasheet (halved: it counts sparsity) and AWS's specifications of g6.48xlarge",
+        ),
+        "a10g": _A10G,
+        # Host: an eighth of AWS's g6e.48xlarge: 1536 GiB, processors as in g5.48xlarge, half a drive.
+        "l40s": replace(
+            _A10G, memory_nbytes=int(44.39 * GIB), context_nbytes=450 * MIB, memory_bandwidth=864,
+            fp32=91.6, tf32=183, bf16=362, fp16=362, host_nbytes=192 * GIB, capability=(8, 9),
+            source="NVIDIA L40S datasheet (without sparsity) and AWS's specifications of g6e.48xlarge",
+        ),
         # Host: a sixteenth of a DGX-2: 1.5 TB, two Xeon 8168 with six channels of DDR4-2666, eight drives.
         "v100-32g": Datasheet(
             memory_nbytes=int(31.7 * GIB), context_nbytes=350 * MIB, memory_bandwidth=900,
@@ -187,7 +289,7 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
         "a100-40g": Datasheet(
             memory_nbytes=int(39.2 * GIB), context_nbytes=450 * MIB, memory_bandwidth=1555,
             fp32=19.5, tf32=156, bf16=312, fp16=312, link=_PCIE4,
-            host_nbytes=128 * GIB, host_bandwidth=409.6 / 8, disk=(_PM9A3[0] / 2, _PM9A3[1] / 2), capability=(8, 0),
+            host_nbytes=128 * GIB, host_bandwidth=409.6 / 8, disk=_HALF_PM9A3, capability=(8, 0),
             between_devices=_NVLINK3, between_hosts=_HDR,
             source="NVIDIA A100 datasheet (SXM4, 40 GB) and DGX A100 datasheet",
         ),
@@ -200,10 +302,50 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             source="NVIDIA A100 datasheet (SXM4, 80 GB) and DGX A100 datasheet",
         ),
         "h100": _H100,
+        "h100-sxm": _H100,
+        # Host: as of a DGX H100, without its NVSwitches and network. Memory: not found; an SXM module's, as the driver
+        # states the same for both.
+        "h100-pcie": replace(
+            _H100, memory_bandwidth=2000, fp32=51, tf32=378, bf16=756, fp16=756,
+            between_devices=None, between_hosts=None,
+            source="NVIDIA H100 datasheet (PCIe, 80 GB; halved: the datasheet counts sparsity), without an NVLink "
+            "bridge, and DGX H100 datasheet for the host",
+        ),
         # Host: an eighth of a DGX H200, which has the DGX H100's.
         "h200": replace(
             _H100, memory_nbytes=int(139.7 * GIB), memory_bandwidth=4800,
             source="NVIDIA H200 datasheet (SXM, 141 GB; halved: the datasheet counts sparsity) and DGX H200 datasheet",
+        ),
+        # Host: an eighth of a DGX B200: 2 TB, two Xeon 8570 with eight channels of DDR5-5600, eight drives.
+        # Memory: not found; 179 GiB of the driver's, less the half GiB that PyTorch lacks of an H100's.
+        "b200": Datasheet(
+            memory_nbytes=int(178.3 * GIB), context_nbytes=700 * MIB, memory_bandwidth=8000,
+            fp32=75, tf32=1100, bf16=2250, fp16=2250, link=_PCIE5,
+            host_nbytes=256 * GIB, host_bandwidth=716.8 / 8, disk=_PM9A3, capability=(10, 0),
+            between_devices=_NVLINK5, between_hosts=_NDR,
+            source="NVIDIA HGX B200 datasheet (without sparsity), DGX B200 datasheet (180 GB, 8 TB/s) and user guide",
+        ),
+        # Host: an eighth of a server with 2 TB, two EPYC 9004 with twelve channels of DDR5-4800, eight drives.
+        # Memory: not found; PyTorch lacks 0.02 GiB of a MI355X's 288 GiB, and a tenth of a GiB is left out here.
+        "mi300x": Datasheet(
+            memory_nbytes=int(191.9 * GIB), context_nbytes=600 * MIB, memory_bandwidth=5300,
+            fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, link=_PCIE5,
+            host_nbytes=256 * GIB, host_bandwidth=921.6 / 8, disk=_PM9A3, capability=None,
+            between_devices=_INFINITY_FABRIC, between_hosts=_NDR,
+            source=f"AMD Instinct MI300X data sheet and MI300X platform data sheet (without sparsity); {_AS_NVIDIA}",
+        ),
+        # One memory of 128 GB. CUDA sees 121.69 GiB, of which 101 to 102 are free after the start: 100 GiB count as the
+        # device's, 16 as the host's. A copy reads and writes that memory, and so does a copy the other way at the same
+        # time: each has a quarter of its bandwidth. Products in tf32 and 16 bits are estimated: the fractions that an
+        # RTX PRO 6000 has of its rate with sparse fp4, of the stated 1,000. Between hosts: 200 Gbit/s of Ethernet.
+        "dgx-spark": Datasheet(
+            memory_nbytes=100 * GIB, context_nbytes=500 * MIB, memory_bandwidth=273,
+            fp32=31, tf32=62.5, bf16=125, fp16=125, link=273 / 4,
+            host_nbytes=16 * GIB, host_bandwidth=273, disk=_NVME4, capability=(12, 1),
+            between_hosts=_HDR,
+            source="NVIDIA DGX Spark datasheet; fp32 from NVIDIA's GB10 slides at Hot Chips 2025, bf16 estimated from "
+            "sparse fp4. Device and host have one memory of 128 GB, of which 100 GiB count as the device's and 16 GiB "
+            "as the host's: a home in RAM adds no memory, only a home on disk does",
         ),
         # Host: its own Grace with 480 GB of LPDDR5X; one drive. Its link reaches more to the device than home: the
         # paper on SuperOffload (2025) has 415 and 170 GB/s. A module with 480 GB has slower RAM, which is the limit.

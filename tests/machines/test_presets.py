@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import json
+import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import pytest
 import torch
 
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.hardware import CPU, GIB, Hardware
-from chunkc.ir.links import LinkSpec, host_links
+from chunkc.ir.hardware import CPU, GIB, THROUGH_RAM, Hardware
+from chunkc.ir.links import BETWEEN_DEVICES, GATHER, LinkSpec, host_links
 from chunkc.machines.datasheets import DATASHEETS, Efficiency
 from chunkc.machines.presets import (
     PRESETS,
@@ -41,9 +42,60 @@ def written(folder: Path, content: Any, name: str = "machine.json") -> str:
     return str(path)
 
 
+AMD = {"mi300x", "w7900"}
+UNIFIED = {"dgx-spark"}
+PCIE = {15.75: "3.0, or 8 lanes of 4.0", 31.5: "4.0", 63.0: "5.0"}
+
+
 def test_all_promised_presets_are_there() -> None:
-    promised = "rtx2060-6g rtx3090 rtx4090 v100-32g a100-40g a100-80g h100 h200 gh200 cpu"
+    promised = """
+        rtx2060-6g rtx3090 rtx4090 rtx4060-8g rtx4060ti-16g rtx4070ti-s-16g rtx5070ti-16g rtx5080 rtx5090
+        a6000 rtx6000-ada rtx-pro-6000 w7900 l4 a10g l40s v100-32g a100-40g a100-80g
+        h100 h100-sxm h100-pcie h200 b200 gh200 mi300x dgx-spark cpu
+    """
     assert set(PRESETS) == set(promised.split())
+    assert replace(load_hardware("h100-sxm"), name="h100") == load_hardware("h100")
+
+
+@pytest.mark.parametrize("name", DATASHEETS)
+def test_a_datasheet_is_plausible(name: str) -> None:
+    sheet = DATASHEETS[name]
+    assert sheet.fp16 >= sheet.fp32
+    assert sheet.bf16 in (None, sheet.fp16)
+    assert sheet.tf32 is None or sheet.fp32 <= sheet.tf32 <= sheet.fp16
+    assert 5 < sheet.fp32 < 200
+    assert 20 < sheet.fp16 < 2500
+    assert 200 <= sheet.memory_bandwidth <= 9000
+    assert sheet.link in PCIE or name in {"gh200", *UNIFIED}, "NVLink-C2C"
+    assert sheet.between_devices is None or sheet.between_devices > 2 * sheet.link
+    assert (sheet.capability is None) == (name in AMD), "rules by capability are those of NVIDIA's libraries"
+    assert re.search(r"data ?sheet|white paper", sheet.source)
+    assert ("AMD" if name in AMD else "NVIDIA") in sheet.source
+    assert ("counted as NVIDIA's" in sheet.source) == (name in AMD)
+
+
+def test_bf16_is_missing_only_before_ampere() -> None:
+    without = {name for name, sheet in DATASHEETS.items() if sheet.bf16 is None}
+    assert without == {name for name, sheet in DATASHEETS.items() if sheet.capability and sheet.capability < (8, 0)}
+
+
+def test_one_memory_is_not_promised_twice() -> None:
+    spark = load_hardware("dgx-spark")
+    assert spark.device_memory_nbytes + spark.host_memory_nbytes <= 128e9
+    assert spark.both_links_bytes_per_s <= 273e9 / 2, "a copy reads and writes the memory"
+    assert "a home in RAM adds no memory, only a home on disk does" in spark.source
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("card", [name for name in DATASHEETS if name.startswith("rtx")])
+def test_cards_without_links_to_each_other_exchange_through_ram(card: str, count: int) -> None:
+    one, several = load_hardware(card), load_hardware(f"{count}x{card}")
+    assert several.link(BETWEEN_DEVICES) is None
+    assert several.between_ranks.name == THROUGH_RAM
+    rates = {link.name: link.bytes_per_s for link in several.links}
+    assert several.between_ranks.bytes_per_s < min(rates["to_device"], rates["to_home"]), "both directions at once"
+    assert several.host_memory_nbytes == count * one.host_memory_nbytes
+    assert set(several.carried_nbytes(GATHER, 1 << 20)) == {"to_device", "to_home"}
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -52,7 +104,7 @@ def test_a_preset_states_everything_and_its_source(name: str) -> None:
     assert hardware.name == name
     assert hardware.source
     optional = {"tf32_flops_per_s", "bf16_flops_per_s", "fp16_flops_per_s", "page_table_nbytes_per_gib"} | (
-        {"capability"} if name == "cpu" else set()
+        {"capability"} if name in {"cpu", *AMD} else set()
     )
     for field in fields(Hardware):
         assert getattr(hardware, field.name) is not None or field.name in optional, field.name
@@ -80,7 +132,7 @@ def test_no_preset_claims_its_peak(name: str) -> None:
 def test_orders_of_magnitude(name: str) -> None:
     h = load_hardware(name)
     assert h.device_memory_nbytes is not None
-    assert 5 * GIB < h.device_memory_nbytes < 142 * GIB
+    assert 5 * GIB < h.device_memory_nbytes < 193 * GIB
     assert 0.2 * GIB < h.context_nbytes < 1 * GIB
     half = h.matrix_flops_per_s(torch.float16)
     assert h.matrix_flops_per_s(torch.float32) < h.matrix_flops_per_s(torch.float32, tf32=True) * 1.001 <= half * 1.001
@@ -97,11 +149,16 @@ def test_directions_of_a_link_may_differ() -> None:
 
 
 def test_memory_is_less_than_on_the_box() -> None:
-    box = {"rtx2060-6g": 6, "rtx3090": 24, "rtx4090": 24, "v100-32g": 32, "a100-40g": 40, "a100-80g": 80, "h100": 80}
+    box = {
+        **{"rtx2060-6g": 6, "rtx3090": 24, "rtx4090": 24, "v100-32g": 32, "a100-40g": 40, "a100-80g": 80, "h100": 80},
+        **{"rtx4060-8g": 8, "rtx4060ti-16g": 16, "rtx4070ti-s-16g": 16, "rtx5070ti-16g": 16, "rtx5080": 16},
+        **{"rtx5090": 32, "a6000": 48, "rtx6000-ada": 48, "rtx-pro-6000": 96, "w7900": 48, "l4": 24, "a10g": 24},
+        **{"l40s": 48, "h100-sxm": 80, "h100-pcie": 80, "mi300x": 192},
+    }
     for name, gib in box.items():
         nbytes = load_hardware(name).device_memory_nbytes
         assert nbytes is not None
-        assert 0.93 * gib * GIB < nbytes < gib * GIB, name
+        assert 0.91 * gib * GIB < nbytes < gib * GIB, name
 
 
 def test_what_has_no_unit_for_bf16_trains_in_fp16() -> None:
@@ -155,7 +212,16 @@ def test_the_cpu_is_the_one_plans_are_made_with() -> None:
 
 @pytest.mark.parametrize(
     ("text", "nearest"),
-    [("rtx309", "'rtx3090'"), ("a100", "'a100-40g' or 'a100-80g'"), ("8xv100", "'v100-32g'"), ("gh20", "'gh200'")],
+    [
+        ("rtx309", "'rtx3090'"),
+        ("a100", "'a100-40g' or 'a100-80g'"),
+        ("8xv100", "'v100-32g'"),
+        ("gh20", "'gh200'"),
+        ("rtx4060", "'rtx4060-8g' or 'rtx4060ti-16g'"),
+        ("5090", "'rtx5090'"),
+        ("2xrtx-5080", "'rtx5080'"),
+        ("spark", "'dgx-spark'"),
+    ],
 )
 def test_a_near_miss_names_the_nearest(text: str, nearest: str) -> None:
     assert f"did you mean {nearest}" in refused(text)
