@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import textwrap
 from pathlib import Path
 
 from chunkc.explaining.formats import FORMATS
@@ -25,6 +26,14 @@ WHOLE = re.compile("[0-9]{1,18}")
 MASTER_WEIGHTS: dict[str, bool | str] = {"true": True, "false": False, SPLIT: SPLIT, FLOAT32: FLOAT32}
 """Name on the command line -> the optimizer's `master_weights`."""
 
+_HARDWARE = textwrap.fill(
+    f"hardware: {', '.join(PRESETS)}, a count before one (8xv100-32g), hosts before a count (2x8xh100), "
+    f"{', '.join(KNOWN_CLUSTERS)}, or a YAML or JSON file; list prints a table of all, with their sources",
+    width=80,
+    subsequent_indent="  ",
+    break_on_hyphens=False,
+)
+
 EPILOG = f"""examples:
   chunkc explain gpt-18b --hardware rtx3090 --host-memory 288GiB --batch-size 4 --activation-checkpointing
   chunkc explain train.py:build --memory-budget 6GiB
@@ -35,8 +44,7 @@ EPILOG = f"""examples:
   chunkc explain gpt2-xl --dtype bfloat16 --optimizer adam --moments-dtype bfloat16
 
 models: {", ".join(MODELS)}
-hardware: {", ".join(PRESETS)}, a count before one (8xv100-32g), hosts before
-  a count (2x8xh100), {", ".join(KNOWN_CLUSTERS)}, or a YAML or JSON file
+{_HARDWARE}
 exit code: 0 it fits, 3 it does not, 2 bad input, 1 a fault in chunkc itself, 130 interrupted"""
 
 
@@ -74,7 +82,7 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--dtype", choices=sorted(DTYPES), help="of the model's parameters; default: its own")
     command.add_argument("--activation-checkpointing", action="store_true", help="recompute each block in the backward")
     command.add_argument(
-        "--hardware", default=None, metavar="NAME|FILE", help="default: what calibrate saved, else cpu"
+        "--hardware", metavar="NAME|FILE|list", help="list prints all names; default: what calibrate saved, else cpu"
     )
     command.add_argument("--host-memory", metavar="SIZE", help="RAM of each host, in place of the hardware's")
     ranks_help = "devices that train the model together, each with a part of it; default: all that the hardware has"

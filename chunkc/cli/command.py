@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from torch.distributed.device_mesh import DeviceMesh
 
 from chunkc.cli.arguments import BAD_INPUT, MASTER_WEIGHTS, WHOLE, build_parser
+from chunkc.cli.hardware_table import LIST, hardware_table
 from chunkc.cli.terminal import answering, open_streams, progress, say
 from chunkc.explaining.error_attribution import raised_in
 from chunkc.explaining.explain import Show, budget_of, explain, minimum_budget
@@ -87,6 +88,10 @@ def _run(options: argparse.Namespace) -> int:
         if options.exceptions:
             with answering():
                 print(table_of_exceptions())
+            return FITS
+        if (options.hardware or "").strip().lower() == LIST:
+            with answering():
+                print(hardware_table())
             return FITS
         with _quiet():
             return _explain(options)

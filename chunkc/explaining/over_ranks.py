@@ -22,7 +22,7 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.explanation import GatheredGroup, Layers, Ranks, TimedEvent
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import CASTS, PARAM, Chunk, ChunkLayout, ParamSpec
-from chunkc.ir.links import GATHER, LINKS, SCATTER
+from chunkc.ir.links import BETWEEN_DEVICES, GATHER, LINKS, SCATTER
 from chunkc.ir.shards import Shards, ZeroStage, check_zero_stage
 from chunkc.ir.simulate import link_nbytes
 from chunkc.ir.text import short
@@ -209,5 +209,7 @@ def notes(ranks: Ranks | None, hardware: Hardware) -> Iterator[str]:
             "parameters, and what is cut over the others is that part"
         )
     yield "ranks exchange in rings, or in trees where these are faster, at the rate of the slowest link between them"
+    if hardware.devices_per_host > 1 and hardware.link(BETWEEN_DEVICES) is None:
+        yield "no link between devices of a host is stated: they exchange through its RAM, as without peer access"
     if hardware.kind == "cuda":
         yield "chunkc.distribute has run on GPUs made of RAM, and was never timed on real ones"

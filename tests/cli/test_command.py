@@ -12,7 +12,8 @@ import pytest
 
 from chunkc.cli import command as cli
 from chunkc.explaining.formats import FORMATS
-from chunkc.machines.presets import load_hardware
+from chunkc.machines.datasheets import DATASHEETS
+from chunkc.machines.presets import PRESETS, load_hardware
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli_tiny.txt"
 
@@ -276,6 +277,23 @@ def test_help_names_models_and_hardware(capsys: pytest.CaptureFixture[str]) -> N
     assert code == 0
     for word in ("gpt-18b", "rtx3090", "--largest", "exit code: 0 it fits, 3 it does not, 2 bad input"):
         assert word in out
+
+
+@pytest.mark.parametrize("written", ["list", " LIST "])
+def test_the_list_of_hardware_has_all_presets(capsys: pytest.CaptureFixture[str], written: str) -> None:
+    code, out, err = run(capsys, "explain", "--hardware", written)
+    assert (code, err) == (0, "")
+    titles, *rows = out.splitlines()
+    assert re.split("  +", titles) == [
+        *("name", "memory", "fp16/bf16 TFLOPS", "memory GB/s", "link GB/s", "host RAM", "source")
+    ]
+    cells = {row[0]: row[1:] for row in (re.split("  +", row) for row in rows)}
+    assert list(cells) == list(PRESETS)
+    assert {len(row) for row in cells.values()} == {6}
+    assert cells["rtx3090"][:-1] == ["23.50 GiB", "71.2", "936", "31.5", "64.00 GiB"], "as the datasheet states them"
+    assert cells["v100-32g"][1] == "125/-", "no unit for bf16"
+    for name, sheet in DATASHEETS.items():
+        assert cells[name][-1] == sheet.source
 
 
 @pytest.mark.second_tier
