@@ -23,7 +23,7 @@ from chunkc.explaining.formats import FORMATS
 from chunkc.explaining.formats.json_ import VERSION
 from chunkc.ir import explanation as explanations
 from chunkc.ir.estimates import EstimatedOperator
-from chunkc.machines.presets import _HardwareFile
+from chunkc.machines.presets import PRESETS, _HardwareFile
 from chunkc.options import VARIABLES, Options
 
 README = ROOT / "README.md"
@@ -296,6 +296,11 @@ def test_diffs_change_three_lines_at_most() -> None:
     for block in (block for block in blocks(TEXTS["loops.md"]) if block.language == "diff"):
         lines = block.text.splitlines()
         assert max(sum(line.startswith(sign) for line in lines) for sign in "+-") <= 3
+
+
+def test_machines_by_name() -> None:
+    names = [name for row in rows(TEXTS["explain.md"], "machine by name") for name in named(row[0])]
+    assert sorted(names) == sorted(PRESETS)
 
 
 def test_keys_of_hardware_files() -> None:

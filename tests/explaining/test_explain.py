@@ -204,6 +204,12 @@ def test_no_such_hardware() -> None:
         explain("frozen_mlp", hardware="rtx3091")
 
 
+def test_a_machine_with_one_memory_says_that_a_home_in_ram_adds_none() -> None:
+    explanation = explain("frozen_mlp", hardware="dgx-spark")
+    assert explanation.host_memory_nbytes == 16 * GIB
+    assert "as the host's: a home in RAM adds no memory, only a home on disk does" in " ".join(explanation.notes)
+
+
 def test_a_faster_machine_is_faster_and_needs_no_more() -> None:
     names = ("rtx2060-6g", "a100-80g", "h100")
     slow, fast, hopper = (explain("frozen_mlp", hardware=name, memory_budget=MLP_NBYTES) for name in names)

@@ -125,6 +125,15 @@ def test_all_devices_train_together_unless_it_is_said_otherwise() -> None:
     assert {event.stream for event in found.events} >= {GATHER, SCATTER}
 
 
+def test_cards_without_links_to_each_other_exchange_through_ram_and_explain_says_so() -> None:
+    said = "no link between devices of a host is stated: they exchange through its RAM"
+    found = explain(hardware="2xrtx5090")
+    assert found.ranks is not None
+    assert found.ranks.link_nbytes.keys() == {TO_DEVICE, TO_HOME}
+    assert any(said in note for note in found.notes)
+    assert not any(said in note for name in ("2xh100", "rtx5090") for note in explain(hardware=name).notes)
+
+
 def test_hosts_add_up_what_their_ranks_need() -> None:
     found, host = explain(hardware=CPU, mesh="2x4"), CPU.host_memory_nbytes
     assert found.ranks is not None
