@@ -298,7 +298,7 @@ def test_the_list_of_hardware_has_all_presets(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.second_tier
 def test_as_a_process(here: Path) -> None:
-    """What the terminal gets: the answer, nothing else, and the exit code; also for code that PyTorch warns about."""
+    """The terminal gets the answer, nothing else, and the exit code; also for code that PyTorch warns about."""
     command = [sys.executable, "-m", "chunkc", "explain"]
     fits = subprocess.run([*command, "tiny.py:build", *FITS], capture_output=True, text=True, cwd=here)
     assert (fits.returncode, fits.stderr) == (0, "")
