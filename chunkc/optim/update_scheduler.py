@@ -22,6 +22,7 @@ for each group when it fetches it.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -123,6 +124,7 @@ class SessionUpdates:
         self._residents: dict[int, list[Task]] = {}
         self._residents_of: tuple[object, ...] | None = None  # layout and residents when `_residents` was made
         self._numbers: dict[torch.Tensor, int] = {}  # each parameter's index among all of the optimizer's
+        self._groups: list[object] = []  # parameter groups, each with its parameters, when tasks were made
         self.begun: dict[int, BegunUpdate] = {}
 
     @property
@@ -159,18 +161,32 @@ class SessionUpdates:
         """Let updates of these groups begin in the next backward, those of `at_home` at home: states and kernels are
         ready."""
         self._looked_up = None
+        self._follow_param_groups()
         if self._tasks is not None and self._tasks.keys() == groups and self._at_home == at_home:
             return
         session = self._session
-        tasks: dict[int, list[Task]] = {index: [] for index in groups}
-        self._tasks, self._at_home = tasks, at_home
+        self._tasks, self._at_home = self._tasks_of(groups), at_home
+        self._scheduler.watch(session)
+        session.in_backward.join(self)
+
+    def _follow_param_groups(self) -> None:
+        """Make tasks anew if a caller has put other parameter groups, or other parameters, into `param_groups`."""
+        groups = [entry for group in self._optimizer.param_groups for entry in (group, *group["params"])]
+        if len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups)):
+            return
+        self._groups, self._residents_of = groups, None
+        if self._tasks is not None:
+            self._tasks = self._tasks_of(self._tasks)
+
+    def _tasks_of(self, groups: Iterable[int]) -> dict[int, list[Task]]:
+        """Return the parameters of these groups that are this optimizer's."""
+        session, tasks = self._session, {index: list[Task]() for index in groups}
         for group in self._optimizer.param_groups:
             for parameter in map(local_shard_of, group["params"]):
                 managed_by, name = managing(parameter) or (None, "")
                 if managed_by is session and (index := session.store.group_index(name)) in tasks:
                     tasks[index].append(Task(parameter, name, group))
-        self._scheduler.watch(session)
-        session.in_backward.join(self)
+        return tasks
 
     def expects(self, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
         """Return the stages of an update, the groups of these to update in slots, and those to update as residents."""
@@ -191,6 +207,7 @@ class SessionUpdates:
         are wrong, `step()` updates the group or raises.
         """
         optimizer, session = self._optimizer, self._session
+        self._follow_param_groups()
         is_resident = index in session.store.resident
         tasks: Sequence[Task]
         if is_resident:
@@ -385,6 +402,7 @@ class SessionUpdates:
         """Begin the update at home of a group with complete gradients, if it is this optimizer's. Return whether it
         began."""
         optimizer, session, store = self._optimizer, self._session, self._session.store
+        self._follow_param_groups()
         if group not in self._at_home or self._tasks is None:
             return False
         tasks = [task for task in self._tasks[group] if task.parameter.grad is not None]
@@ -443,6 +461,7 @@ class SessionUpdates:
 
     def validate(self, is_as_assumed: bool) -> None:
         """Undo the staged updates that would differ now: all, unless the scale of gradients is as was assumed."""
+        self._follow_param_groups()
         self.take_back([index for index in self.begun if not is_as_assumed or not self._stands(index)])
 
     def _stands(self, index: int) -> bool:

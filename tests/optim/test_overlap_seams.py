@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 import pytest
+import slot_cases
 import torch
 from harness import array, differences, home_of, segmented, take_step
 from overlap_cases import Late, Subject, case, subject
@@ -221,3 +222,44 @@ def test_two_models_that_share_a_budget(overlap: str) -> None:
         return [array(p) for model in models for p in model.parameters()]
 
     assert not differences(train(overlap), train("none"))
+
+
+PLACES: dict[str, tuple[int, dict[str, Any]]] = {
+    "residents": (slot_cases.WITHOUT_GRADIENTS, {}),
+    "in slots": (1 << 13, {}),
+    "at home": (1 << 13, {"update_on": "cpu"}),
+    "staged in slots": (1 << 13, {"undoable": True}),
+    "staged at home": (1 << 13, {"undoable": True, "update_on": "cpu"}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_other_parameter_groups_count_from_the_next_backward(place: str) -> None:
+    """As wrappers of optimizers put them there: another dictionary, with other values."""
+    spare_nbytes, arguments = PLACES[place]
+
+    def train(overlap: str, **only: Any) -> list[Any]:
+        chosen = slot_cases.ADAMW | {"update_on": arguments.get("update_on", "device")} | only
+        made = slot_cases.Subject(overlap, spare_nbytes, arguments=chosen)
+        losses = [made.step(batch) for batch in range(2)]
+        made.optimizer.param_groups[0] = {**made.optimizer.param_groups[0], "lr": 3e-3}
+        losses += [made.step(batch) for batch in range(2, 4)]
+        if place.startswith("staged"):  # between the backward and its step, too: what was staged is undone
+            made.backward(4)
+            made.optimizer.param_groups = [{**group, "lr": 2e-3} for group in made.optimizer.param_groups]
+            made.optimizer.step()
+        return [*losses, *made.state()]
+
+    assert not differences(train("backward", **arguments), train("none"))
+
+
+def test_a_parameter_that_was_taken_out_is_not_updated() -> None:
+    def train(overlap: str, **only: Any) -> list[Any]:
+        made = slot_cases.Subject(overlap, 1 << 13, arguments=slot_cases.ADAMW | only)
+        made.step(0)
+        made.backward(1)
+        del made.optimizer.param_groups[0]["params"][0]
+        made.optimizer.step()
+        return [array(parameter) for parameter in made.model.parameters()]
+
+    assert not differences(train("backward", undoable=True), train("none"))
