@@ -28,14 +28,30 @@ TABLES_NBYTES = 4 << 20
 """Room for the optimizer's tables of work and scalars (see `chunkc.optim.on_device`)."""
 
 _CAUTIOUS = "rtx2060-6g"
+# A DGX Spark and AMD's devices are left out: its preset divides one memory, which the driver and the host both report
+# whole, and their capability is no NVIDIA device's.
 _NAMES = (
+    (r"\bB200\b", "b200"),
     (r"\bGH200\b", "gh200"),
     (r"\bH200\b", "h200"),
+    (r"\bH100 PCIe\b", "h100-pcie"),
     (r"\bH100\b", "h100"),
     (r"\bA100\b.*\b80GB\b", "a100-80g"),
     (r"\bA100\b.*\b40GB\b", "a100-40g"),
     (r"\bV100\b.*\b32GB\b", "v100-32g"),
+    (r"\bA10G\b", "a10g"),
+    (r"\bL40S\b", "l40s"),
+    (r"\bL4\b", "l4"),
+    (r"\bRTX PRO 6000\b(?!.* Max Q\b)", "rtx-pro-6000"),
+    (r"\bRTX 6000 Ada\b", "rtx6000-ada"),
+    (r"\bRTX A6000\b", "a6000"),
+    (r"\bRTX 5090\b(?! Laptop)", "rtx5090"),
+    (r"\bRTX 5080\b(?! Laptop)", "rtx5080"),
+    (r"\bRTX 5070 Ti\b(?! Laptop)", "rtx5070ti-16g"),
     (r"\bRTX 4090\b", "rtx4090"),
+    (r"\bRTX 4070 Ti SUPER\b", "rtx4070ti-s-16g"),
+    (r"\bRTX 4060 Ti\b", "rtx4060ti-16g"),
+    (r"\bRTX 4060\b(?! Ti| Laptop)", "rtx4060-8g"),
     (r"\bRTX 3090\b", "rtx3090"),
     (r"\bRTX 2060\b", "rtx2060-6g"),
 )
@@ -123,7 +139,7 @@ def hardware_by_name(name: str, memory_nbytes: int, measured: Path) -> Hardware:
 
 
 def preset_by_name(name: str, memory_nbytes: int) -> str | None:
-    """The preset of a device by the driver's name for it, such as `NVIDIA A100-SXM4-80GB`; None if there is none.
+    """Return the preset of a device by the driver's name for it, such as `NVIDIA A100-SXM4-80GB`; None: there is none.
 
     A preset of much more memory than the device has is another device's: a part of a card (MIG) or a smaller model.
     """

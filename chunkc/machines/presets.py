@@ -1,7 +1,7 @@
 """Machines by name, and by file: what `--hardware` accepts.
 
-A preset is a device's peaks times what programs reach of them (`chunkc.machines.datasheets`). A file states achievable
-figures itself, whole or as changes to a preset:
+A preset is a device's peaks times the parts of them that programs reach (`chunkc.machines.datasheets`). A file states
+achievable figures itself, whole or as changes to a preset:
 
     based_on: rtx3090
     name: my workstation
@@ -55,7 +55,7 @@ _ALLOWED_TEXT = (
 
 
 def preset(name: str, efficiency: Efficiency | None = None) -> Hardware:
-    """The preset of that name; `cpu` states achievable figures already and has no datasheet.
+    """Return the preset of that name; `cpu` states achievable figures already and has no datasheet.
 
     Raises:
         OptionsError: there is none.
@@ -72,10 +72,10 @@ def preset(name: str, efficiency: Efficiency | None = None) -> Hardware:
 
 
 def load_hardware(text: str) -> Hardware:
-    """The machine that a user names: a preset, a count of one (`8xv100-32g`), hosts of these (`2x8xh100`), or a file.
+    """Load a machine by name: a preset, a count of one (`8xv100-32g`), hosts of these (`2x8xh100`), or a file.
 
-    A count of devices multiplies RAM, CPU and disks with them: the host is that much larger. Hosts that are known as a
-    whole have the RAM that is known of them.
+    A count of devices multiplies RAM, CPU and disks with them: the host is that much larger. The RAM of hosts in
+    `KNOWN_HOSTS` is as stated there.
 
     Raises:
         OptionsError: one line that says what is wrong and what is allowed.
@@ -87,7 +87,7 @@ def load_hardware(text: str) -> Hardware:
 
 
 def named_hardware(text: str) -> Hardware:
-    """A preset, a count of one (`8xv100-32g`), or hosts of these (`2x8xh100`).
+    """Return a preset, a count of one (`8xv100-32g`), or hosts of these (`2x8xh100`).
 
     Raises:
         OptionsError: there is none of that name.
@@ -110,7 +110,7 @@ def named_hardware(text: str) -> Hardware:
 
 
 def read_hardware(path: Path) -> Hardware:
-    """A machine from a JSON or YAML file: fields of `Hardware` by name, and `based_on` for a preset to change.
+    """Read a machine from a JSON or YAML file: fields of `Hardware` by name, and `based_on` for a preset to change.
 
     Sizes, rates and times may be written with units: `288GiB`, `24GB/s`, `71TFLOPS`, `10us`. `links` maps names to rate
     and latency; what it leaves out of a link is the preset's, or no latency. A link's rate alone may also be given by
@@ -137,7 +137,7 @@ def read_hardware(path: Path) -> Hardware:
         known = None if base is None else named_hardware(base.strip())
         links = _links(stated, () if known is None else known.links)
         if known is not None:
-            stated = {"both_links_bytes_per_s": _together(known, links), **stated}
+            stated = {"both_links_bytes_per_s": _both_links(known, links), **stated}
             return replace(known, links=links, **stated)
         stated |= {key: link for link in links for key, name in RATE_KEYS.items() if name == link.name}
         if missing := [key for key in _REQUIRED if key not in stated]:
@@ -148,7 +148,7 @@ def read_hardware(path: Path) -> Hardware:
 
 
 def _links(stated: dict[str, Any], known: Sequence[LinkSpec]) -> tuple[LinkSpec, ...]:
-    """The links of a file, which are taken out of what it states, over those of the machine that it is based on."""
+    """Take the links out of a file's figures, and return them over those of the machine that the file is based on."""
     found = {link.name: {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s} for link in known}
     listed = stated.pop("links", {})
     for key, name in RATE_KEYS.items():
@@ -163,15 +163,15 @@ def _links(stated: dict[str, Any], known: Sequence[LinkSpec]) -> tuple[LinkSpec,
     return tuple(LinkSpec(name, **found[name]) for name in LINKS if name in found)
 
 
-def _together(known: Hardware, links: Sequence[LinkSpec]) -> float | None:
-    """`both_links_bytes_per_s` of a machine with these links: the base's is of the base's own rates."""
+def _both_links(known: Hardware, links: Sequence[LinkSpec]) -> float | None:
+    """Return `both_links_bytes_per_s` of a machine with these links: the base's is of the base's own rates."""
     rates = {link.name: link.bytes_per_s for link in links}
     same = all(link.bytes_per_s == rates[link.name] for link in known.links if link.name in (TO_DEVICE, TO_HOME))
     return known.both_links_bytes_per_s if same else None
 
 
 def default_hardware_path() -> Path:
-    """The file that `chunkc calibrate` saves: `$XDG_CONFIG_HOME/chunkc/hardware.json`, by default in `~/.config`.
+    """Return the file that `chunkc calibrate` saves: `chunkc/hardware.json` in `$XDG_CONFIG_HOME`, else in `~/.config`.
 
     A relative `XDG_CONFIG_HOME` is ignored, as the XDG base directory specification says.
     """
@@ -204,7 +204,7 @@ _FIGURE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.I
 
 
 def _figure(value: object, units: Mapping[str, float]) -> float:
-    """A number, or text of a number with one of the units; `1e9` is text to a YAML reader."""
+    """Convert a number, or text of a number with one of the units; `1e9` is text to a YAML reader."""
     if isinstance(value, str):
         match = _FIGURE.fullmatch(value.strip())
         if match is None or not (match[2] == "" or match[2].lower() in units):
@@ -218,17 +218,17 @@ def _figure(value: object, units: Mapping[str, float]) -> float:
 
 
 def _size(value: object) -> int:
-    """Whole bytes. A context and page tables may be 0."""
+    """Convert to whole bytes. A context and page tables may be 0."""
     return 0 if type(value) is int and value == 0 else int(_figure(value, BYTE_UNITS))
 
 
 def _latency(value: object) -> float:
-    """Seconds. May be 0."""
+    """Convert to seconds. May be 0."""
     return 0.0 if type(value) in (int, float) and value == 0 else _figure(value, _TIMES)
 
 
 def _capability(value: object) -> tuple[int, int]:
-    """Compute capability in the text form of NVIDIA's tables, such as "8.6"."""
+    """Parse a compute capability in the text form of NVIDIA's tables, such as "8.6"."""
     match = re.fullmatch(r"([0-9]{1,2})\.([0-9])", value.strip()) if isinstance(value, str) else None
     if match is None:
         raise ValueError("no compute capability")
@@ -324,7 +324,7 @@ def _unknown_key(key: object) -> str:
 
 
 def _expanded(path: Path) -> Path:
-    """The path with a home directory in place of `~`, or unchanged where none is known."""
+    """Return the path with a home directory in place of `~`, or unchanged where none is known."""
     try:
         return path.expanduser()
     except RuntimeError:
