@@ -1,8 +1,9 @@
 """Answer, while Dynamo traces, whether the mask of `nn.Transformer` is causal.
 
-That check needs the values of the mask, so Dynamo would break the graph inside of `torch.nn`, and it never compiles the
-functions there by themselves: all of an encoder would run uncompiled. Here the answer is computed on the mask's values
-when the graph is traced, and the graph asserts that later calls have a mask of the same answer.
+That check needs the values of the mask, so Dynamo would break the graph inside of `torch.nn`, whose functions it never
+compiles by themselves: all of an encoder would run uncompiled. Here the answer is computed on the mask's values when
+the graph is traced. A causal mask may be left out of the computation, so the graph then asserts that the masks of later
+calls are causal. Any other mask is applied, and so is one that happens to be causal in a later call.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from torch import Tensor
 from torch._dynamo import convert_frame
 from torch.nn.modules import transformer
 
-_CHANGED = (
-    "the attention mask was{} causal when the model was compiled, and is{} now: the other kernel would run. Say which "
-    "it is: is_causal=True or False of nn.TransformerEncoder, tgt_is_causal of nn.TransformerDecoder"
+_NO_LONGER = (
+    "the attention mask was causal when the model was compiled, and is not now: it would be left out. Say which it is: "
+    "is_causal=True or False of nn.TransformerEncoder, tgt_is_causal of nn.TransformerDecoder"
 )
-_NO_LONGER, _NOW = _CHANGED.format("", " not"), _CHANGED.format(" not", "")
 
 
 def install(is_compiled_by_chunkc: Callable[[object], bool]) -> None:
@@ -51,8 +51,7 @@ def install(is_compiled_by_chunkc: Callable[[object], bool]) -> None:
         is_alike = (mask == causal(size, device=mask.device, dtype=mask.dtype)).all()
         if not is_chunkc():
             return bool(is_alike)
-        if answer(mask):
-            torch._assert_async(is_alike, _NO_LONGER)
-            return True
-        torch._assert_async(~is_alike, _NOW)
-        return False
+        if not answer(mask):
+            return False
+        torch._assert_async(is_alike, _NO_LONGER)
+        return True

@@ -213,7 +213,7 @@ def watch_given(backend: Callable[..., Any], note: Callable[[Callable[..., Any]]
 def _visible(given: Any) -> Any:
     """A function around the call of a module that `module.compile()` compiles, where Dynamo would skip its `forward`.
 
-    Its code is its own, since Dynamo counts compilations by code.
+    Its code is its own, since Dynamo counts compilations by code, and has the name of the module's `forward` in errors.
     """
     if getattr(given, "__func__", None) is not nn.Module._call_impl:
         return given
@@ -224,7 +224,7 @@ def _visible(given: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace()
+    call.__code__ = call.__code__.replace(co_qualname=type(module).forward.__qualname__)
     return call
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -14,17 +15,20 @@ from torch import nn
 def within_reach(code: CodeType, local_values: Iterable[Any], global_values: Mapping[str, Any]) -> Iterator[Any]:
     """Yield each value that code may reach from these variables, once: by attributes, items and calls.
 
-    Of PyTorch's own modules and functions nothing is reached, nor of a module with parameters, nor of a tensor.
+    The fewer steps lead to a value, the earlier it comes: a caller that stops early has the nearest values, however
+    long the lists among them are. Of PyTorch's own modules and functions nothing is reached, nor of a module with
+    parameters, nor of a tensor.
     """
     names = frozenset(_names(code))
     visited: dict[int, Any] = {}
-    frontier = list(chain(local_values, (global_values[name] for name in names & global_values.keys())))
+    in_globals = [global_values[name] for name in names & global_values.keys()]
+    frontier: deque[Iterator[Any]] = deque([chain(local_values, in_globals)])
     while frontier:
-        value = frontier.pop()
-        if id(value) not in visited:
-            visited[id(value)] = value  # alive, so that no other value gets its id
-            yield value
-            frontier.extend(_parts(value, names))
+        for value in frontier.popleft():
+            if id(value) not in visited:
+                visited[id(value)] = value  # alive, so that no other value gets its id
+                yield value
+                frontier.append(_parts(value, names))
 
 
 def has_parameters(value: Any) -> bool:
@@ -53,9 +57,11 @@ def _parts(value: Any, names: Collection[str]) -> Iterator[Any]:
     elif isinstance(value, CellType):
         yield from _contents(value)
     elif isinstance(value, dict):
-        yield from list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from list(value.values())  # another thread may add to it meanwhile
+    elif isinstance(value, set):
         yield from list(value)
+    elif isinstance(value, (list, tuple, frozenset)):
+        yield from value
     elif not isinstance(value, (torch.Tensor, type)) and not has_parameters(value) and hasattr(value, "__dict__"):
         yield vars(value)
 

@@ -211,3 +211,11 @@ def test_so_is_one_of_which_a_whole_graph_is_asked() -> None:
         call(X, kind)
     with pytest.raises(chunkc.UnsupportedError, match="recompile_limit"):
         call(X, ANOTHER)
+
+
+def test_a_module_of_torch_nn_compiled_in_place_is_refused_by_its_name() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.compile(backend="chunkc", options=OPTIONS, dynamic=False)
+    for length in (2, 3, 4):
+        model(torch.ones(length, 8))
+    assert refusal(lambda x: model(x.expand(5, 2, 8))).startswith("Sequential.forward (")
