@@ -1,4 +1,4 @@
-"""What a new user meets: files that fail, names that are nearly right, code that prints."""
+"""A new user's mistakes: files that fail, names that are nearly right, code that prints."""
 
 from __future__ import annotations
 

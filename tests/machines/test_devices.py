@@ -127,7 +127,7 @@ def test_measured_figures_of_a_gpu_before_cautious_ones(tmp_path: Path) -> None:
 
 
 def test_figures_measured_on_a_device_of_this_name_before_its_preset(tmp_path: Path) -> None:
-    """Where they say nothing, the preset's count: what is between devices is not measured."""
+    """The preset's figures fill in what the file does not state: links between devices are not measured."""
     path = tmp_path / "hardware.json"
     name = "NVIDIA H100 80GB HBM3"
     measured = replace(
