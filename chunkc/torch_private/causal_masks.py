@@ -1,9 +1,9 @@
 """Answer, while Dynamo traces, whether the mask of `nn.Transformer` is causal.
 
 That check needs the values of the mask, so Dynamo would break the graph inside of `torch.nn`, and it never compiles
-functions there by themselves: all of an encoder would run uncompiled. Here the answer is computed on the mask's values when
-the graph is traced. A causal mask may be left out of the computation, so the graph then asserts that the masks of later
-calls are causal. Any other mask is applied, and so is one that happens to be causal in a later call.
+functions there by themselves: all of an encoder would run uncompiled. Here the answer is computed on the mask's values
+when the graph is traced. A causal mask may be left out of the computation, so the graph then asserts that the masks of
+later calls are causal. Any other mask is applied, and so is one that happens to be causal in a later call.
 """
 
 from __future__ import annotations
