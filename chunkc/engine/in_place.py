@@ -31,7 +31,7 @@ def compile_in_place(model: nn.Module, options: dict[str, Any]) -> None:
             'every name; give the model itself, or compile it in place: model.compile(backend="chunkc", options=...)'
         )
     if not dynamo.is_compiled_in_place(model):
-        dynamo.compile_in_place(model, backend="chunkc", options=options)
+        model.compile(backend="chunkc", options=options)
 
 
 def was_called(model: nn.Module) -> bool:

@@ -107,7 +107,7 @@ def initialize_engine(
     with cpu_embedding.set_apart(embeddings):
         place_on(model, device, options)
     cpu_embedding.look_up_on_cpu(embeddings, device)
-    dynamo.compile_in_place(model, backend="chunkc", options=options)
+    model.compile(backend="chunkc", options=options)
     _report({**settings.without_effect, **_cpu_embedding_without_effect(settings, device, embeddings)})
     _tell_of_others(model, found)
     engine = Engine(model, found, settings, lr_scheduler=scheduler, local_rank=local_rank, device=device)

@@ -108,7 +108,9 @@ def hardware_of(device: torch.device) -> Hardware:
         return replace(CPU, host_memory_nbytes=host_nbytes)
     properties = torch.cuda.get_device_properties(device)
     found = hardware_by_name(properties.name, properties.total_memory, default_hardware_path())
-    return replace(found, capability=(properties.major, properties.minor), host_memory_nbytes=host_nbytes)
+    # Of an AMD device, PyTorch gives numbers of its architecture, which would select rules of NVIDIA's devices.
+    capability = None if torch.version.hip else (properties.major, properties.minor)
+    return replace(found, capability=capability, host_memory_nbytes=host_nbytes)
 
 
 def hardware_by_name(name: str, memory_nbytes: int, measured: Path) -> Hardware:

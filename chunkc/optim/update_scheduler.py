@@ -487,7 +487,8 @@ class SessionUpdates:
                 state = optimizer.states_of(noted.parameter)
                 optimizer.begin_update_of(noted.parameter, state)
                 state["step"].fill_(int(state["step"]) + 1)
-            tasks = (self._tasks or {}).get(index, ())
+            assert self._tasks is not None  # `validate` took back the groups without
+            tasks = self._tasks[index]
             store.commit_shadow_copies(index, {task.name: optimizer.kept_states_of(task.parameter) for task in tasks})
 
     def end_step(self) -> None:

@@ -84,11 +84,6 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def compile_in_place(module: nn.Module, **arguments: Any) -> None:
-    """`module.compile(...)`, also for classes of `torch.nn`, whatever the backend (see `watch_given`)."""
-    module.compile(**arguments)
-
-
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
     """The module that `torch.compile` was given, or the module itself."""
     return model._orig_mod if isinstance(model, OptimizedModule) else model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from chunkc.ir.links import host_links
 from chunkc.machines.devices import (
     device_of,
     hardware_by_name,
+    hardware_of,
     memory_of,
     parse_device,
     preset_by_name,
@@ -171,3 +173,15 @@ def test_all_parameters_are_on_one_device() -> None:
     with pytest.raises(chunkc.UnsupportedError, match="weight is on meta"):
         device_of(dict(meta.named_parameters()))
     assert device_of({}) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(("hip", "capability"), [(None, (9, 4)), ("6.4", None)], ids=["CUDA", "ROCm"])
+def test_an_amd_device_has_no_capability_of_nvidias(
+    hip: str | None, capability: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """PyTorch gives an MI300X 9.4, which would select the rules of a Hopper."""
+    properties = SimpleNamespace(name="AMD Instinct MI300X", total_memory=191 * GIB, major=9, minor=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert hardware_of(torch.device("cuda", 0)).capability == capability
