@@ -46,8 +46,8 @@ from rich.progress import Progress as ProgressBar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from architectures.models import DOZEN
-from architectures.table import COLUMNS, FAILED, REFUSED, TRAINED, WAITING, counts, percentage
-from measuring import machine
+from architectures.table import COLUMNS, FAILED, REFUSED, TRAINED, counts, percentage
+from measuring import forked, machine
 from measuring.metrics import Row, Section, one
 from measuring.subject_process import Process, SubjectFailed
 from report import markdown
@@ -184,7 +184,7 @@ def trained(args: argparse.Namespace, workers: Sequence[Process], names: Mapping
 
 def worker_timeout_s(args: argparse.Namespace) -> float:
     """Time limit of a worker, longer than those of the processes that it watches."""
-    return (len(args.columns) + 2) * args.time_limit * WAITING
+    return (len(args.columns) + 2) * args.time_limit * forked.WAITING
 
 
 def sections(answers: Sequence[Answer], columns: Sequence[str]) -> list[Section]:

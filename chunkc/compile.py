@@ -268,7 +268,7 @@ def choose(context: CompileContext) -> None:
     session, captured, layout = context.session, context.step.captured, context.layout
     context.show("planning", 0, None)
     try:
-        expected = session.in_backward.expected(layout, {**session.store.parameters(), **context.named})
+        expected = session.in_backward.expected(layout, {**session.store.views.parameters(), **context.named})
         context.decision = decide(session.planner_state, GraphCaptured(captured, layout, expected))
     except BudgetError as error:
         called_with = context.inputs if context.arguments is None else context.arguments
@@ -321,7 +321,7 @@ def _name_parameters(
 
     A parameter that is gone leaves its name, and its place in a chunk, to one of the same layout.
     """
-    taken, specs = set(session.store.parameters()), session.store.layout.specs()
+    taken, specs = set(session.store.views.parameters()), session.store.layout.specs()
 
     def is_free(parameter: nn.Parameter, name: str) -> bool:
         fits = name not in specs or (can_move(parameter) and specs[name] == session.spec_of(name, parameter))

@@ -140,11 +140,14 @@ def _report(session: Session) -> Report:
         chunk_size_nbytes=store.layout.chunk_nbytes,
         num_chunks=len(store.layout.groups),
         num_resident_chunks=len(store.resident),
-        traffic_nbytes={"to_device": store.traffic.to_device_nbytes, "to_home": store.traffic.to_home_nbytes},
+        traffic_nbytes={
+            "to_device": store.slots.traffic.to_device_nbytes,
+            "to_home": store.slots.traffic.to_home_nbytes,
+        },
         time_s={
             "compute": session.records.compute_s,
             "host": session.records.host_s,
-            "wait": store.traffic.wait_s,
+            "wait": store.slots.traffic.wait_s,
             "to_device": store.tier.links.busy_s(inward=True),
             "to_home": store.tier.links.busy_s(inward=False),
         },

@@ -36,17 +36,17 @@ TYPES = {
 # C++ type of the master, and code to read and to write it.
 _SPLIT_MASTER = {
     "master": "int16_t",
-    "read_master": """const float upper = widen_bf16(param[i]);
-    const float joined = as_float(as_bits(upper) + uint32_t(int32_t(master[i])));
+    "read_master": """const float upper = widen_bf16(param_data[i]);
+    const float joined = as_float(as_bits(upper) + uint32_t(int32_t(master_data[i])));
     const float target = joined != joined ? upper : joined;""",
     "write_master": """const uint32_t bits = as_bits(new_target);
     const uint32_t kept = bits - ((bits & 0x1FFFFu) == 0x8000u ? 1u : 0u);
-    master[i] = int16_t(new_target != new_target ? 0u : kept);""",
+    master_data[i] = int16_t(new_target != new_target ? 0u : kept);""",
 }
 _WHOLE_MASTER = {
     "master": "float",
-    "read_master": "const float target = master[i];",
-    "write_master": "master[i] = new_target;",
+    "read_master": "const float target = master_data[i];",
+    "write_master": "master_data[i] = new_target;",
 }
 
 WIDENING = r"""
@@ -81,22 +81,20 @@ static inline void store(float* target, float x) { *target = x; }
 static inline void store(uint16_t* target, float x) { *target = rounded(x); }
 
 extern "C" void update(
-    uint16_t* param, const $grad* grad, $moment_parameters$master* master, const float* scalars,
+    uint16_t* param_data, const $grad* grad_data, $moment_parameters$master* master_data, const float* scalars,
     const float* unscale, const float* clip, int64_t num_elements, int num_threads) {
   const float $scalars;
   const float factor = $scaled ? *unscale : 1.0f, second_factor = $scaled ? *clip : 1.0f;
 $before
   #pragma omp parallel for simd schedule(static) num_threads(num_threads) if(parallel: num_threads > 1)
   for (int64_t i = 0; i < num_elements; ++i) {
-    float wide = $widen_grad(grad[i]);
-    if ($scaled) wide = wide * factor * second_factor;
-    wide = wide * grad_sign;
+    float grad = $widen_grad(grad_data[i]);
+    if ($scaled) grad = grad * factor * second_factor;
     $read_master
-    if ($l2) wide = wide + target * l2;
 $old_moments
 $inside
 $new_moments
-    param[i] = rounded(new_target);
+    param_data[i] = rounded(new_target);
     $write_master
   }
 }
@@ -139,12 +137,13 @@ def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     moment, widen_moment = TYPES[fmt.moment_dtype]
     names = {"grad": grad, "widen_grad": widen_grad}
     names |= _SPLIT_MASTER if fmt.split else _WHOLE_MASTER
-    names["moment_parameters"] = "".join(f"{moment}* {kind}, " for kind in fmt.kinds)
+    names["moment_parameters"] = "".join(f"{moment}* {kind}_data, " for kind in fmt.kinds)
     names["scalars"] = ", ".join(f"{name} = scalars[{i}]" for i, name in enumerate(fmt.scalars._fields))
-    names["old_moments"] = "\n".join(f"    const float old_{kind} = {widen_moment}({kind}[i]);" for kind in fmt.kinds)
-    names["new_moments"] = "\n".join(f"    store(&{kind}[i], new_{kind});" for kind in fmt.kinds)
-    names["before"], names["inside"] = fmt.loop
-    source = _SOURCE.substitute(names, l2=str(l2).lower(), scaled=str(scaled).lower())
+    names["old_moments"] = "\n".join(f"    const float {kind} = {widen_moment}({kind}_data[i]);" for kind in fmt.kinds)
+    names["new_moments"] = "\n".join(f"    store(&{kind}_data[i], new_{kind});" for kind in fmt.kinds)
+    results = [f"new_{name}" for name in ("target", *fmt.kinds)]
+    names["before"], names["inside"] = fmt.arithmetic.in_cpp(l2, results)
+    source = _SOURCE.substitute(names, scaled=str(scaled).lower())
     with patched(OPTIONS), compiler_required():
         loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=FLAGS)
     loaded.update.argtypes = [*[ctypes.c_void_p] * (6 + len(fmt.kinds)), ctypes.c_int64, ctypes.c_int]

@@ -86,7 +86,7 @@ def rounding_words(key: RoundingKey, first_index: int) -> Tensor:
 
 
 def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
-    """Update all elements: the function that is compiled. The order of operations is the reference's."""
+    """Update all elements: the function that is compiled."""
     fmt, rest = key.fmt, list(arguments)
 
     def take(count: int) -> list[Tensor]:
@@ -98,7 +98,7 @@ def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
     scales = take(len(moments)) if fmt.quantised else []
     targets = take(len(moments)) if fmt.quantised else moments
     ones = take(1)[0].unsqueeze(1) if fmt.quantised else None
-    scalars = fmt.scalars.of(take(1)[0])
+    scalars = take(1)[0]
     factors = take(2) if key.scaled else []
     words = take(1)[0] if fmt.stochastic else None
 

@@ -51,7 +51,7 @@ def prepare(fmt: UpdateFormat, hyper: Any) -> Callable[[list[Tensor]], None]:
         empties the list; checks and version counters are left to the caller.
     """
     scalars = _scalars(fmt, hyper)
-    l2 = hyper.scalars().l2 != 0
+    l2 = fmt.needs_l2(hyper.scalars())
 
     passes: dict[bool, Pass] = {}
 
@@ -127,7 +127,7 @@ def _update_span(
 ) -> None:
     row = scalars[span.group]
     scaled = scale.unscale is not None or scale.clip is not None
-    l2 = row[fmt.scalars._fields.index("l2")].item() != 0
+    l2 = fmt.needs_l2(fmt.scalars(*row.tolist()))
     factors = [_ONE if factor is None else factor for factor in (scale.unscale, scale.clip)] if scaled else []
 
     def call(part: Slots, begin: int, scratch: Sequence[Tensor]) -> None:

@@ -8,7 +8,6 @@ code runs on CPU tensors, slowly: for tests.
 from __future__ import annotations
 
 import functools
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.ir.states import MASTER, scale_of
+from chunkc.ir.states import MASTER, UNSIGNED, scale_of
 from chunkc.kernels.formats import (
     NO_SCALE,
     QUANT_BLOCK,
@@ -38,6 +37,7 @@ BLOCK = 8 * NUM_THREADS
 """Elements a program updates at most: eight per thread, 16 bytes of bf16."""
 RAGGED_BLOCK = QUANT_BLOCK
 """Elements that any other program updates at most."""
+_MAX_NUM_MOMENTS = 3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +142,10 @@ def update(
     num_programs = len(work.rows)
     if num_programs:
         require_triton(slots.param.device, "chunkc.kernels.elementwise_cpu")
-        launch(pkgutil.resolve_name(fmt.triton_kernel), num_programs, arguments, slots.param)
+        from chunkc.kernels.elementwise_triton_kernel import elementwise_kernel
+
+        arguments["ARITHMETIC"] = fmt.arithmetic.in_triton
+        launch(elementwise_kernel, num_programs, arguments, slots.param)
         if pointer_offsets is None:
             mark_written(slots)
 
@@ -158,7 +161,7 @@ def launch_arguments(
     first_element: int = 0,
     pointer_offsets: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Check the arguments of the kernel, and return them by name, as `update` launches it.
+    """Check the arguments of the kernel, and return all but the rule's code, by name, as `update` launches it.
 
     Raises:
         ValueError: a tensor does not fit the format or the work table.
@@ -181,7 +184,8 @@ def launch_arguments(
     return {
         "param": slots.param.detach(),
         "grad": slots.grad,
-        **{kind: slots[kind] for kind in (*fmt.kinds, MASTER, *map(scale_of, fmt.kinds))},
+        "master": slots[MASTER],
+        **_moments(fmt, slots),
         "code_tables": _code_tables(slots.param.device) if fmt.quantised else None,
         "work": work.rows,
         "pointer_offsets": pointer_offsets,
@@ -192,12 +196,26 @@ def launch_arguments(
         "first_element": first_element,
         "key_low": key.low if key is not None else 0,
         "key_high": key.high if key is not None else 0,
+        "NUM_SCALARS": scalars.shape[1],
+        "NUM_MOMENTS": len(fmt.kinds),
         "STOCHASTIC": fmt.stochastic,
         "BLOCK": BLOCK,
         "RAGGED_BLOCK": RAGGED_BLOCK,
         "NUM_COLUMNS": num_columns,
         "NUM_POINTER_OFFSETS": 0 if pointer_offsets is None else pointer_offsets.shape[1],
     }
+
+
+def _moments(fmt: UpdateFormat, slots: Slots) -> dict[str, Any]:
+    """Return the kernel's arguments of each moment, None where there is none."""
+    assert len(fmt.kinds) <= _MAX_NUM_MOMENTS, fmt
+    moments: dict[str, Any] = {}
+    for number in range(_MAX_NUM_MOMENTS):
+        kind = fmt.kinds[number] if number < len(fmt.kinds) else None
+        moments[f"moment_{number}"] = kind and slots[kind]
+        moments[f"scale_{number}"] = kind and slots[scale_of(kind)]
+        moments[f"TABLE_{number}"] = 512 if kind in UNSIGNED else 0
+    return moments
 
 
 class Address(int):

@@ -6,9 +6,9 @@ same range of elements of every buffer. Nothing here computes an update.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
@@ -17,21 +17,17 @@ from torch import Tensor
 from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.states import (
     ELEMENTS_PER_SCALE,
-    EXP_AVG,
-    EXP_AVG_SQ,
     MASTER,
     MASTER_LOW,
-    MAX_EXP_AVG_SQ,
     MOMENT_DTYPES,
+    MOMENTS,
     is_scale,
     scale_of,
 )
 from chunkc.kernels import adam
+from chunkc.kernels.arithmetic import Arithmetic
 from chunkc.kernels.hyperparameters import (
     GRAD_DTYPES,
-    AdamHyper,
-    AdamScalars,
-    AmsgradScalars,
     table_of_rows,
     takes_gradients,
     wide_dtype,
@@ -77,7 +73,7 @@ class Slots:
         return cls(**{kind: flat[kind] for kind in flat if kind not in (MASTER, MASTER_LOW)}, master=master)  # type: ignore[call-arg]
 
     def __getitem__(self, kind: str) -> Tensor | None:
-        return getattr(self, kind)
+        return getattr(self, kind, None)
 
     def states(self) -> dict[str, Tensor]:
         """Return the buffers that the format has, by name, without parameter and gradient."""
@@ -92,7 +88,7 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
-class UpdateFormat(ABC):
+class UpdateFormat:
     """Dtypes and rounding of an update's buffers. Hashable: kernels are compiled and cached per format.
 
     Each rule has a subclass with its arithmetic. Its states, except the master, are called moments.
@@ -113,14 +109,9 @@ class UpdateFormat(ABC):
         ValueError: the combination makes no sense; the message says which does.
     """
 
-    scalars: ClassVar[type[Any]]
-    """Named tuple of the rule's scalars: `of(row)` reads a row of `chunkc.kernels.hyperparameters.scalar_table`."""
-    slots: ClassVar[type[Slots]]
-    """Class of the buffers of a tile."""
-    triton_kernel: ClassVar[str]
-    """Module and name of the device code in Triton; empty if there is none (see `by_reference`)."""
-    loop: ClassVar[tuple[str, str]]
-    """Arithmetic in C++, before the loop over elements and in it (see `chunkc.kernels.cpu_loop`)."""
+    arithmetic: ClassVar[Arithmetic]
+    """A function of gradient and parameter (or master), then the moments by the names of their buffers. Its results are
+    the new parameter and the new moments in that order."""
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -162,30 +153,34 @@ class UpdateFormat(ABC):
             raise ValueError("rounding='stochastic' needs something stored in bfloat16; use rounding='nearest'")
 
     @property
-    @abstractmethod
     def kinds(self) -> tuple[str, ...]:
         """Names of the moments' buffers; moments in `UNSIGNED` have no negative elements."""
+        return self.arithmetic.inputs[2:]
 
-    @abstractmethod
+    @property
+    def scalars(self) -> Any:
+        """Named tuple of the rule's scalars."""
+        return self.arithmetic.scalars
+
+    @property
+    def slots(self) -> type[Slots]:
+        """Class of the buffers of a tile."""
+        return slots_with(self.kinds)
+
+    def needs_l2(self, scalars: Any) -> bool:
+        """Whether weight decay is added to the gradient, given a group's scalars."""
+        return getattr(scalars, "l2", 0.0) != 0
+
     def new_values(
-        self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        """Compute the new parameter and moments from gradient (scaled), parameter and moments, all of the `wide_dtype`.
-
-        Args:
-            wide, target: gradient, and parameter or master.
-            l2: whether `scalars.l2` is not 0.
-            root: computes square roots.
-        """
-
-    @classmethod
-    def scalars_of(cls, hyper: Any) -> Any:
-        """Derive the rule's `scalars` from its hyper-parameters."""
-        return hyper.scalars()
+        self, grad: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Tensor, *, l2: bool, root: Root
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Compute the new parameter and moments in PyTorch, see `Arithmetic.in_torch`."""
+        new_target, *new_moments = self.arithmetic.in_torch([grad, target, *moments], scalars, l2=l2, root=root)
+        return new_target, new_moments
 
     def scalar_table(self, hypers: Sequence[Any]) -> Tensor:
         """Make the scalars of several groups as `[num_groups, num_scalars]` of the `wide_dtype` on the CPU."""
-        return table_of_rows([self.scalars_of(hyper) for hyper in hypers], self.wide_dtype)
+        return table_of_rows([hyper.scalars() for hyper in hypers], self.wide_dtype)
 
     @property
     def wide_dtype(self) -> torch.dtype:
@@ -195,7 +190,7 @@ class UpdateFormat(ABC):
     @property
     def by_reference(self) -> bool:
         """Whether the format has no device code in Triton: on a GPU `chunkc.kernels.reference` updates."""
-        return not self.triton_kernel or self.wide_dtype == torch.float64
+        return self.wide_dtype == torch.float64
 
     @property
     def moment_dtype(self) -> torch.dtype:
@@ -234,54 +229,35 @@ class AdamSlots(Slots):
     exp_avg_sq_scale: Tensor | None = None
 
 
+@functools.cache
+def slots_with(kinds: tuple[str, ...]) -> type[Slots]:
+    """Make the class of slots with these moments."""
+    if kinds == MOMENTS:
+        return AdamSlots
+    optional = [(kind, Tensor | None, None) for kind in (*kinds, MASTER, *map(scale_of, kinds))]
+    return make_dataclass(
+        "Slots",
+        [(PARAM, Tensor), (GRAD, Tensor), *optional],
+        bases=(Slots,),
+        namespace={"__module__": __name__},
+        frozen=True,
+        slots=True,
+        eq=False,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class AdamFormat(UpdateFormat):
     """Format of an Adam update."""
 
-    scalars: ClassVar[type[Any]] = AdamScalars
-    slots = AdamSlots
-    triton_kernel = "chunkc.kernels.adam_triton_kernel:adam_kernel"
-    loop = adam.LOOP
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return (EXP_AVG, EXP_AVG_SQ)
-
-    def new_values(
-        self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        return adam.new_values(wide, target, moments, scalars, l2=l2, root=root)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AmsgradSlots(AdamSlots):
-    """Buffers of an Adam update with the largest second moment so far (AMSGrad)."""
-
-    max_exp_avg_sq: Tensor | None = None
-    max_exp_avg_sq_scale: Tensor | None = None
+    arithmetic = adam.ADAM
 
 
 @dataclass(frozen=True, slots=True)
-class AmsgradFormat(AdamFormat):
+class AmsgradFormat(UpdateFormat):
     """Format of an Adam update with `max_exp_avg_sq`, in spans that use it and in others."""
 
-    scalars = AmsgradScalars
-    slots = AmsgradSlots
-    triton_kernel = ""
-    loop = adam.AMSGRAD_LOOP
-
-    @classmethod
-    def scalars_of(cls, hyper: AdamHyper) -> AmsgradScalars:
-        return hyper.amsgrad_scalars()
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return (EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ)
-
-    def new_values(
-        self, wide: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Any, *, l2: bool, root: Root
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        return adam.new_values_amsgrad(wide, target, moments, scalars, l2=l2, root=root)
+    arithmetic = adam.AMSGRAD
 
 
 class Span(NamedTuple):

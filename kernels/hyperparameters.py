@@ -28,11 +28,7 @@ def takes_gradients(param_dtype: torch.dtype, grad_dtype: torch.dtype) -> bool:
 
 
 class AdamScalars(NamedTuple):
-    """Scalars of the inner loop, each computed in double precision on the host, as `torch.optim` does.
-
-    Kernels that compute in fp32 round them to it once, where `torch.optim` rounds them at every operation: the same
-    value.
-    """
+    """Scalars of the inner loop (see `chunkc.kernels.arithmetic.Arithmetic.scalars`)."""
 
     grad_sign: float  # -1 to maximize, else 1
     decay: float  # AdamW: the factor of parameters; 1 otherwise
@@ -43,52 +39,33 @@ class AdamScalars(NamedTuple):
     bias_correction2_sqrt: float
     eps: float
     neg_step_size: float  # -lr / (1 - beta1 ** step)
-
-    @classmethod
-    def of(cls, row: Tensor) -> AdamScalars:
-        """Read a row of `scalar_table`, each scalar as a 0-dim tensor."""
-        scalars: Any = row.unbind()
-        return cls(*scalars)
+    amsgrad: float  # 1 to divide by the largest second moment so far; 0 to leave that as it is
 
 
-class AmsgradScalars(NamedTuple):
-    """`AdamScalars`, and `amsgrad`: 1 to divide by the largest second moment so far; 0 to leave that as it is.
+@dataclass(frozen=True, slots=True)
+class Hyper:
+    """Hyper-parameters of one update: its number, from 1, and its scalars, a named tuple."""
 
-    A class of its own, since rows in Triton's kernels have as many scalars as these kernels read.
-    """
+    step: int
+    values: Any
 
-    grad_sign: float
-    decay: float
-    l2: float
-    lerp_weight: float
-    beta2: float
-    one_minus_beta2: float
-    bias_correction2_sqrt: float
-    eps: float
-    neg_step_size: float
-    amsgrad: float
-
-    @classmethod
-    def of(cls, row: Tensor) -> AmsgradScalars:
-        """Read a row of a table, each scalar as a 0-dim tensor."""
-        scalars: Any = row.unbind()
-        return cls(*scalars)
+    def scalars(self) -> Any:
+        return self.values
 
 
-def check_ranges(hyper: Any) -> None:
-    """Check the hyper-parameters that Adam and LAMB have in common, by name.
+def check_ranges(*, step: int, **values: float) -> None:
+    """Check hyper-parameters by name.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: `step` is under 1, `beta...` outside [0, 1), or another value negative or NaN.
     """
-    if hyper.step < 1:
-        raise ValueError(f"step counts updates from 1, got {hyper.step}")
-    for name in ("beta1", "beta2"):
-        if not 0.0 <= getattr(hyper, name) < 1.0:
-            raise ValueError(f"{name} must be in [0, 1), got {getattr(hyper, name)}")
-    for name in ("lr", "eps", "weight_decay"):
-        if not getattr(hyper, name) >= 0.0:
-            raise ValueError(f"{name} must not be negative, got {getattr(hyper, name)}")
+    if step < 1:
+        raise ValueError(f"step counts updates from 1, got {step}")
+    for name, value in values.items():
+        if name.startswith("beta") and not 0.0 <= value < 1.0:
+            raise ValueError(f"{name} must be in [0, 1), got {value}")
+        if not value >= 0.0:
+            raise ValueError(f"{name} must not be negative, got {value}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +92,8 @@ class AdamHyper:
     amsgrad: bool = False
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        names = ("step", "beta1", "beta2", "lr", "eps", "weight_decay")
+        check_ranges(**{name: getattr(self, name) for name in names})
 
     def scalars(self) -> AdamScalars:
         """Derive the scalars, in double precision."""
@@ -129,11 +107,8 @@ class AdamHyper:
             bias_correction2_sqrt=(1 - self.beta2**self.step) ** 0.5,
             eps=self.eps,
             neg_step_size=-(self.lr / (1 - self.beta1**self.step)),
+            amsgrad=float(self.amsgrad),
         )
-
-    def amsgrad_scalars(self) -> AmsgradScalars:
-        """Derive the scalars for formats with `max_exp_avg_sq`."""
-        return AmsgradScalars(*self.scalars(), amsgrad=float(self.amsgrad))
 
 
 def scalar_table(hypers: Sequence[Any]) -> Tensor:

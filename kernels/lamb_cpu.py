@@ -13,9 +13,9 @@ from torch import Tensor
 
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, Pass, compile_pass, host_empty, host_tensor
+from chunkc.kernels.lamb import LAMB_APPLY, LAMB_MOMENTS
 from chunkc.kernels.lamb_formats import ROW, LambPiece, LambScalars, LambWork
 from chunkc.kernels.lamb_host import apply_stage, moments_stage
-from chunkc.kernels.lamb_reference import lamb_direction, lamb_new_moments
 
 _ONE = host_tensor(1.0, np.float32)
 _LIMITS = slice(LambScalars._fields.index("adapt"), LambScalars._fields.index("max_coeff") + 1)
@@ -146,11 +146,10 @@ def _new_moments(
     scalars: Tensor,
     clip: Tensor,
 ) -> tuple[()]:
-    """Run stage 1 on rows or elements: the function that is compiled. The order of operations is the reference's."""
-    group = LambScalars.of(scalars)
+    """Run stage 1 on rows or elements: the function that is compiled."""
     wide = grad.to(torch.float32) * (unscales.unsqueeze(1) if rows else unscales) * clip
-    new_avg, new_avg_sq = lamb_new_moments(wide, exp_avg, exp_avg_sq, group)
-    update = lamb_direction(target, new_avg, new_avg_sq.sqrt(), group)
+    inputs = [wide, target, exp_avg, exp_avg_sq]
+    new_avg, new_avg_sq, update = LAMB_MOMENTS.in_torch(inputs, scalars, l2=False, root=torch.sqrt)
     for sums, values in ((param_sums, target), (update_sums, update)):
         squares = values * values
         sums.copy_(squares.sum(1) if rows else squares)
@@ -161,10 +160,10 @@ def _new_moments(
 
 def _new_parameters(param: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *rest: Tensor) -> tuple[()]:
     """Run stage 2: the function that is compiled; `rest` is (master,) scalars, ratio."""
-    group = LambScalars.of(rest[-2])
-    target = rest[0] if len(rest) == 3 else param
-    update = lamb_direction(target, exp_avg, exp_avg_sq.sqrt(), group)
-    new_target = target + (group.neg_lr * rest[-1]) * update
+    *master, scalars, ratio = rest
+    target = master[0] if master else param
+    inputs = [target, exp_avg, exp_avg_sq, ratio]
+    (new_target,) = LAMB_APPLY.in_torch(inputs, scalars, l2=False, root=torch.sqrt)
     target.copy_(new_target)
     if target is not param:
         param.copy_(new_target)

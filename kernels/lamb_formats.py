@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,12 +44,6 @@ class LambScalars(NamedTuple):
     min_coeff: float  # limits of the trust ratio
     max_coeff: float
 
-    @classmethod
-    def of(cls, row: Tensor) -> LambScalars:
-        """Read a row of `chunkc.kernels.hyperparameters.scalar_table`, each scalar as a 0-dim tensor."""
-        scalars: Any = row.unbind()
-        return cls(*scalars)
-
 
 @dataclass(frozen=True, slots=True)
 class LambHyper:
@@ -76,7 +70,8 @@ class LambHyper:
     max_coeff: float = math.inf
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        names = ("step", "beta1", "beta2", "lr", "eps", "weight_decay")
+        check_ranges(**{name: getattr(self, name) for name in names})
         if not 0 <= self.min_coeff <= self.max_coeff:
             raise ValueError(f"min_coeff and max_coeff must be in order from 0, got {self.min_coeff}, {self.max_coeff}")
 

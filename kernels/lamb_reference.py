@@ -7,8 +7,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from chunkc.kernels.adam import exact_root, new_moments
+from chunkc.kernels.arithmetic import exact_root
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
+from chunkc.kernels.lamb import LAMB_APPLY, LAMB_MOMENTS
 from chunkc.kernels.lamb_formats import LambPiece, LambScalars, LambWork
 from chunkc.kernels.lamb_host import apply_stage, moments_stage
 
@@ -42,13 +43,13 @@ def lamb_moments(
     target = slots.param if slots.master is None else slots.master
     for piece, cuts in zip(work.pieces, work.cuts, strict=True):
         part = slice(piece.begin, piece.end)
-        group = LambScalars.of(scalars[piece.group])
         wide = slots.grad[part].to(torch.float32)
         for factor in (scale.unscale, scale.clip):
             if factor is not None:
                 wide = wide * factor
-        new_avg, new_avg_sq = lamb_new_moments(wide, slots.exp_avg[part], slots.exp_avg_sq[part], group)
-        update = lamb_direction(target[part], new_avg, exact_root(new_avg_sq), group)
+        inputs = [wide, target[part], slots.exp_avg[part], slots.exp_avg_sq[part]]
+        group = scalars[piece.group]
+        new_avg, new_avg_sq, update = LAMB_MOMENTS.in_torch(inputs, group, l2=False, root=exact_root)
         _store(slots.exp_avg[part], new_avg, scale)
         _store(slots.exp_avg_sq[part], new_avg_sq, scale)
         for row, (begin, end) in enumerate(pairwise(cuts), start=piece.partial):
@@ -80,29 +81,19 @@ def lamb_apply(
     target = slots.param if slots.master is None else slots.master
     for piece in work.pieces:
         part = slice(piece.begin, piece.end)
-        group = LambScalars.of(scalars[piece.group])
-        update = lamb_direction(target[part], slots.exp_avg[part], exact_root(slots.exp_avg_sq[part]), group)
-        new_target = target[part] + (group.neg_lr * trust_ratio(partials, piece, group)) * update
+        group = scalars[piece.group]
+        ratio = trust_ratio(partials, piece, LambScalars(*group.tolist()))
+        inputs = [target[part], slots.exp_avg[part], slots.exp_avg_sq[part], ratio]
+        (new_target,) = LAMB_APPLY.in_torch(inputs, group, l2=False, root=exact_root)
         if slots.master is not None:
             _store(slots.master[part], new_target, scale)
         _store(slots.param[part], new_target.to(slots.param.dtype), scale)
 
 
-def lamb_new_moments(wide: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, scalars: LambScalars) -> tuple[Tensor, Tensor]:
-    """Compute the new moments from an fp32 gradient (scaled)."""
-    return new_moments(wide * scalars.grad_sign, exp_avg, exp_avg_sq, scalars)
-
-
-def lamb_direction(target: Tensor, exp_avg: Tensor, root: Tensor, scalars: LambScalars) -> Tensor:
-    """Compute the update before the trust ratio and the learning rate. `root` is the square root of `exp_avg_sq`."""
-    denom = root / scalars.bias_correction2_sqrt + scalars.eps
-    return exp_avg / scalars.bias_correction1 / denom + scalars.weight_decay * target
-
-
 def trust_ratio(partials: Tensor, piece: LambPiece, scalars: LambScalars) -> Tensor:
     """Compute a tensor's trust ratio from its partial sums, 0-dim fp32."""
     norms = partials[:, piece.first_partial : piece.last_partial].double().sum(1).sqrt()
-    usable = (norms != 0).all() & (torch.as_tensor(scalars.adapt, device=partials.device) != 0)
+    usable = (norms != 0).all() & bool(scalars.adapt)
     ratio = (norms[0] / norms[1]).to(torch.float32).clamp(scalars.min_coeff, scalars.max_coeff)
     return torch.where(usable, ratio, 1.0)
 

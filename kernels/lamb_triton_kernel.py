@@ -9,13 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from chunkc.kernels.adam_triton_kernel import new_moments
 from chunkc.kernels.formats import UNIT
+from chunkc.kernels.lamb import LAMB_APPLY, LAMB_MOMENTS
 from chunkc.kernels.lamb_formats import LambScalars
 from chunkc.kernels.triton_formats import factors_of, load_target, load_wide, pointer_of_tensor, store_target
 
 _UNIT = tl.constexpr(UNIT)
 _NUM_SCALARS = tl.constexpr(len(LambScalars._fields))
+_new_moments = LAMB_MOMENTS.in_triton
+_new_target = LAMB_APPLY.in_triton
 
 _UNSPECIALIZED = ["work", "pointer_offsets", "scalars", "partials", "unscale", "clip", "found_inf"]
 
@@ -136,17 +138,16 @@ def lamb_apply_kernel(
         ratio = tl.maximum(ratio, tl.load(group + 10), propagate_nan=tl.PropagateNan.ALL)
         ratio = tl.minimum(ratio, tl.load(group + 11), propagate_nan=tl.PropagateNan.ALL)
         ratio = tl.where(adapted, ratio, 1.0)
-        step_size = tl.load(group + 8) * ratio
         rest = begin
         if begin % _UNIT == 0:
             rest = end // _UNIT * _UNIT
             for start in range(begin, rest, BLOCK):
                 _apply_to_block(
-                    param, exp_avg, exp_avg_sq, master, group, step_size,
+                    param, exp_avg, exp_avg_sq, master, group, ratio,
                     start // _UNIT * _UNIT, rest // _UNIT * _UNIT, BLOCK,
                 )  # fmt: skip
         for start in range(rest, end, RAGGED_BLOCK):
-            _apply_to_block(param, exp_avg, exp_avg_sq, master, group, step_size, start, end, RAGGED_BLOCK)
+            _apply_to_block(param, exp_avg, exp_avg_sq, master, group, ratio, start, end, RAGGED_BLOCK)
 
 
 @triton.jit
@@ -161,9 +162,7 @@ def _moments_of_block(
     old_avg = tl.load(exp_avg + offsets, mask=mask, other=0.0)
     old_avg_sq = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
     target = load_target(param, master, offsets, mask)
-    wide = wide * tl.load(scalars)
-    new_avg, new_avg_sq = new_moments(wide, old_avg, old_avg_sq, scalars + 2)
-    direction = _direction(target, new_avg, new_avg_sq, scalars)
+    new_avg, new_avg_sq, direction = _new_moments(wide, target, old_avg, old_avg_sq, scalars)
     tl.store(exp_avg + offsets, new_avg, mask=mask)
     tl.store(exp_avg_sq + offsets, new_avg_sq, mask=mask)
     of_params += tl.where(mask, target * target, 0.0)
@@ -173,22 +172,15 @@ def _moments_of_block(
 
 @triton.jit
 def _apply_to_block(
-    param, exp_avg, exp_avg_sq, master, scalars, step_size, begin, end, BLOCK: tl.constexpr
+    param, exp_avg, exp_avg_sq, master, scalars, ratio, begin, end, BLOCK: tl.constexpr
 ):  # fmt: skip
     offsets = begin + tl.arange(0, BLOCK)
     mask = offsets < end
     avg = tl.load(exp_avg + offsets, mask=mask, other=0.0)
     avg_sq = tl.load(exp_avg_sq + offsets, mask=mask, other=0.0)
     target = load_target(param, master, offsets, mask)
-    new_target = target + step_size * _direction(target, avg, avg_sq, scalars)
+    new_target = _new_target(target, avg, avg_sq, ratio, scalars)
     store_target(param, master, new_target, offsets, mask, offsets, offsets, False)
-
-
-@triton.jit
-def _direction(target, avg, avg_sq, scalars):
-    """Compute the update before the trust ratio and the learning rate."""
-    denom = tl.div_rn(tl.sqrt_rn(avg_sq), tl.load(scalars + 6)) + tl.load(scalars + 7)
-    return tl.div_rn(tl.div_rn(avg, tl.load(scalars + 5)), denom) + tl.load(scalars + 1) * target
 
 
 @triton.jit

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import NamedTuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chunkc.ir.layout import GRAD, PARAM
-from chunkc.ir.states import MASTER, is_scale
+from chunkc.ir.states import MASTER, is_scale, scale_of
 from chunkc.kernels.formats import UNIT, RoundingKey, UpdateFormat
 
 
@@ -23,8 +22,8 @@ class RoundingSeed(NamedTuple):
 
 
 def kinds_of(fmt: UpdateFormat) -> list[str]:
-    """List the kinds of data of an update, in the order of its slots and of the columns of pointer offsets."""
-    return [field.name for field in fields(fmt.slots)]  # type: ignore[arg-type]
+    """List the kinds of data of an update, in the order of the columns of pointer offsets."""
+    return [PARAM, GRAD, *fmt.kinds, MASTER, *map(scale_of, fmt.kinds)]
 
 
 def pointer_offsets_of(addresses: np.ndarray, fmt: UpdateFormat, seeds: Sequence[RoundingSeed] = ()) -> Tensor:

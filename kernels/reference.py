@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from chunkc.ir.states import UNSIGNED, scale_of
-from chunkc.kernels.adam import exact_root
+from chunkc.kernels.arithmetic import exact_root
 from chunkc.kernels.formats import (
     NO_SCALE,
     QUANT_BLOCK,
@@ -58,14 +57,14 @@ def chunk_update(
         ValueError: see `check_update` and `check_spans`.
     """
     for span in checked_spans(fmt, slots, spans, scalars, scale, key, first_element):
-        _update_span(fmt, slots, span, fmt.scalars.of(scalars[span.group]), scale, key, first_element)
+        _update_span(fmt, slots, span, scalars[span.group], scale, key, first_element)
 
 
 def _update_span(
     fmt: UpdateFormat,
     slots: Slots,
     span: Span,
-    scalars: Any,
+    scalars: Tensor,
     scale: GradScale,
     key: RoundingKey | None,
     first_element: int,
@@ -111,7 +110,7 @@ def _update_span(
         assert slots.master is not None
         target = join_master(slots.param[part], slots.master[part])
     moments = [load_moment(kind) for kind in fmt.kinds]
-    l2 = bool(scalars.l2 != 0)
+    l2 = fmt.needs_l2(fmt.scalars(*scalars.tolist()))
     new_target, new_moments = fmt.new_values(wide, target, moments, scalars, l2=l2, root=exact_root)
     for stream, (kind, value) in enumerate(zip(fmt.kinds, new_moments, strict=True), start=FIRST_MOMENT_STREAM):
         store_moment(kind, value, stream)

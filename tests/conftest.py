@@ -10,7 +10,7 @@ import importlib.util
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 
 import pytest
 import torch
@@ -103,6 +103,19 @@ def _leave_to_other_devices(items: Iterable[pytest.Item]) -> None:
             "CUDA_IN_RAM_ARITHMETIC" in os.environ
         ):
             item.add_marker(pytest.mark.skip(reason="for the device in its other mode"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Note the processor seconds of each test, its ended processes included, in the file that CHUNKC_TEST_SECONDS
+    names: they decide its tier."""
+    before = os.times()
+    result = yield
+    if path := os.environ.get("CHUNKC_TEST_SECONDS"):
+        seconds = sum(os.times()[:4]) - sum(before[:4])  # of the process and its children, in user and kernel code
+        with open(path, "a") as file:
+            file.write(f"{seconds:8.2f} {item.nodeid}\n")
+    return result
 
 
 def pytest_collection_finish() -> None:

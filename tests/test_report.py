@@ -21,6 +21,7 @@ import chunkc
 from chunkc.ir.layout import Chunk
 from chunkc.runtime.device import cpu_allocator
 from chunkc.runtime.execution.run import Measurement
+from chunkc.runtime.store.slots import ChunkSlots
 from chunkc.runtime.store.store import ChunkStore
 
 WIDTH, LAYERS = 128, 4
@@ -194,14 +195,14 @@ def test_the_host_s_time_is_that_of_the_latest_step(monkeypatch: pytest.MonkeyPa
     assert set(latest) == set(first)
     assert all(seconds > 0 for seconds in latest.values())
     assert sum(latest.values()) < took_s
-    wait = ChunkStore.wait
+    wait = ChunkSlots.wait
 
-    def slow(store: ChunkStore, chunk: Chunk) -> None:
+    def slow(slots: ChunkSlots, chunk: Chunk) -> None:
         time.sleep(0.01)
-        store.traffic.wait_s += 0.01
-        wait(store, chunk)
+        slots.traffic.wait_s += 0.01
+        wait(slots, chunk)
 
-    monkeypatch.setattr(ChunkStore, "wait", slow)
+    monkeypatch.setattr(ChunkSlots, "wait", slow)
     began_s, waited_s = time.perf_counter(), chunkc.report(model).time_s["wait"]
     step(call, optimizer)
     took_s, found = time.perf_counter() - began_s, chunkc.report(model)

@@ -9,7 +9,8 @@
 # A test that is rightly different on a version says so itself, where it is skipped.
 #
 # The part is one of promises: a file for each thing that PyTorch may change under chunkc, and of each test in it at most
-# three variants, spread evenly: 435 tests. CHUNKC_VARIANTS=0 takes all 1,039; most of the others differ in shapes alone.
+# three variants, spread evenly: some 440 tests. CHUNKC_VARIANTS=0 takes all, some 1,040; most of the others differ in
+# shapes alone.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 export PYTHONSAFEPATH=1 OMP_WAIT_POLICY=PASSIVE CHUNKC_VARIANTS=${CHUNKC_VARIANTS:-3}
@@ -17,7 +18,7 @@ export PYTHONSAFEPATH=1 OMP_WAIT_POLICY=PASSIVE CHUNKC_VARIANTS=${CHUNKC_VARIANT
 TESTS=(
     tests/test_torch_private.py
     # bits under every budget, bytes as predicted, in eager code and with Inductor
-    tests/end_to_end/test_bit_identity.py tests/end_to_end/test_prediction.py
+    tests/properties/test_ladder.py tests/end_to_end/test_bit_identity.py tests/end_to_end/test_prediction.py
     tests/end_to_end/test_prediction_inductor.py tests/passes/memory/test_segment_memory.py tests/passes/memory/scratch
     # what Inductor generates, and what is made of code that nobody can read
     tests/passes/memory/inductor tests/kernels/test_fused_pass.py tests/end_to_end/test_unread_wrappers.py

@@ -11,9 +11,6 @@ import torch
 TRAINED, REFUSED, FAILED = "trained", "refused", "failed"
 DEFAULT_FAILS, PLAIN_FAILS, NOT_BUILT = "default backend fails too", "plain PyTorch fails", "not built"
 
-WAITING = 20
-"""A column that takes more than so many times the limit by the clock has failed, too: it hangs."""
-
 COUNTED = (TRAINED, REFUSED, FAILED)
 """Outcomes of what the default backend trains: the percentage is of these."""
 

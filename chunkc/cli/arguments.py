@@ -70,17 +70,15 @@ def build_parser() -> argparse.ArgumentParser:
     diff_parser.add_argument("after", type=Path, metavar="AFTER.json")
     calibrate_parser = commands.add_parser("calibrate", help="measure this machine for --hardware")
     calibrate_parser.add_argument("--output", type=Path, metavar="FILE", help=f"default: {default_hardware_path()}")
+    operators_help = "measure the scratch memory of this model's operators on the CPU, for training and explain"
+    calibrate_parser.add_argument("--operators", dest="target", metavar="MODEL|FILE.py:FACTORY", help=operators_help)
+    _add_model_arguments(calibrate_parser)
     return parser
 
 
 def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("target", nargs="?", metavar="MODEL", help="a built-in model's name, or FILE.py:FACTORY")
-    command.add_argument("--module", metavar="PACKAGE:CLASS", help="a model class of transformers, in place of MODEL")
-    command.add_argument("--config", type=Path, metavar="FILE.json", help="the configuration for --module")
-    command.add_argument("--batch-size", type=_positive, metavar="N", help="of the model's input")
-    command.add_argument("--seq-len", type=_positive, metavar="N", help="of the model's input, in tokens")
-    command.add_argument("--dtype", choices=sorted(DTYPES), help="of the model's parameters; default: its own")
-    command.add_argument("--activation-checkpointing", action="store_true", help="recompute each block in the backward")
+    _add_model_arguments(command)
     command.add_argument(
         "--hardware", metavar="NAME|FILE|list", help="list prints all names; default: what calibrate saved, else cpu"
     )
@@ -118,6 +116,15 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--exceptions", action="store_true", help="print where predicted bytes are not exact, and why")
     command.add_argument("--format", choices=list(FORMATS), default="text", help="default: text")
     command.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+
+
+def _add_model_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--module", metavar="PACKAGE:CLASS", help="a model class of transformers, in place of MODEL")
+    command.add_argument("--config", type=Path, metavar="FILE.json", help="the configuration for --module")
+    command.add_argument("--batch-size", type=_positive, metavar="N", help="of the model's input")
+    command.add_argument("--seq-len", type=_positive, metavar="N", help="of the model's input, in tokens")
+    command.add_argument("--dtype", choices=sorted(DTYPES), help="of the model's parameters; default: its own")
+    command.add_argument("--activation-checkpointing", action="store_true", help="recompute each block in the backward")
 
 
 def _add_optimizer_arguments(group: argparse._ArgumentGroup) -> None:

@@ -43,8 +43,10 @@ from chunkc.ir.shards import ZeroStage
 from chunkc.ir.text import message_of, one_line, printable
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.calibrate import calibrate
+from chunkc.machines.operators import measure_operators, operators_path, save_operators
 from chunkc.machines.presets import default_hardware_path, load_hardware, save_hardware
 from chunkc.options import parse_options, parse_size
+from chunkc.passes.memory.scratch.measured import record_calls
 from chunkc.passes.memory.scratch.operators import table_of_exceptions
 
 FITS, OWN_FAULT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 3, 130
@@ -288,7 +290,32 @@ def _largest(
     return size, [answer, *notes]
 
 
+def _calibrate_operators(options: argparse.Namespace) -> int:
+    """Measure the operators of a model's training step that have no exact rule on the CPU, and save their bytes."""
+    path = operators_path()
+    _check_output(path if path.parent.exists() else None)
+    with contextlib.redirect_stdout(sys.stderr), progress() as show:
+        target = _target(options, None)
+        show(f"building {target.name}")
+        subject = target.build(options.batch_size, options.seq_len)
+        with errors_of(target.name, explained=True), record_calls() as calls:
+            explain(subject.model, *subject.args, hardware="cpu", show=show, **subject.kwargs)
+        measured, failed = measure_operators(calls, show)
+    save_operators(measured, path)
+    with answering():
+        for name, reason in failed.items():
+            print(one_line(f"not measured: {name}: {reason}"))
+        print(one_line(f"measured: {len(measured)} calls of {len({call.target for call, _ in measured})} operators"))
+        print(one_line(f"saved: {path}"))
+    return FITS
+
+
 def _calibrate(options: argparse.Namespace) -> int:
+    if options.target is not None or options.module is not None:
+        if options.output is not None:
+            raise OptionsError("--output is for the machine's rates; measured operators are saved where training reads")
+        with _quiet():
+            return _calibrate_operators(options)
     _check_output(options.output)
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())

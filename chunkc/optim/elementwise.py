@@ -1,7 +1,7 @@
 """Update tiles of chunk groups, and tensors in place, by rules that change each element by itself.
 
 On a GPU by Triton; on the CPU by one pass over memory for each span of elements. Complex elements are two real ones
-each, as in `torch.optim`. Formats without code in Triton (fp64, `amsgrad`) are updated by plain PyTorch on a GPU.
+each, as in `torch.optim`. Formats without code in Triton (fp64) are updated by plain PyTorch on a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import Any, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -45,7 +45,20 @@ from chunkc.optim.on_device import (
     can_be_batched,
     upload,
 )
-from chunkc.optim.rule import Extent, Groups, GroupWork, ResidentTensor, Rule, Spans, TileUpdate, Updater, flag, shown
+from chunkc.optim.rule import (
+    DIFFERENTIABLE,
+    MAXIMIZE,
+    Extent,
+    Groups,
+    GroupWork,
+    ResidentTensor,
+    Rule,
+    Spans,
+    TileUpdate,
+    Updater,
+    flag,
+    shown,
+)
 from chunkc.optim.states import put_back
 from chunkc.optim.update_mode import DEVICE
 from chunkc.utils.recent import Recent
@@ -60,16 +73,23 @@ PIECE_BY_REFERENCE = 1 << 13
 
 @dataclass(frozen=True)
 class ElementwiseRule(Rule):
-    """A rule that changes each element by itself, in any format that its kernels support."""
+    """A rule that changes each element by itself, in any format that its kernels support.
+
+    Attributes:
+        format_class: the kernels' format class, where it does not depend on the states.
+    """
+
+    format_class: ClassVar[type[UpdateFormat]]
 
     formats: Formats
+    optional: ClassVar[tuple[str, ...]] = (MAXIMIZE, DIFFERENTIABLE, "foreach", "fused")
 
-    @abstractmethod
     def kernel(self, kinds: Iterable[str]) -> type[UpdateFormat]:
         """Return the kernels' format class for parameters that have these kinds of states."""
+        return self.format_class
 
     def states(self, groups: Groups) -> StateFormat:
-        return self.formats.states
+        return replace(self.formats.states, kinds=self.moments)
 
     def format(self, param_dtype: torch.dtype, grad_dtype: torch.dtype, kinds: Iterable[str]) -> UpdateFormat:
         """Return the kernels' format for parameters of a dtype that have these kinds of states.
@@ -77,7 +97,9 @@ class ElementwiseRule(Rule):
         Raises:
             OptionsError: there is no such kernel; the message names those that exist.
         """
-        return self.formats.of_kernel(self.kernel(kinds), param_dtype, grad_dtype, tuple(kinds))
+        kernel: Any = self.kernel(kinds)
+        fmt: UpdateFormat = self.formats.of_kernel(kernel, param_dtype, grad_dtype, tuple(kinds))
+        return fmt
 
     def slots(self, flat: Mapping[str, torch.Tensor]) -> tuple[UpdateFormat, Slots]:
         """Return the format and the kernels' arguments for flat tensors by kind."""
@@ -123,7 +145,7 @@ class Elementwise(Updater):
 
     def compile_ahead(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale) -> None:
         fmt, _ = self.rule.slots(flat)
-        for l2 in {hyper.scalars().l2 != 0 for _, _, hyper in spans}:
+        for l2 in {fmt.needs_l2(hyper.scalars()) for _, _, hyper in spans}:
             warm_up_format(fmt, l2=l2, scaled=scale.unscale is not None or scale.clip is not None)
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.kernels.fused_pass import host_tensor
-from chunkc.optim import pending_steps as pending_steps
+from chunkc.optim.grad_scale import AssumedScale, inverted
 from chunkc.optim.memory_checks import check_memory
 from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
 from chunkc.optim.update_mode import UpdateMode
@@ -57,7 +57,7 @@ class _ClippedGradient:
 def _num_written(parameter: torch.Tensor) -> int:
     """Return how often gradients of the parameter's group were written home."""
     home = managing(parameter)
-    return 0 if home is None else home[0].store.sums.written[home[0].store.group_index(home[1])]
+    return 0 if home is None else home[0].store.sums.written[home[0].store.views.group_index(home[1])]
 
 
 @dataclass
@@ -86,10 +86,13 @@ class ClipsGradients(Optimizer):
 
     Attributes:
         assumed_scale: the scale of gradients with which updates in a backward begin that can be undone.
+        grad_scale, found_inf: set by a `GradScaler`: the divisor of gradients; no step is made if not 0.
     """
 
     overlap: UpdateMode
     assumed_scale: AssumedScale
+    grad_scale: torch.Tensor | None  # without a value but in a scaler's step, which multiplies a value that it finds
+    found_inf: torch.Tensor | None
     _clipped: _Clipped | None = None
     _groups_read_at: int = 0
     _norm_requested: bool = False
@@ -152,6 +155,18 @@ class ClipsGradients(Optimizer):
             session.live.watch(value for value in (unclipped, factor, result) if value.device.type != "cpu")
         self._clipped = _Clipped(unclipped, factor, {id(p): _ClippedGradient.of(p, g) for p, g in gradients})
         return result
+
+    def scale_of_step(self) -> GradScale:
+        """Return the scale of this step's gradients, as kernels take it: a scaler's, and the clipping factor.
+
+        Raises:
+            UnsupportedError: some gradients are not those that were clipped.
+        """
+        clip, scale, found_inf = self.clip_factor(), getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is None and found_inf is None and clip is None:
+            return NO_SCALE
+        unscale = None if scale is None else inverted(scale)
+        return GradScale(unscale, clip, None if found_inf is None else found_inf.detach().float().reshape(()))
 
     @torch.no_grad()
     def grad_norm(self) -> torch.Tensor:
@@ -259,75 +274,6 @@ class ClipsGradients(Optimizer):
 def _kept(value: torch.Tensor) -> torch.Tensor:
     """Copy a CPU number that outlives this call out of torch's memory, which may be planned to the byte."""
     return host_tensor(value.numpy(), value.numpy().dtype) if value.device.type == "cpu" else value
-
-
-def grad_scale_of(optimizer: Any, clip: torch.Tensor | None = None) -> GradScale:
-    """Return what a scaler has set on an optimizer for the present step, as kernels take it.
-
-    Args:
-        clip: the factor of gradients after they are unscaled: 0-dim fp32.
-    """
-    scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
-    if scale is None and found_inf is None and clip is None:
-        return NO_SCALE
-    unscale = None if scale is None else inverted(scale)
-    return GradScale(unscale, clip, None if found_inf is None else found_inf.detach().float().reshape(()))
-
-
-def inverted(scale: torch.Tensor) -> torch.Tensor:
-    """Invert a loss's scale as `GradScaler.unscale_` does it, in double precision: 0-dim fp32."""
-    return scale.detach().double().reciprocal().float().reshape(())
-
-
-def is_skipped(scale: GradScale) -> bool:
-    """Whether the host can see that a gradient overflowed, without waiting for a device."""
-    return scale.found_inf is not None and not pending_steps.is_remote(scale.found_inf) and bool(scale.found_inf != 0)
-
-
-def on_the_cpu(scale: GradScale) -> GradScale:
-    """Copy a scale for an update on the CPU; waits for the device."""
-
-    def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.cpu()
-
-    return scale if scale is NO_SCALE else GradScale(moved(scale.unscale), moved(scale.clip), moved(scale.found_inf))
-
-
-class AssumedScale:
-    """The scale that the next gradients are assumed to have: that of the last ones, or one that a scaler has announced.
-
-    Attributes:
-        is_likely: whether the next staged updates will be committed if the next gradients are like the last ones: those
-            overflowed nowhere, and were not clipped. Updates that will be undone only cost time.
-    """
-
-    def __init__(self) -> None:
-        self._scale = NO_SCALE
-        self.is_likely = True
-
-    def expect(self, unscale: torch.Tensor | None) -> None:
-        """Assume that gradients will first be multiplied by this, 0-dim fp32; None: by nothing."""
-        self._scale = NO_SCALE if unscale is None else GradScale(unscale.cpu())
-
-    def on(self, device: torch.device) -> GradScale:
-        """Return the scale for kernels on a device."""
-        unscale = self._scale.unscale
-        return self._scale if unscale is None or device.type == "cpu" else GradScale(unscale.to(device))
-
-    def is_what_was(self, scale: GradScale) -> bool:
-        """Whether an update with the assumed scale equals one with the step's, which is assumed from now on.
-
-        Waits for the device.
-        """
-        actual, assumed = on_the_cpu(scale), self._scale
-        self.expect(actual.unscale)
-        overflows = actual.found_inf is not None and float(actual.found_inf) != 0
-        self.is_likely = not overflows and _factor(actual.clip) == 1
-        return self.is_likely and _factor(actual.unscale) == _factor(assumed.unscale)
-
-
-def _factor(factor: torch.Tensor | None) -> float:
-    return 1.0 if factor is None else float(factor)
 
 
 class GradScaler(OverflowsElsewhere):

@@ -6,75 +6,27 @@ do not move are updated in place (`update_in_place`). States that are missing ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 
 from chunkc.ir.layout import GRAD, Chunk
 from chunkc.ir.plan import Tile
-from chunkc.ir.states import MASTER, StateFormat, is_scale, num_entries
+from chunkc.ir.states import MASTER, is_scale, num_entries
 from chunkc.ir.updates import update_stages
 from chunkc.kernels.formats import GradScale
-from chunkc.optim.gradient_scaling import AssumedScale, is_skipped, on_the_cpu
+from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.over_ranks import sums_of_group
-from chunkc.optim.rule import GroupWork, OverRanks, ResidentTensor, Rule, Spans, TileUpdate, Updater
-from chunkc.optim.split_masters import NotedContents
-from chunkc.optim.states import Dtypes, initialise
-from chunkc.optim.update_mode import UpdateMode
+from chunkc.optim.rule import GroupWork, OverRanks, ResidentTensor, Spans, TileUpdate
+from chunkc.optim.states import initialise
+from chunkc.optim.update_task import SteppingOptimizer, Task
 from chunkc.runtime.store.shards import local_shard_of
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.session import Session
 
 _CPU = torch.device("cpu")
-
-
-class SteppingOptimizer(Protocol):
-    """An optimizer as its updates see it. `chunkc.optim.optimizer.ChunkedOptimizer` is one."""
-
-    rule: Rule
-    states: StateFormat
-    overlap: UpdateMode
-    contents: NotedContents
-    assumed_scale: AssumedScale
-
-    @property
-    def param_groups(self) -> Any: ...
-
-    def states_of(self, parameter: torch.Tensor) -> dict[str, Any]: ...
-
-    def kept_states_of(self, parameter: torch.Tensor) -> dict[str, Any]: ...
-
-    def state_on_tier(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]: ...
-
-    def dtypes_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Dtypes: ...
-
-    def begin_states(self, state: Mapping[str, Any], kinds: Iterable[str]) -> None: ...
-
-    def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None: ...
-
-    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any: ...
-
-    def hyper_now(self, group: Mapping[str, Any], parameter: torch.Tensor) -> Any: ...
-
-    def next_hyper(self, parameter: torch.Tensor, at: Callable[[int], Any]) -> Any: ...
-
-    def updater(self, device: torch.device, *, by_triton: bool | None = None) -> Updater: ...
-
-    def lay_out(self, parameters: Iterable[torch.Tensor]) -> None: ...
-
-    def check_group(self, group: Mapping[str, Any]) -> None: ...
-
-    def check_dtype(self, parameter: torch.Tensor, name: str = "") -> None: ...
-
-
-class Task(NamedTuple):
-    """A parameter to update, its name (empty outside of chunk groups), and its parameter group."""
-
-    parameter: torch.Tensor
-    name: str
-    group: Mapping[str, Any]
 
 
 def spans_of(
@@ -129,9 +81,9 @@ def make_states(optimizer: SteppingOptimizer, session: Session, index: int, task
         fresh = not any(kind in state for kind in kinds)
         for kind in kinds:
             former = state.get(kind)
-            if kind not in needed or (former is not None and store.is_home_view(former, kind, task.name)):
+            if kind not in needed or (former is not None and store.views.is_home_view(former, kind, task.name)):
                 continue
-            view = store.home_view(kind, task.name)
+            view = store.views.home_view(kind, task.name)
             if former is not None:
                 store.write(kind, task.name, former)
             elif not fresh or kind == MASTER or kind not in zeros:  # zeros need not be written again over a link
@@ -194,11 +146,11 @@ def update_tile(store: ChunkStore, update: TileUpdate, tile: Tile, *, whole: Seq
     chunks = {kind: Chunk(kind, tile.group, None if kind in whole else elements) for kind in stage.kinds}
     slots: dict[str, torch.Tensor] = {}
     for kind, chunk in chunks.items():
-        slot = store.begin_compute(chunk)
+        slot = store.slots.begin_compute(chunk)
         slots[kind] = slot[tile.begin : tile.end] if kind in whole else slot
     store.tier.enqueue(update, slots, tile)
     for kind, chunk in chunks.items():
-        store.end_compute(chunk, wrote=kind in stage.writes)
+        store.slots.end_compute(chunk, wrote=kind in stage.writes)
 
 
 def update_in_place(

@@ -11,13 +11,13 @@ import torch
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import MASTER, MASTER_LOW, StateFormat, is_scale, num_entries, scale_of
 from chunkc.ir.strides import dense_strides, is_dense, overlaps_itself
-from chunkc.optim.group_updates import SteppingOptimizer
 from chunkc.optim.memory_checks import title_of
 from chunkc.optim.over_ranks import of_this_rank
 from chunkc.optim.rule import plain, shown
 from chunkc.optim.split_masters import NotedContents
 from chunkc.optim.split_masters import load as load_master
 from chunkc.optim.states import converted, empty_state
+from chunkc.optim.update_task import SteppingOptimizer
 from chunkc.runtime.storage.maps import drop_pages, evict_pages
 from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, unassigned_memory_of_parameter
 from chunkc.runtime.store.shards import local_shard_of
@@ -78,7 +78,7 @@ def load(states: StateFormat, contents: NotedContents, loaded: LoadedState) -> d
         if home is None:
             return _room_before_chunks(parameter, kind, dtypes[kind])
         session, name = home
-        return session.store.home_view(kind, name)
+        return session.store.views.home_view(kind, name)
 
     for kind, source in converted(loaded.tensors, parameter, dtypes).items():
         state[kind] = room(kind)

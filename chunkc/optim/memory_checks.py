@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -12,13 +11,14 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.states import is_scale
 from chunkc.ir.strides import is_dense, overlaps_itself, share_memory, span_of
 from chunkc.kernels.hyperparameters import takes_gradients
+from chunkc.optim.update_task import ParameterGroups, SteppingOptimizer
 from chunkc.runtime.store.consumed_gradients import gradient_of, without_memory
 from chunkc.session.session import owner
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def title_of(optimizer: Any, parameter: torch.Tensor) -> str:
+def title_of(optimizer: ParameterGroups, parameter: torch.Tensor) -> str:
     """Return a parameter's title for messages: its name in a model or the optimizer, else its number."""
     _, name = owner(parameter) or (None, "")
     if name:
@@ -31,7 +31,7 @@ def title_of(optimizer: Any, parameter: torch.Tensor) -> str:
     return "a parameter"
 
 
-def check_memory(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def check_memory(optimizer: ParameterGroups, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Refuse memory that kernels cannot read: they take one pointer and strides.
 
     Raises:
@@ -52,7 +52,7 @@ def check_memory(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor
             )
 
 
-def check_in_place(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def check_in_place(optimizer: SteppingOptimizer, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Refuse a parameter that cannot be updated in place.
 
     Raises:
@@ -81,7 +81,7 @@ def check_in_place(optimizer: Any, parameter: torch.Tensor, gradient: torch.Tens
         )
 
 
-def aliased_by_gradients(optimizer: Any, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def aliased_by_gradients(optimizer: ParameterGroups, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters with a gradient that is their own memory, element by element or in another order.
 
     Args:

@@ -20,7 +20,8 @@ import torch
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.optim import on_device
 from chunkc.optim import pending_steps as pending_steps
-from chunkc.optim.gradient_scaling import AssumedScale, ClipsGradients, grad_scale_of, is_skipped, on_the_cpu
+from chunkc.optim.grad_scale import AssumedScale, is_skipped, on_the_cpu
+from chunkc.optim.gradient_scaling import ClipsGradients
 from chunkc.optim.group_updates import update_in_place
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, put_aside
 from chunkc.optim.memory_checks import title_of
@@ -54,7 +55,6 @@ class ChunkedOptimizer(ClipsGradients):
         scheduler: updates that begin before a step, or go on after it.
         pending_steps: steps of which only the device knows whether they happened.
         contents: the contents of each parameter that its master belongs to.
-        grad_scale, found_inf: set by a `GradScaler`: the divisor of gradients; no step is made if not 0.
     """
 
     _step_supports_amp_scaling = True
@@ -260,7 +260,7 @@ class ChunkedOptimizer(ClipsGradients):
         """Clear gradients, as in `torch.optim`. Before they become zeros, wait for updates that still read them."""
         if not set_to_none:
             self.scheduler.finish()
-        _kept = [p.grad for group in self.param_groups for p in group["params"]]  # see `chunkc.runtime.store.trainers`
+        _kept = [p.grad for group in self.param_groups for p in group["params"]]  # see `Trainers`
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -425,7 +425,7 @@ class ChunkedOptimizer(ClipsGradients):
     def _step(self) -> None:
         await_readers(self._parameters())
         self.follow(self.param_groups)
-        scale, must_know = grad_scale_of(self, self.clip_factor()), self.rule.must_know_steps or self.overlap.undoable
+        scale, must_know = self.scale_of_step(), self.rule.must_know_steps or self.overlap.undoable
         agree_on_overflow(self, scale)
         self.scheduler.validate(scale)
         take_over_changes(self._parameters())

@@ -17,6 +17,7 @@ from chunkc.ir.states import INT8
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.rule import OverRanks
 from chunkc.optim.split_masters import NotedContents, put_masters_together
+from chunkc.optim.update_task import ParameterGroups, SteppingOptimizer
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.store.consumed_gradients import LocalGradient
 from chunkc.runtime.store.shards import LocalShard, block_of, leaf_of, local_shard_of, shard_like
@@ -24,7 +25,7 @@ from chunkc.runtime.store.store import ChunkStore
 from chunkc.torch_private.dtensor import local_of, with_local
 
 
-def check_over_ranks(optimizer: Any) -> None:
+def check_over_ranks(optimizer: SteppingOptimizer) -> None:
     """Refuse updates that would need more than a rank's own shards, if parameters are cut over ranks.
 
     Raises:
@@ -39,7 +40,7 @@ def check_over_ranks(optimizer: Any) -> None:
     refuse_over_ranks(type(optimizer).__name__, optimizer.states.moments)
 
 
-def note_step(optimizer: Any) -> None:
+def note_step(optimizer: SteppingOptimizer) -> None:
     """Note that a step begins. Each rank updates its own shards; at the next phase ranks compare the steps they made.
 
     So a rank that skips a step, or has a learning rate that depends on its own losses, is an error on all ranks.
@@ -56,7 +57,7 @@ def note_step(optimizer: Any) -> None:
             transport.steps = hashed(f"{transport.steps} {type(optimizer).__name__} {hyper}")
 
 
-def _parts_of(optimizer: Any) -> list[LocalShard]:
+def _parts_of(optimizer: ParameterGroups) -> list[LocalShard]:
     return [
         part
         for group in optimizer.param_groups
@@ -79,14 +80,14 @@ def refuse_over_ranks(name: str, moments: str) -> None:
         raise UnsupportedError(f"{name} updates distributed parameters with fp32 or bf16 moments, not with 8 bits")
 
 
-def ranks_of_norms(optimizer: Any) -> Transport | None:
+def ranks_of_norms(optimizer: SteppingOptimizer) -> Transport | None:
     """Return the transport for a rendezvous before a step that adds up norms, of ranks that do not plan together: those
     of tensor parallelism. None: they need none."""
     part = next(iter(_parts_of(optimizer)), None)
     return part.world if part is not None and part.is_tensor_parallel and optimizer.rule.num_stages > 1 else None
 
 
-def order_of_norms(optimizer: Any, prepared: Iterable[Any]) -> Facts:
+def order_of_norms(optimizer: SteppingOptimizer, prepared: Iterable[Any]) -> Facts:
     """Return the facts that such ranks compare, so that all add up the same tensors in the same order.
 
     Args:
@@ -105,7 +106,7 @@ def order_of_norms(optimizer: Any, prepared: Iterable[Any]) -> Facts:
 
 def sums_of_group(store: ChunkStore, index: int) -> OverRanks | None:
     """Return the sum over ranks for whole tensors of a chunk group; None: this rank has all of them."""
-    parameters = [(s.offset, store.parameter(s.spec.name)) for s in store.layout.groups[index].slices]
+    parameters = [(s.offset, store.views.parameter(s.spec.name)) for s in store.layout.groups[index].slices]
     return _sums(parameters, tag=index + 1 + _TENSORS_TAG)
 
 
@@ -159,7 +160,7 @@ def _blocks(part: LocalShard, ranks: Iterable[int]) -> list[Block]:
     return [block_of(whole, rank) for rank in ranks]
 
 
-def agree_on_overflow(optimizer: Any, scale: GradScale) -> None:
+def agree_on_overflow(optimizer: ParameterGroups, scale: GradScale) -> None:
     """Compare over all ranks whether a gradient overflowed, if a `GradScaler` may have asked this rank only.
 
     PyTorch asks all ranks along those mesh dimensions over which the first of an optimizer's gradients is cut.

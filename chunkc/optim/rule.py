@@ -1,8 +1,8 @@
 """Define what differs between optimizers: the rule, its hyperparameters, and the rule's updates on one device.
 
 Everything else is in `optimizer`: parameter groups, states, the step, its plan, the schedule of updates, `state_dict`.
-A new rule is a `Rule` and an `Updater` (`elementwise` has the updater of all rules that change each element by itself),
-kernels, and a class with a constructor.
+A new rule is a `Rule` and an `Updater`, kernels, and a class with a constructor. One that changes each element by
+itself has only its arithmetic, for which `elementwise` has the updater: see `lion`.
 """
 
 from __future__ import annotations

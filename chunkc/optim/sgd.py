@@ -13,7 +13,7 @@ from chunkc.kernels.formats import UpdateFormat
 from chunkc.kernels.sgd import MomentumFormat, SgdFormat, SgdHyper
 from chunkc.optim.elementwise import ElementwiseRule, formats_in, with_options
 from chunkc.optim.optimizer import ChunkedOptimizer
-from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, Groups, flag, number
+from chunkc.optim.rule import Groups, flag, number
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,6 @@ class SgdRule(ElementwiseRule):
     """SGD's rule. All parameters of an optimizer have a buffer; none has if no group has momentum."""
 
     moments = (MOMENTUM_BUFFER,)
-    optional = (MAXIMIZE, DIFFERENTIABLE, "foreach", "fused")
 
     def states(self, groups: Groups) -> StateFormat:
         states = self.formats.states

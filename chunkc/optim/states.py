@@ -140,7 +140,7 @@ def place_in_group(parameter: torch.Tensor) -> tuple[int, int] | None:
     session, name = owner(parameter) or (None, "")
     if session is None or name not in session.store.layout.offsets:
         return None
-    return session.store.group_index(name), session.store.layout.offsets[name]
+    return session.store.views.group_index(name), session.store.layout.offsets[name]
 
 
 def names_at_home(parameters: Iterable[torch.Tensor]) -> dict[tuple[Session, int], list[str]]:
@@ -148,6 +148,6 @@ def names_at_home(parameters: Iterable[torch.Tensor]) -> dict[tuple[Session, int
     names: dict[tuple[Session, int], list[str]] = {}
     for parameter in parameters:
         session, name = owner(parameter) or (None, "")
-        if session is not None and session.store.is_managed(name):
-            names.setdefault((session, session.store.group_index(name)), []).append(name)
+        if session is not None and session.store.views.is_managed(name):
+            names.setdefault((session, session.store.views.group_index(name)), []).append(name)
     return names

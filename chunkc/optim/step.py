@@ -17,13 +17,14 @@ from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Tile
 from chunkc.ir.program import UPDATE
 from chunkc.kernels.formats import GradScale
-from chunkc.optim.gradient_scaling import is_skipped, on_the_cpu
-from chunkc.optim.group_updates import SteppingOptimizer, Task, home_update, rank_sums, spans_of, update_tile
+from chunkc.optim.grad_scale import is_skipped, on_the_cpu
+from chunkc.optim.group_updates import home_update, rank_sums, spans_of, update_tile
 from chunkc.optim.memory_checks import aliased_by_gradients, check_in_place, check_memory
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms
 from chunkc.optim.rule import GroupWork, TileUpdate
 from chunkc.optim.update_mode import NONE, groups_at_home
 from chunkc.optim.update_scheduler import UpdateScheduler
+from chunkc.optim.update_task import SteppingOptimizer, Task
 from chunkc.policy.decide import decide
 from chunkc.policy.needs import Needs
 from chunkc.policy.plans import UpdatePlan, update_plan
@@ -79,7 +80,7 @@ def due_of(optimizer: SteppingOptimizer) -> Due:
                 due.in_place.append(task)
             else:
                 by_group = due.chunked.setdefault(session, {})
-                by_group.setdefault(session.store.group_index(name), []).append(task)
+                by_group.setdefault(session.store.views.group_index(name), []).append(task)
     due.changing.extend(task.parameter for task in tasks)
     aliased = set(map(id, aliased_by_gradients(optimizer, due.changing)))
     due.aliased.extend(task for task in tasks if id(task.parameter) in aliased)
@@ -132,7 +133,7 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
     in_order = tuple(sorted(groups))
     for group in in_order:
         session.store.reserve_states(group)
-    session.live.watch(session.store.take_gradients_home())
+    session.live.watch(session.store.gradients.take_home())
     planner_state, external_nbytes = session.planner_state, session.live.external_to_update()
     transient = session.in_backward.transient(frozenset(), frozenset(), ())
     asked = UpdateRequest(planner_state, in_order, external_nbytes, num_stages, transient)
@@ -250,7 +251,7 @@ def update_chunks(
     if home:
         store.release_slots()
         for index in sorted(home):
-            store.collect_gradients(index)
+            store.gradients.collect(index)
         marks += store.tier.mark()
     if overlaps:
         scheduler.submit(session, {index: spans[index] for index in home}, scale, marks)

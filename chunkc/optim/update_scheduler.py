@@ -36,10 +36,8 @@ from chunkc.ir.errors import OptionsError, StreamError, UnsupportedError
 from chunkc.ir.layout import GRAD, PARAM, ChunkGroup
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE, GradScale
-from chunkc.optim.gradient_scaling import is_skipped, on_the_cpu
+from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_updates import (
-    SteppingOptimizer,
-    Task,
     compiled_home_update,
     make_states,
     spans_of,
@@ -49,6 +47,7 @@ from chunkc.optim.group_updates import (
 from chunkc.optim.memory_checks import check_in_place
 from chunkc.optim.rule import GroupWork, Spans, TileUpdate
 from chunkc.optim.update_mode import groups_at_home
+from chunkc.optim.update_task import SteppingOptimizer, Task
 from chunkc.passes.planning.update_placement import can_update_resident
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed_error, gradient_of
@@ -184,7 +183,7 @@ class SessionUpdates:
         for group in self._optimizer.param_groups:
             for parameter in map(local_shard_of, group["params"]):
                 managed_by, name = managing(parameter) or (None, "")
-                if managed_by is session and (index := session.store.group_index(name)) in tasks:
+                if managed_by is session and (index := session.store.views.group_index(name)) in tasks:
                     tasks[index].append(Task(parameter, name, group))
         return tasks
 
@@ -318,13 +317,13 @@ class SessionUpdates:
         state, needed = optimizer.states_of(task.parameter), optimizer.dtypes_of(task.parameter, task.group)
         if "step" not in state:
             return False
-        kinds = [kind for kind in store.layout.groups[store.group_index(task.name)].state_kinds if kind in needed]
-        return all(kind in state and store.is_home_view(state[kind], kind, task.name) for kind in kinds)
+        kinds = [kind for kind in store.layout.groups[store.views.group_index(task.name)].state_kinds if kind in needed]
+        return all(kind in state and store.views.is_home_view(state[kind], kind, task.name) for kind in kinds)
 
     def _can_make_states(self, task: Task) -> bool:
         """Whether a parameter has no states yet, and chunks have room for all that it needs."""
         optimizer, store = self._optimizer, self._session.store
-        kinds = store.layout.groups[store.group_index(task.name)].state_kinds
+        kinds = store.layout.groups[store.views.group_index(task.name)].state_kinds
         needed = optimizer.dtypes_of(task.parameter, task.group)
         return not optimizer.kept_states_of(task.parameter) and set(needed) <= set(kinds)
 
@@ -376,7 +375,7 @@ class SessionUpdates:
         begun.noted = [self._note(task, stand_ins[task.name]) for task in tasks]
         self.begun[index] = begun  # before the update begins: it may be interrupted
         begun.begun = True
-        store.consume_gradients(index, stand_ins)
+        store.gradients.consume(index, stand_ins)
         return begun
 
     def _update_resident(self, index: int) -> None:
@@ -424,7 +423,7 @@ class SessionUpdates:
             store.shadow_copies.begin(group)
         job = compiled_home_update(optimizer, session, group, spans, assumed.on(_CPU), staged=undoable)
         label = label_of(session, group)
-        update = HomeUpdate(job, label, store.home_marks(group))
+        update = HomeUpdate(job, label, store.slots.home_marks(group))
         noted = [self._note(task) for task in tasks]
         self.begun[group] = BegunUpdate(label, noted, at_home=update)  # before it begins: it may be interrupted
         store.updates.enter(group, update)

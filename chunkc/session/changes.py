@@ -9,14 +9,14 @@ graph, each backward and each step of an optimizer begins with `detect_changes`:
 - *Another dtype, shape or device*: compared with the layout. A compilation lays the model out anew; a step refuses.
 - *One tensor is `.grad` of several parameters, or the user's own*: autograd adds to it, not chunkc, and its room is
   taken from the budget.
-- *A parameter was frozen since the forward*: it gets no gradient (`ChunkStore.sink`).
-- *Views are kept of a former gradient*: its storage lives. They keep its bytes (`ChunkStore.collect_gradients`).
+- *A parameter was frozen since the forward*: it gets no gradient (`Gradients.sink`).
+- *Views are kept of a former gradient*: its storage lives. They keep its bytes (`Gradients.collect`).
 - *A parameter was written between forward and backward*: autograd refuses, by version counters.
 - *Another thread calls*: it waits (`Session.entered`), and leaves the gradients of parameters that other threads train
-  unread (`runtime.trainers`).
+  unread (`runtime.store.gradient_states`).
 - *The model is gone, or laid out anew*: weak references say so. Everything is given back, and code that was compiled
   for it refuses (`Session.own`).
-- *This is a child of `os.fork`*: tensors over a disk home refuse (`runtime.forks`), and so do copies
+- *This is a child of `os.fork`*: tensors over a disk home refuse (`runtime.storage.forks`), and so do copies
   (`runtime.streams`).
 """
 
@@ -46,7 +46,7 @@ def detect_changes(session: Session, names: Iterable[str]) -> bool:
     replaced = store.replaced(names)
     if not replaced:
         return False
-    await_readers(p for name in replaced for p in store.parameters_in_chunk_of(name).values())  # they have views
+    await_readers(p for name in replaced for p in store.views.in_chunk_of(name).values())  # they have views
     for name in replaced:
         _check_replacement(session, name)
     _check_views(session, frozenset(replaced))
@@ -61,20 +61,20 @@ def forget_gradients(session: Session) -> None:
     indices = [chunk.group for chunk in store.arena.chunks if chunk.kind == GRAD]
     for index in indices:
         names = (where.spec.name for where in store.layout.groups[index].slices)
-        if unread.isdisjoint(names) and not store.updates.before(index) and not store.has_gradients(index):
+        if unread.isdisjoint(names) and not store.updates.before(index) and not store.gradients.exist_in(index):
             store.arena.forget(Chunk(GRAD, index))
 
 
 def _check_replacement(session: Session, name: str) -> None:
     store = session.store
-    data, spec = store.parameter(name).data, store.layout.specs()[name]
+    data, spec = store.views.parameter(name).data, store.layout.specs()[name]
     if (tuple(data.shape), data.dtype, data.device) != (spec.shape, spec.dtype, store.tier.device):
         raise UnsupportedError(
             f"{name} was laid out as {_described(spec.dtype, spec.shape, store.tier.device)}, and is "
             f"{_described(data.dtype, data.shape, data.device)} now: call the compiled model once, which lays it out "
             "anew, before the optimizer's step; or convert it back"
         )
-    if session.in_backward.has_begun(store.group_index(name)):
+    if session.in_backward.has_begun(store.views.group_index(name)):
         raise UnsupportedError(
             f'the data of {name} was replaced after its update had begun (overlap="backward"): do so after step(), or '
             'use overlap="forward"'
@@ -85,7 +85,7 @@ def _check_replacement(session: Session, name: str) -> None:
             "training it would leave that memory. Send copies (`{k: v.clone() for k, v in model.state_dict().items()}`)"
             "; to go on, give the parameter memory of its own: `p.data = p.data.clone()`"
         )
-    for other, parameter in store.parameters().items():
+    for other, parameter in store.views.parameters().items():
         if other != name and _overlap(data, parameter.data):
             raise UnsupportedError(
                 f"the data of {name} and of {other} lie in the same memory now: assign the parameter itself "
@@ -98,7 +98,7 @@ def _check_views(session: Session, replaced: frozenset[str]) -> None:
     too."""
     store = session.store
     for name in replaced:
-        for other, parameter in store.parameters_in_chunk_of(name).items() if store.has_external_views(name) else ():
+        for other, parameter in store.views.in_chunk_of(name).items() if store.views.has_external_views(name) else ():
             if other not in replaced and shares_memory(parameter):
                 raise UnsupportedError(
                     f"the data of {name} was replaced, but there are views of its former data and of {other} "
@@ -162,6 +162,6 @@ def gradients_left_to_autograd(session: Session, names: Collection[str]) -> froz
     Raises:
         HomeError: there is no room for another home of gradients that have views.
     """
-    left = session.store.find_autograd_owned()
-    session.live.watch(session.store.take_gradients_home())
+    left = session.store.gradients.find_autograd_owned()
+    session.live.watch(session.store.gradients.take_home())
     return left & frozenset(names)

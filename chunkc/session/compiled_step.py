@@ -262,7 +262,7 @@ class CompiledGraph:
             return self._forward(arguments)
 
     def _timed(self, phase: str) -> AbstractContextManager[None]:
-        return self.session.records.timed(phase, self.session.store.traffic)
+        return self.session.records.timed(phase, self.session.store.slots.traffic)
 
     @contextmanager
     def _together(self) -> Iterator[None]:
@@ -345,8 +345,8 @@ class CompiledGraph:
             outputs = self._backward_as(asked, step, arguments, hooked_nodes, aside_nbytes)
             for position, _, name in self._sunk():
                 if name in asked.returned:
-                    outputs[position] = store.parameter(name).grad
-        session.live.watch(outputs[position] for position, _, name in self._sunk() if not store.is_managed(name))
+                    outputs[position] = store.views.parameter(name).grad
+        session.live.watch(outputs[position] for position, _, name in self._sunk() if not store.views.is_managed(name))
         return outputs
 
     def _backward_as(
@@ -374,7 +374,7 @@ class CompiledGraph:
                 activation_plan=activation_plan,
             )
             planned = self._planned(BACKWARD, step, external_nbytes, context)
-            if (with_present := context.with_present(planned.plan, store.present)) != context:
+            if (with_present := context.with_present(planned.plan, store.slots.present)) != context:
                 store.release_slots()
                 planned = self._planned(BACKWARD, step, external_nbytes, with_present)
             return planned
@@ -412,7 +412,7 @@ class CompiledGraph:
         """Return the parameters with gradients that autograd must see: for a hook, or to add to a tensor of several."""
         store = self.session.store
         sunk = [name for _, _, name in self._sunk()]
-        hooked = frozenset(name for name in sunk if hooks_of(leaf_of(store.parameter(name))))
+        hooked = frozenset(name for name in sunk if hooks_of(leaf_of(store.views.parameter(name))))
         return hooked | gradients_left_to_autograd(self.session, sunk)
 
     def _asked(self) -> Asked:
@@ -423,7 +423,7 @@ class CompiledGraph:
         """
         self.output_hooks.refuse_graph()
         session = self.session
-        asked = asked_of({name: leaf_of(session.store.parameter(name)) for _, _, name in self._sunk()})
+        asked = asked_of({name: leaf_of(session.store.views.parameter(name)) for _, _, name in self._sunk()})
         if session.transport is not None and not asked.adds_all:
             raise UnsupportedError(
                 f"this backward leaves out the gradient of {min(asked.returned | asked.left_out)}, of which ranks have "

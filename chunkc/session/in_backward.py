@@ -69,7 +69,7 @@ class UpdatesInBackward:
         """
         self._refuse(groups, "backward")
         for group in groups:
-            self._store.check_not_consumed(group)
+            self._store.gradients.check_not_consumed(group)
         for in_flight in self._counted() if is_last else ():
             for group in groups:
                 if in_flight[group] > 0:

@@ -93,7 +93,7 @@ def join(session: Session, transport: Transport | None, options: Options) -> Non
     refuse_moved_activations(options)
     if session.transport is transport:
         return
-    if session.store.parameters():
+    if session.store.views.parameters():
         raise UnsupportedError(
             "the options are those of another model already, which is not distributed over the same ranks: give each "
             "model a dictionary of its own"
@@ -103,7 +103,7 @@ def join(session: Session, transport: Transport | None, options: Options) -> Non
             f"the model computes on {session.device}, and its mesh is on {transport.device}: give chunkc.distribute "
             "the mesh of the device that the model computes on"
         )
-    session.store.transport = transport
+    session.store.slots.transport = transport
     session.store.arena.launches_only = session.device.type == "cuda"
     machine, world = session.hardware, transport.world
     num_ranks, num_hosts = world.num_ranks, world.num_hosts

@@ -192,7 +192,7 @@ def _make(model: nn.Module, session: Session, initialise: Initialise) -> None:
             made[id(tensor)] = tensor, found
         for name, parameter in [(names[at], made[at][1]) for at in new if at in names]:
             assert isinstance(parameter, nn.Parameter)
-            if store.is_managed(name):
+            if store.views.is_managed(name):
                 store.write(PARAM, name, parameter)
             store.bind(name, parameter)
 

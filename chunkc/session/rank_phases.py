@@ -91,7 +91,7 @@ class PhaseOfRanks:
         }
         if self.name.startswith(BACKWARD):
             _refuse_to_keep(self.session, self.groups)
-            waiting = store.replicated.local_gradients(self.groups, store.parameter)
+            waiting = store.replicated.local_gradients(self.groups, store.views.parameter)
             facts["accumulating()"] = str(self.transport.accumulating)
             facts["gradients that wait for their exchange"] = str(waiting)
         here = Here(
@@ -196,7 +196,7 @@ def _refuse_to_keep(session: Session, groups: Collection[int]) -> None:
         group = store.layout.groups[index]
         names = [s.spec.name for s in group.slices] if len(group.replicated_kinds) > 1 else []
         for name in names:
-            if gradient_of(store.parameter(name)) is not None:
+            if gradient_of(store.views.parameter(name)) is not None:
                 raise UnsupportedError(
                     f"{name} has a gradient, which ranks have exchanged already: call optimizer.zero_grad() before the "
                     "first backward inside `with optimizer.accumulating():`"

@@ -33,7 +33,7 @@ def place(
         HomeError, StreamError: see there; nothing has moved.
     """
     store = session.store
-    await_readers([*parameters.values(), *store.parameters().values()])
+    await_readers([*parameters.values(), *store.views.parameters().values()])
     leaving = [layout.groups[index] for index in sorted(store.resident - resident)]
     states = {group: kept for group in leaving if (kept := _kept(session, group))}
     wanted = {Chunk(kind, group.index): group.nbytes(kind) for group in states for kind in group.state_kinds}
@@ -45,7 +45,7 @@ def place(
         raise
     on_cpu = store.tier.device.type == "cpu"
     for name, parameter in parameters.items():
-        if store.is_managed(name) or unassigned_memory_of(parameter) is None:
+        if store.views.is_managed(name) or unassigned_memory_of(parameter) is None:
             continue
         if not (on_cpu and shares_memory(parameter)):
             parameter.data = torch.empty_like(parameter, device=store.tier.device).copy_(parameter)
@@ -55,14 +55,14 @@ def place(
             store.reserve_states(group.index)
             for kind in group.state_kinds:
                 store.write(kind, name, state[kind])
-                state[kind] = store.home_view(kind, name)
+                state[kind] = store.views.home_view(kind, name)
 
 
 def _kept(session: Session, group: ChunkGroup) -> Kept:
     """Return the states of a group's parameters, of all kinds that the group has room for at home."""
     found = {}
     for of_group in group.slices:
-        parameter = session.store.parameters().get(of_group.spec.name)
+        parameter = session.store.views.parameters().get(of_group.spec.name)
         known = None if parameter is None else declared(parameter)
         keeper = None if known is None or known.keeper is None else known.keeper()
         if parameter is None or keeper is None:

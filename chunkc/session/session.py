@@ -178,7 +178,7 @@ class Session:
         What is at home stays in memory for as long as there are tensors over it.
         """
         self.is_over = True
-        for parameter in self.store.parameters().values():
+        for parameter in self.store.views.parameters().values():
             if (hit := owner(parameter)) is not None and hit[0] is self:
                 del _owners[parameter]
         self._alive.clear()
@@ -213,12 +213,12 @@ class Session:
     def agree(self, terms: Terms) -> None:
         """Take over terms."""
         self.terms = terms
-        self.store.debug = terms.options.debug
+        self.store.slots.debug = terms.options.debug
 
     @property
     def transport(self) -> Transport | None:
         """The connection of the ranks that train this model; None: one process does."""
-        return self.store.transport
+        return self.store.slots.transport
 
     def extend_layout(self, specs: Iterable[ParamSpec], fixed: Iterable[ParamSpec] = ()) -> ChunkLayout:
         """Return the layout with room for new parameters, given in order of use. Moves nothing.
@@ -242,7 +242,9 @@ class Session:
                 where this format needs them.
         """
         store = self.store
-        named = {name: found for name, p in store.parameters().items() if (found := declared_states(p)) is not None}
+        named = {
+            name: found for name, p in store.views.parameters().items() if (found := declared_states(p)) is not None
+        }
         layout = restated(store.layout, named)
         if layout != store.layout:
             for old, new in zip(store.layout.groups, layout.groups, strict=True):
@@ -263,8 +265,8 @@ class Session:
     def resident_gradients(self) -> frozenset[str]:
         """Return the parameters with a gradient on the compute tier now, and those that another thread trains."""
         store = self.store
-        readable = store.readable()
-        resident = {name: p for name, p in store.parameters().items() if not store.is_managed(name)}
+        readable = store.gradients.readable()
+        resident = {name: p for name, p in store.views.parameters().items() if not store.views.is_managed(name)}
         return frozenset(name for name, p in resident.items() if name not in readable or gradient_of(p) is not None)
 
     @property
@@ -311,7 +313,7 @@ def session_with(store: ChunkStore) -> Session:
 def readable_parameters() -> list[torch.Tensor]:
     """Return the parameters of all sessions, but for those with a `.grad` that this thread may not read."""
     sessions = dict.fromkeys(session for session, _ in _owners.values())
-    return [parameter for session in sessions for parameter in session.store.readable().values()]
+    return [parameter for session in sessions for parameter in session.store.gradients.readable().values()]
 
 
 def sessions_of(parameters: Iterable[torch.Tensor]) -> list[Session]:
@@ -322,7 +324,7 @@ def sessions_of(parameters: Iterable[torch.Tensor]) -> list[Session]:
 def managing(parameter: torch.Tensor) -> tuple[Session, str] | None:
     """Return the session with a parameter's home, and its name there; None for a parameter on the compute tier."""
     hit = owner(parameter)
-    return hit if hit is not None and hit[0].store.is_managed(hit[1]) else None
+    return hit if hit is not None and hit[0].store.views.is_managed(hit[1]) else None
 
 
 @contextmanager
@@ -339,7 +341,7 @@ def stepping(sessions: Collection[Session]) -> Iterator[None]:
     """Enter the sessions with parameters that an optimizer's step changes, and time the step."""
     with all_entered(sessions), ExitStack() as stack:
         for session in sessions:
-            stack.enter_context(session.records.timed(UPDATE, session.store.traffic))
+            stack.enter_context(session.records.timed(UPDATE, session.store.slots.traffic))
         yield
 
 

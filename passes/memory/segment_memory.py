@@ -17,7 +17,7 @@ from chunkc.ir.program import Estimate, MemoryStep, SegmentMemory
 from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.graphs.graphs import is_compute, module_path, op_name, output_node, placeholders, returned, value_of
 from chunkc.passes.graphs.shapes import AS_TRACED, Shapes, is_number
-from chunkc.passes.memory.scratch.cpu import is_known, scratch_nbytes, takes_nothing
+from chunkc.passes.memory.scratch.cpu import is_known, is_measured, scratch_nbytes, takes_nothing
 from chunkc.passes.memory.scratch.cuda import cuda_scratch_nbytes, is_known_on_cuda
 from chunkc.passes.memory.segment_storages import graph_storages, number_storages
 
@@ -156,10 +156,11 @@ def call_scratch(
         UnsupportedError: it is a higher-order operator with unknown memory.
     """
     if isinstance(target, torch._ops.OpOverload):
-        known = is_known_on_cuda(target) if on_cuda else is_known(target)
         if on_cuda:
+            known = is_known_on_cuda(target)
             nbytes = cuda_scratch_nbytes(target, args, kwargs, value, num_threads, capability)
         else:
+            known = is_known(target) or is_measured(target, args, kwargs, num_threads)
             nbytes = scratch_nbytes(target, args, kwargs, value, num_threads)
         return Scratch(nbytes, "" if known else target._schema.name)
     if not isinstance(target, torch._ops.HigherOrderOperator):

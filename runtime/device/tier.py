@@ -17,7 +17,7 @@ A GPU's compute stream is the calling thread's current one. Where phases are on 
 the last one ended (`join_stream`): they share homes, links and gradients, and the caller does not order these.
 
 A host that reads a value (`.item()`, `.cpu()`) waits for the compute stream, and so for both edges. A host that reads
-or writes home memory itself, as an update on CPU threads does, calls `ChunkStore.await_home` first.
+or writes home memory itself, as an update on CPU threads does, calls `ChunkSlots.await_home` first.
 """
 
 from __future__ import annotations

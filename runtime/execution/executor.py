@@ -23,21 +23,55 @@ from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Tile
 from chunkc.runtime.execution.run import Instruction, Measurement, Registers, Run
 from chunkc.runtime.execution.saved_instructions import SAVED_OPS, lower_saved
-from chunkc.runtime.store.store import ChunkStore
 
 Segment = Callable[[list[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class _Event:
-    """Event of the plan on a chunk: prefetch, wait, write-back or eviction."""
+class _Prefetch:
+    """Take a slot for a chunk and start to fill it."""
 
-    do: Callable[[ChunkStore, Chunk, str], None]
     chunk: Chunk
-    link: str = ""
+    link: str
 
     def __call__(self, registers: Registers, run: Run) -> None:
-        self.do(run.store, self.chunk, self.link)
+        run.store.prefetch(self.chunk, self.link)
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Let computation wait for the copy of a chunk that is under way, in or out.
+
+    Attributes:
+        link: of the copy. The slot has its mark, so the run does not need it.
+    """
+
+    chunk: Chunk
+    link: str
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        run.store.slots.wait(self.chunk)
+
+
+@dataclass(frozen=True)
+class _WriteBack:
+    """Start to copy a chunk's slot home."""
+
+    chunk: Chunk
+    link: str
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        run.store.write_back(self.chunk, self.link)
+
+
+@dataclass(frozen=True)
+class _Evict:
+    """Free a chunk's slot."""
+
+    chunk: Chunk
+
+    def __call__(self, registers: Registers, run: Run) -> None:
+        run.store.slots.evict(self.chunk)
 
 
 @dataclass(frozen=True)
@@ -60,7 +94,7 @@ class _Parameter:
     target: int
 
     def __call__(self, registers: Registers, run: Run) -> None:
-        registers[self.target] = run.store.parameter_view(self.chunk, self.name)
+        registers[self.target] = run.store.views.slot_view(self.chunk, self.name)
 
 
 @dataclass(frozen=True)
@@ -75,17 +109,16 @@ class _Call:
     chunks: tuple[Chunk, ...]
 
     def __call__(self, registers: Registers, run: Run) -> None:
-        store, measurement = run.store, run.measurement
-        tier = store.tier
+        store, slots, measurement = run.store, run.store.slots, run.measurement
         for chunk in self.chunks:
-            store.begin_compute(chunk)
-        store.drop_spare_slots()
+            slots.begin_compute(chunk)
+        slots.drop_spare()
         measurement.begin(store)
         start_s = time.perf_counter()
-        tier.enqueue(self._compute, registers)
+        store.tier.enqueue(self._compute, registers)
         measurement.compute_s += time.perf_counter() - start_s
         for chunk in self.chunks:
-            store.end_compute(chunk)
+            slots.end_compute(chunk)
         measurement.end(self.name, store)
 
     def _compute(self, registers: Registers) -> None:
@@ -108,7 +141,7 @@ class _Sink:
     last: bool
 
     def __call__(self, registers: Registers, run: Run) -> None:
-        run.store.sink(self.name, self.chunk, partial(self._take, registers), owned=self.owned)
+        run.store.gradients.sink(self.name, self.chunk, partial(self._take, registers), owned=self.owned)
 
     def _take(self, registers: Registers) -> torch.Tensor:
         gradient = registers[self.source]
@@ -125,7 +158,7 @@ class _Update:
 
     def __call__(self, registers: Registers, run: Run) -> None:
         assert run.update is not None
-        run.store.drop_spare_slots()
+        run.store.slots.drop_spare()
         run.measurement.begin(run.store)
         start_s = time.perf_counter()
         run.update(self.tile)
@@ -133,28 +166,13 @@ class _Update:
         run.measurement.end(f"update.{self.tile}", run.store)
 
 
-def _prefetch(store: ChunkStore, chunk: Chunk, link: str) -> None:
-    store.prefetch(chunk, link)
-
-
-def _wait(store: ChunkStore, chunk: Chunk, link: str) -> None:
-    store.wait(chunk)  # the chunk's slot has the copy, so its link is not needed
-
-
-def _write_back(store: ChunkStore, chunk: Chunk, link: str) -> None:
-    store.write_back(chunk, link)
-
-
-def _evict(store: ChunkStore, chunk: Chunk, link: str) -> None:
-    store.evict(chunk)
-
-
-_EVENTS: Mapping[object, Callable[[ChunkStore, Chunk, str], None]] = {
-    chunk_ops.prefetch: _prefetch,
-    chunk_ops.wait: _wait,
-    chunk_ops.write_back: _write_back,
-    chunk_ops.evict: _evict,
+_EVENTS: Mapping[object, Callable[..., Instruction]] = {
+    chunk_ops.prefetch: _Prefetch,
+    chunk_ops.wait: _Wait,
+    chunk_ops.write_back: _WriteBack,
+    chunk_ops.evict: _Evict,
 }
+"""Instruction of each event of the plan on a chunk."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +195,7 @@ class Executable:
         Raises:
             StreamError, HomeError: a copy failed; parameters and gradients at home stay valid.
         """
-        start_s, waited_s = time.perf_counter(), run.store.traffic.wait_s
+        start_s, waited_s = time.perf_counter(), run.store.slots.traffic.wait_s
         registers: Registers = [None] * self.num_registers
         for register, argument in zip(self.inputs, arguments, strict=True):
             if register is not None:
@@ -204,9 +222,9 @@ class Executable:
             except RuntimeError as second:  # the error broke the device
                 error.add_note(f"while marking the stream after this: {second}")
             raise
-        run.store.drop_spare_slots()
+        run.store.slots.drop_spare()
         run.measurement.begin(run.store)
-        waited_s = run.store.traffic.wait_s - waited_s
+        waited_s = run.store.slots.traffic.wait_s - waited_s
         self._account(run.measurement, time.perf_counter() - start_s - waited_s)
         return [None if register is None else registers[register] for register in self.outputs]
 
@@ -243,7 +261,7 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
                 )
             )
         elif node.op == "call_function" and node.target in _EVENTS:
-            instructions.append(_Event(_EVENTS[node.target], *args))
+            instructions.append(_EVENTS[node.target](*args))
         elif node.target is chunk_ops.parameter:
             chunk, name = args
             instructions.append(_Parameter(chunk, name, register[node]))

@@ -49,7 +49,7 @@ class Measurement:
         """
         store.tier.lap_peak_nbytes()
         present_nbytes = store.tier.lap_peak_nbytes()  # the largest since the line above: the bytes in use now
-        counted_nbytes = planned_nbytes + store.slot_nbytes
+        counted_nbytes = planned_nbytes + store.slots.nbytes
         return cls(unplanned_nbytes=0 if present_nbytes is None else max(0, present_nbytes - counted_nbytes))
 
     @property

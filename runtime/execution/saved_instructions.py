@@ -41,7 +41,7 @@ class Offload:
         saved, tier = _saved(run), run.store.tier
         job = saved.writer(self.storage, self.nbytes, lambda: [registers[index] for index in self.sources])
         saved.under_way[self.storage] = tier.links[self.link].submit(job, after=tier.mark())
-        run.store.traffic.to_home_nbytes += self.nbytes
+        run.store.slots.traffic.to_home_nbytes += self.nbytes
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Leave:
 
     def __call__(self, registers: Registers, run: Run) -> None:
         _hold_for(self.storage, run)
-        run.store.tier.enqueue(self._replace, registers, _saved(run), run.store.debug)
+        run.store.tier.enqueue(self._replace, registers, _saved(run), run.store.slots.debug)
 
     def _replace(self, registers: Registers, saved: SavedValues, debug: bool) -> None:
         if debug:
@@ -78,13 +78,13 @@ class Reload:
 
     def __call__(self, registers: Registers, run: Run) -> None:
         saved, store = _saved(run), run.store
-        store.drop_spare_slots()
+        store.slots.drop_spare()
         registers[self.target] = buffer = store.tier.allocate_slot(self.nbytes, torch.uint8)
-        if store.debug:
+        if store.slots.debug:
             store.tier.enqueue(fill_with_nan, buffer)
         job = saved.reader(self.storage, buffer)
         saved.under_way[self.storage] = store.tier.links[self.link].submit(job, after=store.tier.mark())
-        store.traffic.to_device_nbytes += self.nbytes
+        store.slots.traffic.to_device_nbytes += self.nbytes
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _saved(run: Run) -> SavedValues:
 def _hold_for(storage: str, run: Run) -> None:
     start_s = time.perf_counter()
     run.store.tier.hold_for(_saved(run).under_way.pop(storage))
-    run.store.traffic.wait_s += time.perf_counter() - start_s
+    run.store.slots.traffic.wait_s += time.perf_counter() - start_s
 
 
 def lower_saved(node: fx.Node, register: Mapping[fx.Node, int], last_reader: Mapping[fx.Node, fx.Node]) -> Instruction:

@@ -209,7 +209,7 @@ class Arena:
     def host_view(self, chunk: Chunk, dtype: torch.dtype, numel: int, *, shadow: bool = False) -> torch.Tensor:
         """View a chunk's home, or its shadow copy, as a flat CPU tensor, for the host to read and write.
 
-        The caller orders its reads and writes: see `ChunkStore.await_home`.
+        The caller orders its reads and writes: see `ChunkSlots.await_home`.
         """
         allocation = self._shadow_copies[chunk] if shadow else self._touched(chunk)
         return allocation.home.bytes(allocation.region)[: numel * dtype.itemsize].view(dtype)
@@ -248,7 +248,8 @@ class Arena:
 
     def _allocation(self, chunk: Chunk) -> _Allocation:
         """Return a chunk's allocation; allocate a promised chunk now."""
-        self.keep_promises((chunk,))
+        if chunk not in self._allocations:
+            self.keep_promises((chunk,))
         return self._allocations[chunk]
 
 

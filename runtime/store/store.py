@@ -6,53 +6,130 @@ During a call the executor moves chunks (see `runtime.store.slots`); computation
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import nn
 
-from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
+from chunkc.ir.errors import ChunkcError, DistributedError, HomeError, StreamError
+from chunkc.ir.layout import CASTS, GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.states import MASTER_LOW
-from chunkc.runtime.store.consumed_gradients import (
-    ConsumedGradient,
-    LocalGradient,
-    consumed_error,
-    gradient_of,
-    refuse_without_memory,
-)
+from chunkc.runtime.device.streams import Launch
+from chunkc.runtime.device.tier import Tier
+from chunkc.runtime.device.updates import HomeUpdates
+from chunkc.runtime.storage.arena import Arena
+from chunkc.runtime.storage.maps import drop_pages
+from chunkc.runtime.store.consumed_gradients import gradient_of, refuse_without_memory
+from chunkc.runtime.store.gradient_states import Gradients, Trainers
+from chunkc.runtime.store.gradient_sums import GradientSums
 from chunkc.runtime.store.gradients import (
-    NOT_HANDED_OUT,
-    HandedOut,
-    accumulate,
-    add_later,
     has_external_references,
     has_external_views,
-    note_replicated,
     parameters_sharing_gradients,
-    share_gradients,
-    store_first,
 )
-from chunkc.runtime.store.parameter_views import ParameterViews
-from chunkc.runtime.store.slots import Slot
-from chunkc.runtime.store.trainers import Trainers
+from chunkc.runtime.store.parameter_views import ParameterViews, placed
+from chunkc.runtime.store.replicated import Replicated
+from chunkc.runtime.store.shadow_copies import ShadowCopies
+from chunkc.runtime.store.slots import ChunkSlots, ChunkState, Copy, advance
 
 
-@dataclass
-class ChunkStore(ParameterViews):
+class ChunkStore:
     """Owner of homes and slots of one model's chunks. References to parameters are weak: the user owns the model.
 
+    Args:
+        layout: groups of parameters; may be extended, never changed.
+        debug: fill every slot with NaN when it is taken and when it is given back.
+
     Attributes:
-        autograd_owned: parameters with a `.grad` that must stay the same tensor object (see `find_autograd_owned`).
+        resident: groups that stay on the compute tier.
+        updates: of homes by CPU threads.
+        slots, views, gradients: see there. Each knows those before it in this list, and none knows the store.
         trainers: which thread trains which parameters; no other thread reads their gradients.
     """
 
-    autograd_owned: frozenset[str] = frozenset()
-    trainers: Trainers = field(default_factory=Trainers)
-    _handed_out: dict[str, HandedOut] = field(default_factory=dict)
+    def __init__(self, layout: ChunkLayout, arena: Arena, tier: Tier, debug: bool = False) -> None:
+        self.layout = layout
+        self.resident: frozenset[int] = frozenset()
+        self.arena = arena
+        self.tier = tier
+        self.updates = HomeUpdates()
+        self.shadow_copies = ShadowCopies(arena)
+        self.replicated = Replicated()
+        self.trainers = Trainers()
+        self.sums = GradientSums(arena.home)
+        self.slots = ChunkSlots(layout, arena, tier, self.updates, self.shadow_copies, self.replicated, debug=debug)
+        self.views = ParameterViews(layout, arena, self.slots)
+        self.gradients = Gradients(self.views, self.slots, arena, self.updates, self.sums, self.trainers)
+
+    # --- chunks in slots ---
+
+    def prefetch(self, chunk: Chunk, link: str | None = None) -> None:
+        """Take a slot and start to fill it. A gradient chunk without gradients has nothing to read.
+
+        Args:
+            link: for the copy; None: the one from the chunk's home.
+        """
+        if chunk.kind == GRAD:
+            advance(chunk, self.slots.slot(chunk).state, ChunkState.PREFETCHING)  # refuses before gradients move
+            self.slots.prefetch(chunk, link, has_data=self.gradients.collect(chunk.group))
+        elif chunk.kind in CASTS and chunk.group in self.resident:
+            self.slots.prefetch(chunk, link, read=partial(self._cast_residents, self.layout.groups[chunk.group]))
+        else:
+            self.slots.prefetch(chunk, link)
+
+    def _cast_residents(self, group: ChunkGroup, buffer: torch.Tensor) -> Copy:
+        """Make a job that fills a slot with casts of resident parameters."""
+        pairs = [(self.views.parameter(s.spec.name).detach(), placed(buffer, s)) for s in group.slices]
+        return Launch(_cast_all, pairs) if self.tier.device.type == "cuda" else partial(_cast_all, pairs)
+
+    def write_back(self, chunk: Chunk, link: str | None = None) -> None:
+        """Start to copy a dirty slot home; nothing moves if it is clean.
+
+        Args:
+            link: for the copy; None: the one to the chunk's home.
+        """
+        if chunk.kind == GRAD and (slot := self.slots.slot(chunk)).dirty:
+            if self.gradients.is_kept(chunk):
+                slot.dirty = False  # it stays in its replicated buffer
+            else:
+                self.gradients.complete(chunk, slot)
+        self.slots.write_back(chunk, link)
+
+    def release_slots(self) -> None:
+        """Free every slot after its copies; dirty slots (of an interrupted step) are written home first.
+
+        Raises:
+            StreamError, HomeError: a copy failed; all slots are freed all the same. Gradients that could not be written
+                home are lost: their `.grad` is None.
+        """
+        slots = self.slots
+        problem: ChunkcError | None = None
+        for chunk in sorted(slots.present):
+            slot = slots.slot(chunk)
+            try:
+                slots.wait(chunk)
+                if slot.state is ChunkState.COMPUTE:
+                    slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+                if slot.dirty:
+                    self._refuse_exchange(chunk)
+                    self.write_back(chunk)
+                    slots.wait(chunk)
+                slots.evict(chunk)
+            except (StreamError, HomeError) as error:
+                problem = problem or error
+                dropped = slots.drop(chunk)
+                if chunk.kind == GRAD and (dropped.dirty or dropped.state is ChunkState.EVICTING):
+                    self.gradients.forget_lost(chunk.group)
+        slots.drop_spare()
+        if problem is not None:
+            raise problem
+
+    def _refuse_exchange(self, chunk: Chunk) -> None:
+        """Refuse to write a sharded gradient home after an error: no other rank comes to the exchange."""
+        if self.layout.groups[chunk.group].is_gathered(chunk):
+            raise DistributedError(f"ranks had not exchanged chunk {chunk} before the error: its gradients are lost")
 
     # --- parameters and their homes ---
 
@@ -77,8 +154,43 @@ class ChunkStore(ParameterViews):
         now = {chunk: nbytes for chunk, nbytes in gradients.items() if chunk.group in having_groups}
         self.arena.reserve({Chunk(PARAM, group.index): group.nbytes(PARAM) for group in to_home} | now)
         self.arena.promise({chunk: nbytes for chunk, nbytes in gradients.items() if chunk not in now})
-        self._take_over(layout)
+        self._take_over(layout, resident)
+
+    def _take_over(self, layout: ChunkLayout, resident: frozenset[int]) -> None:
+        """Take over a layout, here and in what this store is made of."""
+        self.layout = self.slots.layout = layout
         self.resident = resident
+        self.views.take_over(layout, resident)
+        self.replicated.keep(layout.replicated)
+
+    def set_state_kinds(self, layout: ChunkLayout) -> None:
+        """Take over a layout with other kinds of states; groups that differ may have no states at home yet."""
+        for old, new in zip(self.layout.groups, layout.groups, strict=True):
+            assert old.states == new.states or not self._states_at_home(old), "states are at home"
+        self._take_over(layout, self.resident)
+
+    def set_replicated(self, layout: ChunkLayout) -> None:
+        """Take over a layout with other replicated groups; free the buffers of groups that no longer are."""
+        self._take_over(layout, self.resident)
+
+    def outdated(self, groups: Iterable[int]) -> list[int]:
+        """Find groups with replicated parameters that differ from home; those in slots are in use and left out.
+
+        Raises:
+            StreamError, HomeError: an update or a copy of their home had failed.
+        """
+        outdated, present = [], self.slots.present
+        for index in sorted(groups):
+            group, chunk = self.layout.groups[index], Chunk(PARAM, index)
+            if not group.replicated_numel(chunk) or chunk in present:
+                continue
+            if self.updates.before(index):  # under way: the gather waits for it, so the host need not
+                outdated.append(index)
+                continue
+            self.slots.await_home(chunk)
+            if self.replicated.is_outdated(group, self.slots.home_on_tier(chunk)):
+                outdated.append(index)
+        return outdated
 
     def _moving(self, layout: ChunkLayout, resident: frozenset[int]) -> tuple[list[ChunkGroup], list[ChunkGroup]]:
         """Return the groups that have to move home, and those that become resident."""
@@ -94,10 +206,11 @@ class ChunkStore(ParameterViews):
         At home its data becomes the home view, with the values written there, or zeros. On the compute tier it becomes
         a copy in memory of its own; a parameter in no chunk is unchanged.
         """
-        self._parameters[name] = weakref.ref(parameter)
-        if name in self._slices:
-            at_home = self.is_managed(name)
-            self._set_data(name, parameter, self.home_view(PARAM, name) if at_home else self._on_tier(name, parameter))
+        self.views.add(name, parameter)
+        if self.views.is_managed(name):
+            self.views.point_home(name, parameter)
+        elif self.views.is_in_chunk(name):
+            self.views.point(name, parameter, self._on_tier(name, parameter))
 
     def place(self, layout: ChunkLayout, parameters: Mapping[str, nn.Parameter], resident: frozenset[int]) -> None:
         """Extend the layout by new parameters and move every group home or to the compute tier, tensor by tensor.
@@ -109,63 +222,74 @@ class ChunkStore(ParameterViews):
             HomeError, StreamError: as `reserve`. No parameter was moved.
             UnsupportedError: a gradient cannot be copied home. Nothing has changed.
         """
+        views, gradients = self.views, self.gradients
         to_home, to_tier = self._moving(layout, resident)
         going_home = {s.spec.name for group in to_home for s in group.slices}
-        present = self.readable() | dict(parameters) if going_home else {}
+        present = gradients.readable() | dict(parameters) if going_home else {}
         refuse_without_memory({name: gradient_of(p) for name, p in present.items() if name in going_home})
         # No gradient may be kept in a variable here: `has_external_references` would count it as the user's.
         self.reserve(
             layout, resident, [n for n, p in present.items() if n in going_home and gradient_of(p) is not None]
         )
-        former = dict(self._parameters)
-        self._parameters.update({name: weakref.ref(p) for name, p in parameters.items()})
-        from_home = {name: p for group in to_tier for name, p in self._parameters_of(group.index).items()}
+        replacing = [name for name, parameter in parameters.items() if views.add(name, parameter)]
+        from_home = {name: p for group in to_tier for name, p in views.of_group(group.index).items()}
         unread = self.trainers.trained_by_others()
-        held = {name for name, p in from_home.items() if name not in unread and has_external_references(p)}
-        moving = {name for group in (*to_home, *to_tier) for name in self._parameters_of(group.index)}
-        self.autograd_owned = (
-            self.find_autograd_owned() | parameters_sharing_gradients(self.readable()) | held | (unread & moving)
+        referenced = {name for name, p in from_home.items() if name not in unread and has_external_references(p)}
+        moving = {name for group in (*to_home, *to_tier) for name in views.of_group(group.index)}
+        gradients.autograd_owned = (
+            gradients.find_autograd_owned()
+            | parameters_sharing_gradients(gradients.readable())
+            | referenced
+            | (unread & moving)
         )
         for name in from_home:
-            self._handed_out.pop(name, None)
+            gradients.forget_home(name)
         for group in (*to_home, *to_tier):
-            for name, parameter in self._parameters_of(group.index).items():
+            for name, parameter in views.of_group(group.index).items():
                 self._move(name, parameter)
         for group in to_tier:
             self.arena.free([name for name in self.arena.chunks if name.group == group.index])
-        for name, parameter in parameters.items():
-            if name in former and former[name]() is not parameter and self.is_managed(name):
-                self._move(name, parameter)
+        for name in replacing:
+            if views.is_managed(name):
+                self._move(name, parameters[name])
 
     @torch.no_grad()
     def _move(self, name: str, parameter: nn.Parameter) -> None:
         """Move a parameter's values and gradient to its new memory. If a copy fails, those not moved are unchanged."""
-        is_managed = self.is_managed(name)
+        is_managed = self.views.is_managed(name)
         if is_managed:
             self.write(PARAM, name, parameter)
         self.bind(name, parameter)
-        if name in self.autograd_owned or (gradient := gradient_of(parameter)) is None:
+        if name in self.gradients.autograd_owned or (gradient := gradient_of(parameter)) is None:
             return
         if is_managed:
             self.write(GRAD, name, gradient)
-            self._hand_out(name, parameter)
+            self.gradients.hand_out(name, parameter)
         else:
             parameter.grad = self._on_tier(name, gradient)
 
+    def _on_tier(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        """Copy a parameter's (or its gradient's) values to the compute tier."""
+        shape, stride = self.views.extent(PARAM, name)
+        return torch.empty_strided(shape, stride, dtype=values.dtype, device=self.tier.device).copy_(values)
+
+    @torch.no_grad()
+    def write(self, kind: str, name: str, values: torch.Tensor) -> None:
+        """Write a parameter's values (or its gradient's, or a state's) home, where memory must be reserved.
+
+        The host copies CPU tensors itself, past the device. On a disk, pages touched by this leave the RAM.
+        """
+        if values.device.type != "cpu":
+            self.views.home_view(kind, name).copy_(values)
+            return
+        self.slots.await_home(Chunk(kind, self.views.group_index(name)))
+        target = self.views.host_view(kind, name)
+        target.copy_(values)
+        drop_pages(target)
+
     def replaced(self, names: Iterable[str]) -> list[str]:
         """Find managed parameters with data that is no longer the home view bound to them."""
-        replaced = []
-        for name in names:
-            if self.is_managed(name):
-                parameter = self.parameter(name)
-                stride = self._slices[name][1].spec.stride
-                if parameter.data_ptr() != self._addresses[name] or parameter.stride() != stride:
-                    replaced.append(name)
-        return replaced
-
-    def has_external_views(self, name: str) -> bool:
-        """Whether there are external views of the former home of a parameter with replaced data."""
-        return not self._home_storages[name].expired()
+        return [name for name in names if self.views.is_managed(name) and self.views.is_replaced(name)]
 
     @torch.no_grad()
     def take_over(self, names: Iterable[str]) -> None:
@@ -176,99 +300,91 @@ class ChunkStore(ParameterViews):
         Raises:
             StreamError, HomeError: an update or a copy of the home had failed, or there is no room for another home.
         """
+        views = self.views
         by_group: dict[int, list[str]] = {}
         for name in names:
-            by_group.setdefault(self.group_index(name), []).append(name)
+            by_group.setdefault(views.group_index(name), []).append(name)
         for index, moved in by_group.items():
             changed = frozenset(moved)
-            self.await_home(Chunk(PARAM, index))
-            if any(self.has_external_views(name) for name in moved):
+            self.slots.await_home(Chunk(PARAM, index))
+            if any(views.has_external_views(name) for name in moved):
                 self.arena.replace(Chunk(PARAM, index), self.layout.groups[index].nbytes(PARAM))
-                moved = list(self._parameters_of(index))
+                moved = list(views.of_group(index))
             for name in moved:
-                parameter = self.parameter(name)
+                parameter = views.parameter(name)
                 self.write(PARAM, name, parameter.data)
                 self.bind(name, parameter)
                 if name in changed and Chunk(MASTER_LOW, index) in self.arena:  # they are of the former values
-                    self.home_view(MASTER_LOW, name).zero_()
+                    views.home_view(MASTER_LOW, name).zero_()
 
     def close(self) -> None:
         """Free all slots and homes as they are, and end the threads behind their queued work."""
-        self._slots.clear()
-        self.drop_spare_slots()
+        self.slots.drop_all()
         self.replicated.clear()
         self.updates.end_soon()
         self.tier.end_soon()
         self.arena.free(self.arena.chunks)
 
-    # --- gradients ---
+    # --- states and gradients at home ---
 
-    def _has_data_at_home(self, chunk: Chunk) -> bool:
-        kind, group = chunk.kind, chunk.group
-        return kind != GRAD or self.collect_gradients(group)
-
-    def _gradients_complete(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        parameters = self._parameters_of(chunk.group)
-        for name, parameter in parameters.items():
-            if isinstance(parameter.grad, ConsumedGradient):  # an update was to consume it, and has not
-                self._hand_out(name, parameter)
-        parameters = parameters if self.sums.requesters else {}
-        gradients = {name: p.grad for name, p in parameters.items()}
-        own = {n: g for n, g in gradients.items() if g is not None and not self._is_foreign(n, g)}
-        self.sums.take(self.layout.groups[chunk.group], buffer, own, self.tier)
-
-    def _forget_lost_data(self, chunk: Chunk) -> None:
-        """Reset gradients that never got home: a reader must find None rather than stale values."""
-        for parameter in self._parameters_of(chunk.group).values() if chunk.kind == GRAD else ():
-            parameter.grad = None
-
-    def collect_gradients(self, index: int) -> bool:
-        """Copy the group's gradients home that are not there; return whether the group has any gradient.
-
-        A gradient that the user replaced by another tensor is copied home, and the home view replaces it, unless
-        autograd must add to that tensor object (`autograd_owned`). External views of a gradient that is no longer a
-        parameter's keep its bytes, and the group's gradients get another home.
+    def reserve_states(self, group: int) -> None:
+        """Reserve zeroed home memory for the optimizer states of a group, and of all other groups at the same time.
 
         Raises:
-            HomeError: there is no room for another home.
+            HomeError: the home tier has no room.
         """
-        parameters = self._parameters_of(index)
-        if any(self._is_viewed_former(name, parameter) for name, parameter in parameters.items()):
-            self.autograd_owned |= self._move_gradients(index)
-        has_gradients = False
-        for name, parameter in parameters.items():
-            grad = gradient_of(parameter)
-            if grad is None:
+        own = self.layout.groups[group]
+        if len(self._states_at_home(own)) == len(own.state_kinds):
+            return
+        groups = [g for g in self.layout.groups if g.trainable and g.index not in self.resident]
+        wanted = {Chunk(kind, g.index): g.nbytes(kind) for g in groups for kind in g.update_kinds}
+        self.arena.reserve({chunk: nbytes for chunk, nbytes in wanted.items() if chunk not in self.arena})
+
+    def release_states(self, group: int) -> None:
+        """Free a group's states at home, except for external views; new states need `reserve_states`."""
+        self.arena.free(self._states_at_home(self.layout.groups[group]))
+
+    def _states_at_home(self, group: ChunkGroup) -> list[Chunk]:
+        """Return the chunks of a group's states that have memory at home."""
+        return [chunk for kind in group.state_kinds if (chunk := Chunk(kind, group.index)) in self.arena]
+
+    def reserve_gradients(self, groups: Iterable[int]) -> None:
+        """Allocate promised home memory for gradients of these groups, which no update will consume.
+
+        Raises:
+            HomeError: the home tier has no room.
+        """
+        self.arena.keep_promises(Chunk(GRAD, group) for group in groups)
+
+    @torch.no_grad()
+    def commit_shadow_copies(self, group: int, states: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Commit a group's update from its shadow copies (see `ShadowCopies`); the group must be unused meanwhile.
+
+        Parameters and states become views of the new values, unless there are external views of their memory.
+
+        Args:
+            states: by parameter, its states at home by kind.
+        """
+        parameters, written = self.views.of_group(group), self.shadow_copies.written(group)
+        views = {
+            (kind, name): parameters[name] if kind == PARAM else states[name][kind]
+            for name in parameters
+            for kind in written
+            if kind == PARAM or kind in states[name]
+        }
+        viewed = {kind for (kind, _), view in views.items() if has_external_views(view)}
+        if viewed:
+            self.updates.wait(group)
+            for mark in self.slots.home_marks(group):
+                mark.wait()
+        self.shadow_copies.commit(self.layout, group, copied=viewed)
+        for (kind, name), view in views.items():
+            if kind in viewed:
                 continue
-            has_gradients = True
-            if self._is_foreign(name, grad):
-                self.updates.wait(index)
-                left = name in self.autograd_owned
-                home = self.home_view(GRAD, name) if left else self._hand_out(name, parameter)
-                source = grad.clone() if grad.untyped_storage().data_ptr() == home.data_ptr() else grad
-                self.tier.enqueue(home.copy_, source)
-        return has_gradients
-
-    def take_gradients_home(self) -> list[torch.Tensor]:
-        """Collect the user's own gradients, and a hook's, unless they must stay where they are; frees their memory.
-
-        Returns:
-            The gradients that still do not lie at home, and take room on the compute tier.
-
-        Raises:
-            HomeError: see `collect_gradients`.
-        """
-        off_home = self._gradients_off_home()
-        for index in sorted({self.group_index(name) for name in off_home.keys() - self.autograd_owned}):
-            if Chunk(GRAD, index) in self.arena:
-                self.collect_gradients(index)
-        return list(self._gradients_off_home().values()) if off_home else []
-
-    def has_gradients(self, index: int) -> bool:
-        """Whether a parameter of a group has a gradient, or there are references to a former one."""
-        handed_out = [self._handed_out.get(s.spec.name, NOT_HANDED_OUT) for s in self.layout.groups[index].slices]
-        has_gradient = any(parameter.grad is not None for parameter in self._parameters_of(index).values())
-        return has_gradient or not all(handed.is_gone() for handed in handed_out)
+            if kind == PARAM:
+                self.views.point_home(name, parameters[name])
+            else:
+                view.data = self.views.home_view(kind, name)
 
     @contextmanager
     def gradients_set_aside(self, names: Collection[str]) -> Iterator[int]:
@@ -283,172 +399,27 @@ class ChunkStore(ParameterViews):
             StreamError, HomeError: a copy failed.
         """
         groups = sorted(self.layout.groups_of(names))
-        apart = {name: self.parameter(name) for name in names}
+        apart = {name: self.views.parameter(name) for name in names}
         for index in groups:
-            apart |= self._parameters_of(index)
+            apart |= self.views.of_group(index)
         chunks = {Chunk(GRAD, index): self.layout.groups[index].nbytes(GRAD) for index in groups}
-        if not self.present.isdisjoint(chunks):
+        if not self.slots.present.isdisjoint(chunks):
             self.release_slots()
-        gradients = {name: parameter.grad for name, parameter in apart.items()}
-        handed_out = {name: self._handed_out.pop(name) for name in apart if name in self._handed_out}
-        left, aside = self.autograd_owned, self.arena.put_aside(chunks)
-        on_tier = [g for n, p in apart.items() if not self.is_managed(n) and (g := gradient_of(p)) is not None]
-        for parameter in apart.values():
-            parameter.grad = None
+        on_tier = [gradient_of(p) for name, p in apart.items() if not self.views.is_managed(name)]
+        nbytes = sum(gradient.untyped_storage().nbytes() for gradient in on_tier if gradient is not None)
+        aside = self.arena.put_aside(chunks)
         try:
-            with self.sums.without_requests():
-                yield sum(gradient.untyped_storage().nbytes() for gradient in on_tier)
+            with self.gradients.set_aside(apart):
+                try:
+                    with self.sums.without_requests():
+                        yield nbytes
+                finally:
+                    self.release_slots()  # write-backs still under way go to the memory for gradients made inside
         finally:
-            try:
-                self.release_slots()  # write-backs still under way go to the memory for gradients made inside
-            finally:
-                for name, parameter in apart.items():
-                    self._handed_out.pop(name, None)
-                    parameter.grad = gradients[name]
-                self._handed_out |= handed_out
-                self.arena.put_back(aside)
-                self.autograd_owned |= left
+            self.arena.put_back(aside)
 
-    def _is_viewed_former(self, name: str, parameter: nn.Parameter) -> bool:
-        """Whether there are views of the home view handed out as the parameter's gradient, which is not `.grad` now."""
-        handed = self._handed_out.get(name, NOT_HANDED_OUT)
-        if handed.is_gone():
-            return False
-        grad = gradient_of(parameter)
-        return grad is None or grad.untyped_storage().data_ptr() != handed.address
 
-    def _move_gradients(self, index: int) -> set[str]:
-        """Move a group's gradients to another home; external views of the former one keep its bytes.
-
-        Returns:
-            Parameters with a `.grad` that did not move, since there are external views of it.
-        """
-        chunk = Chunk(GRAD, index)
-        self.await_home(chunk)
-        self.arena.replace(chunk, self.layout.groups[index].nbytes(GRAD))
-        left = set()
-        for name, parameter in self._parameters_of(index).items():
-            grad = gradient_of(parameter)
-            is_foreign = self._is_foreign(name, grad)
-            self._handed_out.pop(name, None)
-            if grad is None or is_foreign:
-                continue
-            if has_external_views(grad):
-                left.add(name)
-            else:
-                view = self.home_view(GRAD, name)
-                view.copy_(grad)
-                grad.data = view
-                self._handed_out[name] = HandedOut.of(grad)
-        return left
-
-    def find_autograd_owned(self) -> frozenset[str]:
-        """Find and note the parameters with a `.grad` that must stay the same tensor, so that autograd adds to it.
-
-        Such a gradient is one tensor for several parameters, so that the order of additions is PyTorch's wherever the
-        parameters are; or it is the user's own tensor, with references or views in user code. A home view that was
-        handed out becomes one if it has external views when the chunk gets another home.
-
-        Raises:
-            HomeError: there is no room for another home.
-            UnsupportedError: a gradient of a parameter at home cannot be copied there.
-        """
-        parameters = self.readable()
-        unread = self.autograd_owned - parameters.keys()
-        changed = {n: p for n, p in parameters.items() if self.is_managed(n) and self._is_foreign(n, gradient_of(p))}
-        refuse_without_memory({name: gradient_of(p) for name, p in changed.items()})
-        on_tier = [p for name, p in parameters.items() if not self.is_managed(name)]
-        left = {name for name, parameter in changed.items() if has_external_references(parameter)}
-        if any(gradient_of(parameter) is not None for parameter in changed.values()) or share_gradients(on_tier):
-            left |= parameters_sharing_gradients(parameters)
-        for index in {self.group_index(name) for name, p in changed.items() if self._is_viewed_former(name, p)}:
-            left |= self._move_gradients(index)
-        self.autograd_owned = frozenset(left | unread)
-        return self.autograd_owned
-
-    def readable(self) -> dict[str, nn.Parameter]:
-        """Return the parameters with a `.grad` that this thread may read, by name."""
-        others = self.trainers.trained_by_others()
-        return {n: p for n, p in self.parameters().items() if n not in others} if others else self.parameters()
-
-    def _gradients_off_home(self) -> dict[str, torch.Tensor]:
-        """Find gradients of managed parameters that do not lie at home, such as a hook's results, by name."""
-        off_home = {}
-        for name, parameter in self.readable().items():
-            grad, handed = gradient_of(parameter), self._handed_out.get(name, NOT_HANDED_OUT)
-            if grad is None or not self.is_managed(name) or not self._is_foreign(name, grad):
-                continue
-            if grad.untyped_storage().data_ptr() != handed.address:
-                off_home[name] = grad
-        return off_home
-
-    def _is_foreign(self, name: str, grad: torch.Tensor | None) -> bool:
-        """Whether a parameter's `.grad` is not the home view that was handed out."""
-        handed = self._handed_out.get(name, NOT_HANDED_OUT)
-        return grad is None or grad is not handed.view() or grad.data_ptr() != handed.address
-
-    def _hand_out(self, name: str, parameter: nn.Parameter) -> torch.Tensor:
-        view = self.home_view(GRAD, name)
-        parameter.grad = view
-        self._handed_out[name] = HandedOut.of(view)
-        return view
-
-    def _scatter(self, chunk: Chunk, slot: Slot) -> Callable[[], None]:
-        for name in slot.adds:
-            if isinstance((parameter := self.parameter(name)).grad, LocalGradient):  # this backward has added nothing
-                self._hand_out(name, parameter)
-        return super()._scatter(chunk, slot)
-
-    def check_not_consumed(self, group: int) -> None:
-        """Refuse to add to gradients of a group that an update in a backward has consumed.
-
-        Raises:
-            UnsupportedError: it has consumed one; says what to do.
-        """
-        for name, parameter in self._parameters_of(group).items():
-            if isinstance(parameter.grad, ConsumedGradient):
-                raise consumed_error(name)
-
-    def consume_gradients(self, group: int, gradients: Mapping[str, ConsumedGradient]) -> None:
-        """Note that an update in the backward consumes a group's gradients in their slot: they are not written home.
-
-        Args:
-            gradients: their placeholders, by parameter.
-        """
-        self.slot(Chunk(GRAD, group)).dirty = False
-        for name, gradient in gradients.items():
-            self.parameter(name).grad = gradient
-            self._handed_out.pop(name, None)
-
-    def sink(self, name: str, chunk: Chunk | None, take: Callable[[], torch.Tensor], *, owned: bool) -> None:
-        """Take a complete gradient: into the slot of `chunk`, or, for a resident, straight into `.grad`.
-
-        As autograd's AccumulateGrad: the first gradient is stored, later ones are added. The host decides now which of
-        the two; `take` returns the gradient when the computation has reached it. A parameter that was frozen since the
-        forward gets none.
-
-        Args:
-            owned: no other value reads the gradient's storage, so a resident parameter may keep it without a copy.
-        """
-        parameter = self.parameter(name)
-        if not parameter.requires_grad:
-            self.tier.enqueue(take)
-            return
-        if chunk is None:
-            self.tier.enqueue(accumulate, parameter, take, owned)
-            return
-        slot = self.slot(chunk)
-        target = self.parameter_view(chunk, name)
-        slot.dirty = True
-        if self.layout.groups[chunk.group].is_gathered(chunk):
-            hand_out = partial(self._hand_out, name, parameter)
-            accumulate_into = note_replicated(name, parameter, slot.adds, hand_out, is_last=not self.is_kept(chunk))
-            self.tier.enqueue(accumulate_into, target, take)
-        elif parameter.grad is None:
-            self.tier.enqueue(store_first, target, take)
-            if self.arena.is_promised(Chunk(GRAD, chunk.group)):  # an update will consume it
-                parameter.grad = ConsumedGradient(parameter, name)
-            else:
-                self._hand_out(name, parameter)
-        else:
-            self.tier.enqueue(add_later, target, take)
+def _cast_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Cast the first tensor of each pair into the second."""
+    for source, destination in pairs:
+        destination.copy_(source)

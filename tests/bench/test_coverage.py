@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,6 +23,7 @@ from architectures.judge import Judge, nudged
 from architectures.models import NotBuilt, build
 from architectures.table import COLUMNS, DEFAULT_FAILS, FAILED, NOT_BUILT, REFUSED, TRAINED, Cell, Column
 from architectures.training import Differs, Losses, Trained
+from measuring import forked
 from torch import nn
 
 import chunkc
@@ -146,13 +148,12 @@ def working(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies of this process that train nothing: they die in the column `bf16` and hang in `dropout`."""
 
     def cells(name: str, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
-        yield {"num_parameters": 7}
         for column in columns:
             if column.setting == "bf16":
                 os.kill(os.getpid(), signal.SIGKILL)
             if column.setting == "dropout":
                 time.sleep(60)
-            yield {"column": column.name, "outcome": TRAINED, "stage": "", "message": "", "seconds": 0.0}
+            yield {"num_parameters": 7, "cell": asdict(Cell(TRAINED, "", ""))}
 
     monkeypatch.setattr(coverage_subject, "_cells", cells)
 
@@ -162,7 +163,7 @@ def test_the_limit_is_of_the_processors_time(monkeypatch: pytest.MonkeyPatch) ->
 
     def cells(name: str, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
         time.sleep(2)
-        yield {"column": columns[0].name, "outcome": TRAINED, "stage": "", "message": "", "seconds": 0.0}
+        yield {"num_parameters": 7, "cell": asdict(Cell(TRAINED, "", ""))}
         while len(columns) > 1:
             pass
 
@@ -175,7 +176,7 @@ def test_the_limit_is_of_the_processors_time(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.usefixtures("working")
 def test_a_process_that_dies_or_hangs_fails_in_its_column_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage_subject, "WAITING", 1)
+    monkeypatch.setattr(forked, "WAITING", 1)
     columns = [Column.named(f"eager/{setting}") for setting in ("fp32", "bf16", "checkpointing", "dropout")]
     answer = coverage_subject._answer("a/b/c", columns, 3.0)
     assert answer["num_parameters"] == 7

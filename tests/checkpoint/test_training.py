@@ -261,7 +261,7 @@ def test_replaced_data_is_taken_over_once_it_was_saved(tmp_path: Path, monkeypat
     run.train(1)
     before, (up, down) = run.bits(), (run.model.blocks[2].up.weight, run.model.blocks[2].down.weight)
     (store, name), (_, other) = ((hit[0].store, hit[1]) for hit in map(owner, (up, down)) if hit is not None)
-    assert other in store.parameters_in_chunk_of(name)
+    assert other in store.views.in_chunk_of(name)
     with being_read(down, monkeypatch, seconds=0.5) as reached, run.checkpoint(tmp_path) as ck:
         ck.save(1)
         assert reached.wait(60)

@@ -21,6 +21,7 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "suppor
 
 import rank_cases
 from late_tiers import LateTier, tier_of_new_sessions
+from missing_waits import ForcedState
 from rank_cases import HUGE, STAGES, Result, Tiny, adamw, batches, bits, compiled, made, mesh, own, train
 
 import chunkc
@@ -28,7 +29,6 @@ from chunkc.ir.layout import GRAD
 from chunkc.ir.links import GATHER, SCATTER
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.execution import executor
-from chunkc.runtime.store.chunk_states import ChunkState, advance
 from chunkc.session.session import sessions_of
 
 
@@ -69,12 +69,7 @@ def without(executable: executor.Executable, index: int) -> executor.Executable:
     instructions = list(executable.instructions)
     wait: Any = instructions[index]
 
-    def force_state(store: Any, chunk: Any, link: str) -> None:
-        slot = store.slot(chunk)
-        if slot.state in (ChunkState.PREFETCHING, ChunkState.EVICTING):
-            slot.state = advance(chunk, slot.state, ChunkState.HOLD)
-
-    instructions[index] = executor._Event(force_state, wait.chunk)
+    instructions[index] = ForcedState(wait.chunk)
     return dataclasses.replace(executable, instructions=tuple(instructions))
 
 
@@ -83,7 +78,7 @@ def waits_of(executable: executor.Executable) -> list[int]:
     return [
         index
         for index, event in enumerate(executable.instructions)
-        if isinstance(event, executor._Event) and event.do is executor._wait
+        if isinstance(event, executor._Wait)
         if event.link == SCATTER or (event.link == GATHER and event.chunk.kind != GRAD)
     ]
 

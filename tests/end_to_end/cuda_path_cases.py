@@ -102,11 +102,11 @@ def test_some_here_and_some_there() -> None:
         session.device, session.hardware = torch.device("cuda:0"), preset("h200")
         at_home = groups_at_home(session, groups, "auto")
         assert 0 < len(at_home) < len(groups), at_home
-        moved = session.store.traffic.to_device_nbytes
+        moved = session.store.slots.traffic.to_device_nbytes
         optimizer.step()
         subject.settle()
         kinds = 4 * sum(session.store.layout.groups[g].nbytes("param") for g in range(len(groups)) if g not in at_home)
-        assert session.store.traffic.to_device_nbytes - moved == kinds  # what is updated at home moved nowhere
+        assert session.store.slots.traffic.to_device_nbytes - moved == kinds  # what is updated at home moved nowhere
         stepped = [float(optimizer.state[p]["step"]) for p in subject.model.parameters()]
         assert stepped == [1.0] * len(stepped)
 
@@ -151,7 +151,7 @@ def overlapped(
         if leave_out == "fetch after update":
             store.updates.before = lambda group: ()
         elif leave_out == "update after arrival":
-            store.home_marks = lambda group: []
+            store.slots.home_marks = lambda group: []
         results = []
         for step in range(STEPS):
             loss = subject.compiled(**of.batch(step))

@@ -98,6 +98,7 @@ def _hooked(model: nn.Module, call: Any, x: Tensor) -> list[Any]:
 ASKS = [_inputs, _parameters, _some_and_inputs, _backward_of_inputs, _backward_of_some, _twice, _hooked]
 
 
+@pytest.mark.quick(10, second=9)
 @BUDGETS
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("ask", ASKS)
@@ -146,6 +147,7 @@ class InParts(nn.Module):
         return (self.last(torch.tanh(self.second(x))) - 1).square().mean()
 
 
+@pytest.mark.quick(2)
 @BUDGETS
 @pytest.mark.parametrize("of_inputs", [False, True])
 def test_several_graphs_and_tied_parameters(of_inputs: bool, budget_nbytes: int) -> None:
@@ -207,7 +209,7 @@ def test_home_is_given_back_with_the_last_of_them() -> None:
         assert (store.arena.nbytes, store.arena.used_nbytes) == before_nbytes
         assert len(store.arena.home._mappings) == regions
         session, name = home_of(model.layers[0].weight)
-        home = session.store.home_view(GRAD, name)
+        home = session.store.views.home_view(GRAD, name)
         assert home.data_ptr() == model.layers[0].weight.grad.data_ptr()
         assert found[0].data_ptr() != home.data_ptr()
         values = array(found[0])
@@ -224,7 +226,7 @@ def test_inputs_alone_send_no_gradient_home() -> None:
     torch.autograd.grad(call(x), x)
     store = session_of(model).store
     assert is_managed(model.layers[0].weight)
-    assert store.traffic.to_home_nbytes == 0
+    assert store.slots.traffic.to_home_nbytes == 0
     assert all(store.arena.is_promised(chunk) for chunk in store.arena.chunks if chunk.kind == GRAD)
 
 

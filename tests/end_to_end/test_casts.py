@@ -90,7 +90,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.quick(3, second=2)
+@pytest.mark.quick(1, second=3)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_budget_trains_the_same_bits_inside_the_hard_limit(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     how, settings, of_update = WAYS[way]

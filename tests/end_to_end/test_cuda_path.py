@@ -34,5 +34,6 @@ def test_on_a_fake_gpu(name: str, interpreted: Callable[[str], str]) -> None:
     assert not failure, failure
 
 
+@pytest.mark.second_tier
 def test_a_failing_case_is_reported(interpreted: Callable[[str], str]) -> None:
     assert "KeyError" in interpreted("no such case")

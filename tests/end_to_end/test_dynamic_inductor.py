@@ -84,6 +84,7 @@ def test_compiled_once_and_planned_for_every_shape(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(plain(rows(shape)).detach(), loss)
 
 
+@pytest.mark.second_tier
 def test_a_shape_that_does_not_fit_raises_and_changes_nothing() -> None:
     torch.manual_seed(0)
     call = torch.compile(Residual(2), backend="chunkc", options={"codegen": "inductor", "memory_budget": 1_900_000})

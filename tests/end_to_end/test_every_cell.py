@@ -246,7 +246,7 @@ def test_every_action_in_every_cell(way: Way, tmp_path: Path) -> None:
         with compiled("chunkc", chunk_size=4 * WIDTH * WIDTH, **options) as (model, call):
             step(model, call, sgd(model.parameters()))
             store = session_of(model).store
-            assert any(map(store.is_managed, store.parameters())) == (budget == SMALL)
+            assert any(map(store.views.is_managed, store.views.parameters())) == (budget == SMALL)
             seen.append(play(model, call))
     assert not differences(*seen)
     with compiled("aot_eager") as (model, call):

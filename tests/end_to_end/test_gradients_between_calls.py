@@ -89,7 +89,7 @@ def test_a_gradient_that_is_its_own_transposed_view() -> None:
     compiled = segmented(chunkc.place(models[0]), 200_000)
     small = script(chunkc.optim.AdamW, models[0], compiled)
     store = session_of(models[0]).store
-    assert any(store.is_managed(name) for name in store.parameters())
+    assert any(store.views.is_managed(name) for name in store.views.parameters())
     assert_close(small, script(torch.optim.AdamW, models[1], models[1]))
 
 
@@ -186,7 +186,7 @@ def test_views_of_a_gradient_whose_chunk_gets_another_home() -> None:
     backward(compiled, 0)
     store = session_of(model).store
     group = next(g for g in store.layout.groups if g.index not in store.resident and len(g.slices) > 1)
-    dropped, held = (store.parameter(where.spec.name) for where in group.slices[:2])
+    dropped, held = (store.views.parameter(where.spec.name) for where in group.slices[:2])
     of_dropped, of_held = dropped.grad.detach(), held.grad.view(-1)
     before = array(of_dropped.clone()), array(of_held.clone())
     dropped.grad = None
@@ -204,7 +204,7 @@ def test_a_gradient_that_is_held_while_its_group_moves() -> None:
     backward(compiled, 0)
     held = {name: (p.grad, array(p.grad.clone())) for name, p in model.named_parameters()}
     store = session_of(model).store
-    store.place(store.layout, store.parameters(), frozenset(group.index for group in store.layout.groups))
+    store.place(store.layout, store.views.parameters(), frozenset(group.index for group in store.layout.groups))
     backward(compiled, 0)
     for name, parameter in model.named_parameters():
         grad, before = held[name]

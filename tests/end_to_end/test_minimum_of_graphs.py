@@ -257,7 +257,8 @@ def test_parts_compiled_apart() -> None:
 # --- an evaluation that comes first ---
 
 
-@pytest.mark.parametrize("name", ["unrolled", "one graph"])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("name", ["one graph", "unrolled"])
 def test_a_first_evaluation_s_error_names_its_own_minimum_and_training_s(name: str) -> None:
     def built() -> nn.Module:
         torch.manual_seed(0)
@@ -428,7 +429,8 @@ def test_memory_that_is_freed_lets_the_same_model_go_on() -> None:
     assert not differences(weights(model), uninterrupted()[2])
 
 
-@pytest.mark.parametrize("activations", ["keep", "offload"])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("activations", ["offload", "keep"])
 def test_of_a_model_called_twice_the_reported_minimum_works_at_the_first_try(activations: str) -> None:
     """The first call's output is held until the second has run; it is gone, but planned for, in the backward."""
 

@@ -29,7 +29,7 @@ def train(kept: list[Any]) -> list[Any]:
         take_step(loss, optimizer)
         found.append(array(loss))
     session, name = home_of(model.get_parameter("layers.0.weight"))
-    assert session.store.is_managed(name)
+    assert session.store.views.is_managed(name)
     kept.append(model)
     return [*found, *(array(p) for p in model.parameters())]
 
@@ -48,6 +48,7 @@ def test_a_model_never_begins_with_the_weights_of_one_that_is_gone(held: tuple[i
         assert not differences(result, results[0])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_the_second_of_two_alike_retains_its_graph_too(codegen: str) -> None:
     """It is compiled outside of Dynamo, and its backward first without, then with `retain_graph`."""

@@ -121,10 +121,10 @@ def test_what_nothing_sees_between_backward_and_step_counts(model: nn.Module, ca
             parameter.grad.data.clamp_(-0.01, 0.01)
             assert versions == (parameter._version, parameter.grad._version)
         if (managed := managing(next(model.parameters()))) is not None:
-            assert not managed[0].store.present
+            assert not managed[0].store.slots.present
         optimizer.step()
         if managed is not None:
-            assert not managed[0].store.present
+            assert not managed[0].store.slots.present
         model.get_submodule("blocks.0.up").weight.data.mul_(0.5)
         optimizer.zero_grad()
         seen.append(array(loss))

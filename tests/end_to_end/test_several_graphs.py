@@ -13,15 +13,11 @@ from zoo import CASES, Case, floats
 
 from chunkc.explaining.explain import minimum_budget
 
-PERCENT = (100, 120, 150, 165, 180, 188, 200, 220, 228, 250, 300)
-"""Of the smallest budget. At 180, 188, 220 and 228 residents are in the way of a later graph's backward."""
 
-QUICK = (180,)
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("percent", [p if p in QUICK else pytest.param(p, marks=pytest.mark.slow) for p in PERCENT])
-def test_every_budget_from_the_smallest_on(percent: int) -> None:
+@pytest.mark.quick(0, second=1)
+@pytest.mark.parametrize("percent", [180, 188, 220, 228])
+def test_residents_in_the_way_of_a_later_graph_s_backward(percent: int) -> None:
+    """Percent of the smallest budget. Others: `tests/properties/test_ladder.py`."""
     result = trained(smallest_nbytes() * percent // 100)
     assert_same_training(result, trained(HUGE))
 

@@ -187,9 +187,9 @@ def test_gradients_that_another_thread_writes_are_not_read(monkeypatch: pytest.M
     optimizer = adamw(model.parameters())
     train_steps(compiled, optimizer, range(2))
     store = session_of(model).store
-    staying = {name for name in store.parameters() if not store.is_managed(name)}
+    staying = {name for name in store.views.parameters() if not store.views.is_managed(name)}
     read = []
-    monkeypatch.setattr("chunkc.runtime.store.store.gradient_of", lambda p: read.append(p) or p.grad)
+    monkeypatch.setattr("chunkc.runtime.store.gradient_states.gradient_of", lambda p: read.append(p) or p.grad)
 
     def evaluate() -> None:
         with torch.no_grad():
@@ -198,9 +198,9 @@ def test_gradients_that_another_thread_writes_are_not_read(monkeypatch: pytest.M
     def inside(gradient: Tensor) -> None:
         read.clear()
         run_in_threads([evaluate])
-        assert not {id(p) for p in read} & {id(p) for name, p in store.parameters().items() if name in staying}
+        assert not {id(p) for p in read} & {id(p) for name, p in store.views.parameters().items() if name in staying}
 
-    last = next(p for name, p in store.parameters().items() if name in staying and p.requires_grad)
+    last = next(p for name, p in store.views.parameters().items() if name in staying and p.requires_grad)
     last.register_post_accumulate_grad_hook(inside)
     backward(compiled, 0)
     assert staying

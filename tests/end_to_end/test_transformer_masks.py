@@ -57,6 +57,7 @@ def trained(model: nn.Module, call: Any, *arguments: Tensor) -> list[Tensor]:
     return [out.detach(), *(p.grad.clone() for p in model.parameters())]
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("mask", [None, *MASKS])
 def test_the_bits_are_those_of_plain_pytorch(mask: str | None) -> None:
     model = Model()
@@ -106,7 +107,7 @@ def test_a_mask_that_happens_to_be_causal_is_applied_like_others() -> None:
         torch.testing.assert_close(call(rows(length), mask), model(rows(length), mask))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0, second=1)
 @pytest.mark.parametrize("name", ["causal", "wider"])
 def test_inductor_compiles_it(name: str) -> None:
     model = Model()

@@ -129,6 +129,7 @@ def test_the_report_and_the_explanation_list_it(capsys: pytest.CaptureFixture[st
     assert type(before).from_dict(values) == before
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("codegen", ["eager", "inductor"])
 def test_strict_refuses_before_anything_moves(codegen: str) -> None:
     model, compiled = compile_case(

@@ -41,6 +41,7 @@ def test_it_trains_inside_its_smallest_budget_to_the_same_bits(
     assert all("all values of its graph at once" in text and '"codegen": "eager"' in text for text in warnings)
 
 
+@pytest.mark.second_tier
 @pytest.mark.usefixtures("unknown_checks")
 def test_strict_refuses_and_the_report_and_the_explanation_list_it() -> None:
     model, compiled = compile_case(CASE, memory_budget=HUGE, codegen="inductor")

@@ -11,12 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from executor_cases import Builder, make_store
 from fault_cases import CASE, expected_losses, small_budget, train_steps, undisturbed
 from harness import adamw, compile_case, differences, gradients, weights
 from torch import nn
 
 import chunkc
 from chunkc.runtime.device.streams import JobMark
+from chunkc.runtime.execution.executor import lower
+from chunkc.runtime.execution.run import Measurement, Run
+from chunkc.runtime.execution.saved import SavedRoom, SavedValues
+from chunkc.runtime.storage.homes import MemoryHome
 
 pytestmark = [
     pytest.mark.timeout(90),  # a hang is a failure
@@ -167,6 +172,35 @@ def test_a_batch_whose_loss_is_nan_can_be_left_out() -> None:
     expected, expected_weights = undisturbed()
     assert not differences(losses, expected)
     assert not differences(weights(model), expected_weights)
+
+
+class Copy:
+    """A copy under way, which fails where there is a `problem`."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.problem, self.is_over = problem, False
+
+    def wait(self) -> None:
+        self.is_over = True
+        if self.problem is not None:
+            raise self.problem
+
+
+def test_copies_of_saved_values_are_over_before_an_error_frees_what_they_read() -> None:
+    copies = {"first": Copy(chunkc.StreamError("the disk is on fire")), "second": Copy()}
+    saved = SavedValues(SavedRoom(MemoryHome()), under_way=dict(copies))
+    build = Builder()
+    build.call("fail", build.graph.placeholder("x"))
+    build.graph.output(())
+
+    def fail(values: list[Any]) -> Any:
+        raise ZeroDivisionError("oops")
+
+    store, _ = make_store("a")
+    with pytest.raises(ZeroDivisionError, match="oops"):
+        lower(build.graph, {"fail": fail})([torch.ones(1)], Run(store, Measurement(), saved=saved))
+    assert all(copy.is_over for copy in copies.values())
+    assert not saved.under_way
 
 
 def test_a_step_with_nan_gradients_gives_nan_as_in_pytorch() -> None:

@@ -23,11 +23,11 @@ def test_a_failure_reaches_who_needs_the_chunk_with_its_name(subject: Subject) -
     for _ in range(2):
         store.prefetch(Chunk("param", 0))
         with pytest.raises(StreamError, match=r"chunk param:0 \(a\) failed and may be half done: ValueError: no such"):
-            store.wait(Chunk("param", 0))
+            store.slots.wait(Chunk("param", 0))
         with pytest.raises(StreamError):
             store.release_slots()
     store.prefetch(Chunk("param", 1))  # other chunks are as they were
-    store.wait(Chunk("param", 1))
+    store.slots.wait(Chunk("param", 1))
 
 
 def test_finish_tells_of_a_failure_once_and_waits_for_all() -> None:

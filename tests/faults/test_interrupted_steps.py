@@ -77,7 +77,7 @@ def test_a_wait_behind_a_step_is_interrupted(wait: str, overlap: str) -> None:
     with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait() as where:
         WAITS[wait](made)
     assert where
-    assert made.store.present == frozenset()
+    assert made.store.slots.present == frozenset()
     assert not differences(made.ends(), expected())
 
 

@@ -151,7 +151,7 @@ def another_step(made: Gated) -> list[Any]:
 def another_backward_s_update(made: Gated) -> list[Any]:
     """The same, where the update begins in a backward."""
     made.states()[EXP_AVG] = torch.full_like(made.weight, 0.5)
-    index = made.store.group_index("layers.3.weight")
+    index = made.store.views.group_index("layers.3.weight")
     assert made.optimizer.scheduler.in_session(made.session).begin_update(index)
     return []
 
@@ -169,7 +169,7 @@ DOORS = [
     Door("pickle", pickle),
     Door("zero_grad(set_to_none=False)", zero_grad),
     # Either of the two is enough on a CPU; `fill` waits for nothing where a device has what is loaded.
-    Door("load_state_dict", load, ("optimizer.scheduler.finish", "store.await_home")),
+    Door("load_state_dict", load, ("optimizer.scheduler.finish", "store.slots.await_home")),
     Door("another step", another_step, ("store.updates.wait",)),
     Door("another backward's update", another_backward_s_update, ("store.updates.wait",), "both"),
     Door("end of a step with what is not compiled", what_is_not_compiled_reads, ("store.updates.wait",)),

@@ -59,7 +59,7 @@ def ignoring(method: str) -> Leave:
 
 def read_home(subject: Subject) -> Callable[[], float]:
     subject.begin()
-    subject.store.await_home(Chunk("param", 0))
+    subject.store.slots.await_home(Chunk("param", 0))
     seen = float(subject.home()[0])
     return lambda: seen
 
@@ -80,7 +80,7 @@ def collect_a_gradient(subject: Subject) -> Callable[[], float]:
 
     subject.store.updates.begin(0, job, label="a")
     subject.parameters["a"].grad = torch.full((NUMEL,), 7.0)
-    subject.store.collect_gradients(0)
+    subject.store.gradients.collect(0)
     return lambda: seen[0]
 
 
@@ -98,7 +98,7 @@ def place_on_the_tier(subject: Subject) -> Callable[[], float]:
 
 WAITS = [
     Wait("await_home", read_home, ignoring("updates.wait"), 2.0, 1.0),
-    Wait("fill", fill, ignoring("await_home"), 5.0, 2.0),
+    Wait("fill", fill, ignoring("slots.await_home"), 5.0, 2.0),
     Wait("collect_gradients", collect_a_gradient, ignoring("updates.wait"), 0.0, 7.0),
     Wait("place", place_on_the_tier, ignoring("updates.finish"), 2.0, 1.0),
 ]
@@ -146,6 +146,7 @@ def test_updates_begun_earlier_come_first(left_out: bool) -> None:
     assert float(home[0]) == (2.0 if left_out else 6.0)
 
 
+@pytest.mark.second_tier
 @pytest.mark.timeout(180)  # processes that import torch
 def test_without_its_wait_the_interpreter_ends_in_the_middle_of_an_update() -> None:
     """With the wait: `test_updates_under_way_end_before_the_interpreter_does`."""

@@ -20,7 +20,7 @@ import cuda_in_ram
 import pytest
 import torch
 from harness import differences
-from missing_waits import KINDS, Subject, Wait, is_event, shows_by_the_clock, slow_without, span
+from missing_waits import KINDS, Inserted, Subject, Wait, is_event, shows_by_the_clock, slow_without, span
 
 from chunkc.runtime.device.cuda import CudaTier
 from chunkc.runtime.execution import executor
@@ -120,7 +120,7 @@ def is_first_out(subject: Subject, wait: Wait) -> bool:
     executable = subject.executables[wait.phase]
     submitted, _ = span(executable, wait)
     since = executable.instructions[last_call(executable, submitted) : submitted]
-    return not any(is_event(event, (executor._write_back,)) for event in since)
+    return not any(is_event(event, (executor._WriteBack,)) for event in since)
 
 
 def last_call(executable: executor.Executable, before: int) -> int:
@@ -142,17 +142,19 @@ def at_once(subject: Subject, wait: Wait, at_most_s: float) -> executor.Executab
     # A write-back comes behind the call that filled the slot, a prefetch behind the NaN that its slot is filled with.
     held_back = submitted if wait.way == "in" else last_call(executable, submitted)
 
-    def submit(store: object, chunk: object, link: str) -> None:
+    store = subject.session.store
+
+    def submit() -> None:
         with mock.patch.object(tier, "mark", return_value=()):
-            events[submitted].do(store, chunk, link)  # type: ignore[attr-defined]
-        copy = store.slot(chunk).copy  # type: ignore[attr-defined]
+            (store.prefetch if wait.way == "in" else store.write_back)(wait.chunk, events[submitted].link)
+        copy = store.slots.slot(wait.chunk).copy
         if copy is not None:
             give_up_s = time.monotonic() + at_most_s
             while not copy.done() and time.monotonic() < give_up_s:
                 time.sleep(0.001)
         gate.open()
 
-    shut = executor._Event(lambda *_: gate.shut(torch.cuda.current_stream()), wait.chunk)
-    early = executor._Event(submit, wait.chunk, events[submitted].link)  # type: ignore[attr-defined]
+    shut = Inserted(lambda: gate.shut(torch.cuda.current_stream()))
+    early = Inserted(submit)
     instructions = (*events[:held_back], shut, *events[held_back:submitted], early, *events[submitted + 1 :])
     return dataclasses.replace(executable, instructions=instructions)

@@ -11,6 +11,7 @@ from typing import Any
 import device_lightning
 import device_trainer
 import pytest
+from device_overhead import MOST_LEFT_NBYTES
 from device_ranks import all_well, on_ranks
 
 pytestmark = pytest.mark.arithmetic
@@ -33,8 +34,8 @@ def check(found: dict[str, Any], within: float = 1e-6, *, is_exact: bool = True)
         assert run["scale"] == found["cpu"]["scale"]
         assert min(run["left"]) > 0
         if is_exact:
-            assert len(set(run["left"])) == 1, "each moment takes what was predicted, beside the optimizer's tables"
-            assert run["left"][0] < (4 << 20) + 512
+            assert len(set(run["left"])) == 1, "each moment takes what was predicted, but for what is set aside"
+            assert run["left"][0] < MOST_LEFT_NBYTES + 512
 
 
 def test_ranks_train_as_on_cpus_in_every_stage_and_budget() -> None:
@@ -142,7 +143,7 @@ def test_fused_code_takes_no_more_than_predicted() -> None:
     """Compiled by Triton, on the device without arithmetic."""
     for rank in cases("fused", arithmetic=False):
         assert min(rank["left"]) > 0
-        assert max(rank["left"]) < (4 << 20) + 512
+        assert max(rank["left"]) < MOST_LEFT_NBYTES + 512
 
 
 def test_ranks_plan_what_was_explained() -> None:

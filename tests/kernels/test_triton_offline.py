@@ -16,7 +16,7 @@ from offline import TARGETS, compile_offline, spilled, targets_with_marks, vecto
 
 from chunkc.kernels import elementwise_triton
 from chunkc.kernels.formats import AdamFormat, GradScale, Span, rounding_key
-from chunkc.kernels.hyperparameters import scalar_table
+from chunkc.kernels.hyperparameters import AdamScalars, scalar_table
 from chunkc.kernels.pointer_offsets import RoundingSeed, alignment_of, pointer_offsets_of
 
 triton = pytest.importorskip("triton")
@@ -42,7 +42,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compiled(name: str, target: str, offset: int = 0, fused: bool = False, num_tensors: int = 0) -> Any:
     """Compile what a launch would. `offset`: in elements, where every slot begins in an aligned buffer."""
-    from chunkc.kernels.adam_triton_kernel import adam_kernel
+    from chunkc.kernels.elementwise_triton_kernel import elementwise_kernel
 
     fmt = FORMATS[name]
     slots = adam_cases.make_slots(fmt, 4096 + 256).part(0, 4096)
@@ -65,7 +65,8 @@ def compiled(name: str, target: str, offset: int = 0, fused: bool = False, num_t
     )
     backend, _, warp_size = TARGETS[target]
     options = elementwise_triton.launch_options(backend, warp_size) | ({"enable_fp_fusion": True} if fused else {})
-    return compile_offline(adam_kernel, arguments, target, options)
+    arguments["ARITHMETIC"] = fmt.arithmetic.in_triton
+    return compile_offline(elementwise_kernel, arguments, target, options)
 
 
 def wanted_accesses(fmt: AdamFormat) -> Counter[str]:
@@ -82,27 +83,33 @@ def wanted_accesses(fmt: AdamFormat) -> Counter[str]:
     return wanted
 
 
+def scalar_accesses(target: str) -> Counter[str]:
+    """The most that may load the scalars of a group: for AMD's devices they are loaded in pairs."""
+    return Counter(ld8=len(AdamScalars._fields) // 2) if TARGETS[target][0] == "hip" else Counter()
+
+
 @pytest.mark.parametrize(("name", "target"), VARIANTS)
 def test_nothing_spills_and_memory_moves_in_vectors(name: str, target: str, tmp_path: Path) -> None:
     kernel = compiled(name, target)
     assert not any(spilled(kernel, tmp_path).values())
-    assert vector_accesses(kernel) == wanted_accesses(FORMATS[name])
+    wanted = wanted_accesses(FORMATS[name])
+    assert wanted <= vector_accesses(kernel) <= wanted + scalar_accesses(target)
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_slots_at_odd_addresses_lose_the_vectors(target: str) -> None:
     """The check above can fail: with slots that begin at odd elements the launch gives no hints."""
-    assert vector_accesses(compiled("bf16-master", target, offset=1)) == Counter()
-    assert vector_accesses(compiled("bf16-master", target, offset=8)) != Counter()
+    assert vector_accesses(compiled("bf16-master", target, offset=1)) <= scalar_accesses(target)
+    assert not vector_accesses(compiled("bf16-master", target, offset=8)) <= scalar_accesses(target)
 
 
 def test_lost_alignment_of_rows_loses_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
     """So does a kernel that does not know that rows begin at multiples of 16."""
-    from chunkc.kernels import adam_triton_kernel
+    from chunkc.kernels import elementwise_triton_kernel as device_code
 
-    monkeypatch.setattr(adam_triton_kernel, "_UNIT", triton.language.constexpr(1))
-    kernel = adam_triton_kernel.adam_kernel
-    monkeypatch.setattr(adam_triton_kernel, "adam_kernel", triton.runtime.jit.JITFunction(kernel.fn))
+    monkeypatch.setattr(device_code, "_UNIT", triton.language.constexpr(1))
+    kernel = device_code.elementwise_kernel
+    monkeypatch.setattr(device_code, "elementwise_kernel", triton.runtime.jit.JITFunction(kernel.fn))
     assert vector_accesses(compiled("fp32", "sm_90")) == Counter()
 
 
@@ -134,13 +141,13 @@ def test_many_tensors_are_moved_in_vectors_too(name: str, target: str, tmp_path:
 
 
 def test_distances_of_single_elements_would_lose_the_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
-    from chunkc.kernels import adam_triton_kernel, triton_formats
+    from chunkc.kernels import elementwise_triton_kernel, triton_formats
 
     monkeypatch.setattr(triton_formats, "_UNIT", triton.language.constexpr(1))
     for module, name in (
         (triton_formats, "pointer_of_tensor"),
-        (adam_triton_kernel, "pointer_of_tensor"),
-        (adam_triton_kernel, "adam_kernel"),
+        (elementwise_triton_kernel, "pointer_of_tensor"),
+        (elementwise_triton_kernel, "elementwise_kernel"),
     ):
         monkeypatch.setattr(module, name, triton.runtime.jit.JITFunction(getattr(module, name).fn))
     assert vector_accesses(compiled("fp32", "sm_90", num_tensors=2)) == Counter()

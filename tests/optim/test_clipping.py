@@ -64,7 +64,9 @@ def plain_norm(model: nn.Module) -> Tensor:
 
 def at_home_nbytes(model: nn.Module) -> int:
     store = session_of(model).store
-    return sum(p.grad.nbytes for n, p in store.parameters().items() if store.is_managed(n) and p.grad is not None)
+    return sum(
+        p.grad.nbytes for n, p in store.views.parameters().items() if store.views.is_managed(n) and p.grad is not None
+    )
 
 
 def train(
@@ -85,7 +87,7 @@ def train(
             norms.append(array(norm))
             optimizer.step()
             optimizer.zero_grad()
-    assert session_of(model).store.is_managed("layers.0.weight") == tight
+    assert session_of(model).store.views.is_managed("layers.0.weight") == tight
     return norms, results(model, optimizer)
 
 

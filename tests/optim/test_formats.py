@@ -100,7 +100,7 @@ def run(name: str, tight: bool, home: str = "cpu", **kwargs: Any) -> list[Any]:
     optimizer = adamw(model, **chosen, **kwargs)
     train(model, compiled, optimizer, dtype, range(STEPS))
     session, weight = home_of(model.get_parameter("layers.0.weight"))
-    assert session.store.is_managed(weight) == tight
+    assert session.store.views.is_managed(weight) == tight
     return results(model, optimizer)
 
 

@@ -60,7 +60,7 @@ def train(
     scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
     with limited(minimum(dtype, False) if tight else HUGE):
         loop(model, compiled, optimizer, scaler, dtype, unscale=unscale, clip=clip, overflow_at=overflow_at)
-    assert session_of(model).store.is_managed("layers.0.weight") == tight
+    assert session_of(model).store.views.is_managed("layers.0.weight") == tight
     return results(model, optimizer)
 
 

@@ -53,7 +53,7 @@ def test_they_have_room_from_the_first_backward_that_sends_them_home() -> None:
     with made.optimizer.accumulating():
         made.backward(1)
     assert without_room(made) == set()
-    assert all(p.grad.isfinite().all() for p in made.store.parameters().values() if p.grad is not None)
+    assert all(p.grad.isfinite().all() for p in made.store.views.parameters().values() if p.grad is not None)
 
 
 def test_graphs_that_are_compiled_in_the_first_step_update_in_it() -> None:
@@ -88,11 +88,11 @@ def test_a_hook_sends_those_of_its_chunk_home() -> None:
     def train(overlap: str) -> tuple[list[Any], Subject]:
         made = Subject(overlap)
         made.step(0)
-        name, parameter = next(iter(made.store.parameters().items()))
+        name, parameter = next(iter(made.store.views.parameters().items()))
         parameter.register_hook(lambda gradient: gradient * 2)
         losses = [made.step(1), made.step(2)]
         if overlap == "backward":
-            assert without_room(made) == made.moving - {made.store.group_index(name)}
+            assert without_room(made) == made.moving - {made.store.views.group_index(name)}
         return [*losses, *made.state()], made
 
     assert not differences(train("backward")[0], train("none")[0])

@@ -14,9 +14,10 @@ from plain_modules import Stack
 import chunkc
 from chunkc.ir.layout import Chunk
 from chunkc.ir.states import DEFAULT_STATES
-from chunkc.optim.group_updates import Task, flat_home, spans_of
+from chunkc.optim.group_updates import flat_home, spans_of
 from chunkc.optim.states import initialise
-from chunkc.runtime.store.store import ChunkStore
+from chunkc.optim.update_task import Task
+from chunkc.runtime.store.parameter_views import ParameterViews
 from chunkc.session.declared_states import declared_states
 from chunkc.session.session import Session
 
@@ -100,9 +101,9 @@ def test_views_of_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer, tasks = Steps(), {0: 1.0, 1: 1.0, 2: 1.0}
     spans_of(optimizer, session, 0, tasks_of(model, tasks))
     before = {p: dict(state) for p, state in optimizer.states.items()}
-    made, real = [], ChunkStore.home_view
+    made, real = [], ParameterViews.home_view
     monkeypatch.setattr(
-        ChunkStore, "home_view", lambda store, kind, name: (made.append(kind), real(store, kind, name))[1]
+        ParameterViews, "home_view", lambda views, kind, name: (made.append(kind), real(views, kind, name))[1]
     )
     spans_of(optimizer, session, 0, tasks_of(model, tasks))
     assert not made

@@ -73,7 +73,7 @@ def run(budget_nbytes: int, dtype: torch.dtype = torch.float32, update_on: str =
         optimizer.zero_grad()
         found += [array(loss), *results(model, optimizer)]
     session = session_of(model)
-    assert session.store.is_managed("layers.0.weight") == (budget_nbytes < HUGE)
+    assert session.store.views.is_managed("layers.0.weight") == (budget_nbytes < HUGE)
     return found
 
 

@@ -30,7 +30,7 @@ def test_all_stays_that_moves_else_with_the_same_bits() -> None:
     assert moving.moving
     made.backward(4)
     assert stayed(made)
-    assert (made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes) == (0, 0)
+    assert (made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes) == (0, 0)
 
 
 def test_where_gradients_have_room_the_step_updates() -> None:

@@ -90,7 +90,7 @@ def without_fetch_after_update(patch: pytest.MonkeyPatch, made: Subject) -> None
 
 
 def without_arrival(patch: pytest.MonkeyPatch, made: Subject) -> None:
-    patch.setattr(made.store, "home_marks", lambda group: [*made.store.tier.mark()])
+    patch.setattr(made.store.slots, "home_marks", lambda group: [*made.store.tier.mark()])
 
 
 def without_the_step_s_wait(patch: pytest.MonkeyPatch, made: Subject) -> None:

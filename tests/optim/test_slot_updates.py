@@ -76,11 +76,11 @@ def test_copies_are_those_of_states_and_of_parameters_once() -> None:
     made = Subject("backward")
     made.step(0)
     made.step(1)
-    before = made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes
+    before = made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes
     made.backward(2)
-    in_backward = made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes
+    in_backward = made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes
     made.optimizer.step()
-    assert (made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes) == in_backward
+    assert (made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes) == in_backward
     groups = made.store.layout.groups
     states = sum(group.nbytes(kind) for group in groups for kind in group.state_kinds)
     parameters = sum(group.nbytes("param") for group in groups)
@@ -186,7 +186,7 @@ def test_a_backward_that_fails_before_an_update_leaves_it_to_the_step(monkeypatc
     made = Subject("backward")
     made.step(0)
     interrupt_a_backward(made, monkeypatch)
-    assert made.store.present == frozenset()
+    assert made.store.slots.present == frozenset()
     with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
         made.compiled(**made.case.batch(2))
     with pytest.raises(chunkc.StreamError, match=r"interrupted in the backward and is half done"):

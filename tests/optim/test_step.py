@@ -39,7 +39,7 @@ def test_a_state_is_a_home_view_with_its_own_storage(mode: str) -> None:
         session, name = home_of(layer.weight)
         for kind in (EXP_AVG, EXP_AVG_SQ, MASTER_LOW):
             value = optimizer.state[layer.weight][kind]
-            assert value.data_ptr() == session.store.home_view(kind, name).data_ptr()
+            assert value.data_ptr() == session.store.views.home_view(kind, name).data_ptr()
             assert value.untyped_storage().nbytes() == value.nbytes
             assert value.nbytes == (2 if kind == MASTER_LOW else 4) * layer.weight.numel()
             assert value.shape == layer.weight.shape

@@ -56,7 +56,7 @@ def test_two_optimizers_in_turns(pair: str) -> None:
         for number, which in enumerate(order):
             step(model, compiled, of, pair_of[which], number)
         session, name = home_of(model.get_parameter("layers.0.weight"))
-        assert session.store.is_managed(name) != fits
+        assert session.store.views.is_managed(name) != fits
         return results(model, *pair_of)
 
     assert not differences(train(False), train(True))

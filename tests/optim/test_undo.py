@@ -113,11 +113,11 @@ def test_whatever_comes_between_has_the_same_bits(act: Act) -> None:
 
 def test_what_stands_moves_states_once_and_gradients_home() -> None:
     _, made, _ = trained("backward", nothing)
-    before = made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes
+    before = made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes
     made.backward(7)
-    after = made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes
+    after = made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes
     made.optimizer.step()
-    assert (made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes) == after
+    assert (made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes) == after
     groups = made.store.layout.groups
     assert after[1] - before[1] == sum(group.nbytes(kind) for group in groups for kind in group.update_kinds)
     assert any(GRAD in group.update_kinds for group in groups)
@@ -244,9 +244,9 @@ def test_what_is_explained_is_what_happens() -> None:
     made = Subject("backward", arguments=UNDOABLE, codegen="eager")
     for step in range(3):
         made.step(step)
-    before = made.store.traffic.to_device_nbytes, made.store.traffic.to_home_nbytes
+    before = made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes
     made.step(3)
-    moved = made.store.traffic.to_device_nbytes - before[0], made.store.traffic.to_home_nbytes - before[1]
+    moved = made.store.slots.traffic.to_device_nbytes - before[0], made.store.slots.traffic.to_home_nbytes - before[1]
     options = {"memory_budget": made.session.budget_nbytes, "whole_graph": "never", "activations": "keep"}
     with torch.device("meta"):
         model = made.case.build()

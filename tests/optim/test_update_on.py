@@ -39,9 +39,9 @@ def train(of: Case, update_on: str, steps: int = 3) -> list[Any]:
         if step == 1:  # gradients that the user replaced, and one that is missing
             model.layers[0].weight.grad = model.layers[0].weight.grad.clone() * 2
             model.layers[3].weight.grad = None
-        moved = session.store.traffic.to_device_nbytes, session.store.traffic.to_home_nbytes
+        moved = session.store.slots.traffic.to_device_nbytes, session.store.slots.traffic.to_home_nbytes
         optimizer.step()
-        after = session.store.traffic.to_device_nbytes, session.store.traffic.to_home_nbytes
+        after = session.store.slots.traffic.to_device_nbytes, session.store.slots.traffic.to_home_nbytes
         assert (moved == after) == (update_on == "cpu")
         results += [array(loss), *(array(p) for p in model.parameters())]
         results += [array(t) for state in optimizer.state.values() for t in state.values()]

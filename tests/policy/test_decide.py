@@ -100,6 +100,10 @@ def test_a_graph_may_be_whole_until_a_group_has_left() -> None:
     whole = staying + max(p.non_model_nbytes for p in needs.all)
     assert [fits_whole(LAYOUT, n) for n in (staying - 1, staying)] == [False, True]
     assert [fits_whole(LAYOUT, n, CAPTURED) for n in (whole - 1, whole)] == [False, True]
+    part = replace(CAPTURED, graph_fraction=0.25)
+    assert part.other_graphs_nbytes > 0
+    whole += part.other_graphs_nbytes
+    assert [fits_whole(LAYOUT, n, part) for n in (whole - 1, whole)] == [False, True]
 
 
 # --- it is called ---

@@ -19,7 +19,7 @@ from chunkc.session.in_backward import UpdatesInBackward
 pytestmark = pytest.mark.timeout(120)
 
 
-STORE: Any = SimpleNamespace(check_not_consumed=lambda group: None)
+STORE: Any = SimpleNamespace(gradients=SimpleNamespace(check_not_consumed=lambda group: None))
 
 
 class Starter:
@@ -161,7 +161,7 @@ def under_way(models: list[torch.nn.Module]) -> list[int]:
     for model in models:
         store = session_of(model).store
         names = [home_of(parameter)[1] for parameter in model.parameters()]
-        groups = {store.group_index(name) for name in names if store.is_managed(name)}
+        groups = {store.views.group_index(name) for name in names if store.views.is_managed(name)}
         found.append(len(groups & store.updates._pending.keys()))
     return found
 

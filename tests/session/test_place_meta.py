@@ -33,7 +33,7 @@ def test_reset_parameters_gives_the_values_of_ordinary_construction(home: str) -
     assert all(owner(p) is not None for p in model.parameters())
     hit = owner(model[0].weight)
     assert hit is not None
-    assert hit[0].store.is_managed(hit[1])
+    assert hit[0].store.views.is_managed(hit[1])
 
 
 def test_a_function_initialises_module_by_module_and_ties_stay() -> None:
@@ -89,7 +89,7 @@ def test_an_initialisation_may_assign_parameters() -> None:
     for layer, values in zip((model.first, model.second), expected):
         hit = owner(layer.weight)
         assert hit is not None
-        assert hit[0].store.is_managed(hit[1])
+        assert hit[0].store.views.is_managed(hit[1])
         assert torch.equal(layer.weight, values)
     call = segmented(model, "512KiB")
     optimizer = chunkc.optim.SGD(model.parameters(), lr=1.0)

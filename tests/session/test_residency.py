@@ -62,8 +62,8 @@ def test_states_go_home_and_training_goes_on_with_the_same_bits(optimizer: str, 
             for parameter in model.parameters():
                 name = owner(parameter)[1]
                 for kind, state in made.state[parameter].items():
-                    if kind != "step" and session.store.is_managed(name):
-                        assert state.data_ptr() == session.store.home_view(kind, name).data_ptr()
+                    if kind != "step" and session.store.views.is_managed(name):
+                        assert state.data_ptr() == session.store.views.home_view(kind, name).data_ptr()
         for _ in range(2):
             step(call, made, dtype)
         finals.append([parameter.detach().clone() for parameter in model.parameters()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -95,3 +96,17 @@ def test_an_optimizer_that_is_made_waits_for_a_phase_of_another_thread() -> None
         assert declared_states(next(model.parameters())) is None
     making.join()
     assert session.store.layout.version != before.version
+
+
+def test_a_session_ends_after_the_call_under_way_when_its_model_is_gone() -> None:
+    torch._dynamo.reset()
+    model, compiled = compile_case(case(), memory_budget=HUGE)
+    with torch.no_grad():
+        compiled(**case().batch(0))
+    session = session_of(model)
+    with session.entered():
+        del model, compiled
+        torch._dynamo.reset()
+        gc.collect()
+        assert not session.is_over
+    assert session.is_over

@@ -8,16 +8,17 @@ from contextlib import contextmanager
 
 import pytest
 
-from chunkc.runtime.device.tier import CpuTier, Links
+from chunkc.runtime.device.tier import CpuTier, Links, Mark
 
 Factory = Callable[[], CpuTier]
 
 
 class LateEvent:
-    """A copy that runs when it is waited for."""
+    """A copy that runs when it is waited for, after updates by the CPU that come before it."""
 
-    def __init__(self, job: Callable[[], None]) -> None:
+    def __init__(self, job: Callable[[], None], after: Iterable[Mark]) -> None:
         self.job: Callable[[], None] | None = job
+        self.after = tuple(after)
 
     def done(self) -> bool:
         return self.job is None
@@ -25,6 +26,8 @@ class LateEvent:
     def wait(self) -> None:
         if self.job is not None:
             job, self.job = self.job, None
+            for mark in self.after:
+                mark.wait()
             job()
 
 
@@ -36,9 +39,8 @@ class LateStream:
     def __init__(self) -> None:
         self.queue: deque[LateEvent] = deque()
 
-    def submit(self, job: Callable[[], None], *, after: Iterable[LateEvent] = ()) -> LateEvent:
-        assert not after
-        self.queue.append(LateEvent(job))
+    def submit(self, job: Callable[[], None], *, after: Iterable[Mark] = ()) -> LateEvent:
+        self.queue.append(LateEvent(job, after))
         return self.queue[-1]
 
     def drain(self) -> None:

@@ -13,7 +13,6 @@ import torch
 from harness import (
     TINY,
     Arrays,
-    adamw,
     array,
     compile_case,
     differences,
@@ -26,10 +25,12 @@ from late_tiers import Factory, tier_of_new_sessions
 from plain_modules import Stack
 from zoo import Case, floats
 
+import chunkc
 from chunkc.ir.errors import ChunkStateError
+from chunkc.ir.layout import Chunk
 from chunkc.runtime.execution import executor
-from chunkc.runtime.store.chunk_states import ChunkState, advance
-from chunkc.runtime.store.store import ChunkStore
+from chunkc.runtime.execution.run import Run
+from chunkc.runtime.store.slots import ChunkState, advance
 
 
 # One chunk each, small enough to be updated in one piece.
@@ -48,7 +49,7 @@ class Wait:
 
     phase: str
     index: int
-    chunk: str
+    chunk: Chunk
     way: str
 
     @property
@@ -56,32 +57,49 @@ class Wait:
         return f"{self.phase} {self.way} {self.chunk.kind}"
 
 
-WAYS = {executor._prefetch: "in", executor._write_back: "out"}
+ROOM_FOR_UPDATES_NBYTES = 40_000
+"""On top of the smallest budget, for updates in the backward."""
+
+WAYS = {executor._Prefetch: "in", executor._WriteBack: "out", executor._Evict: "none"}
 
 
 def waits_of(phase: str, executable: executor.Executable) -> list[Wait]:
     found, way = [], {}
     for index, instruction in enumerate(executable.instructions):
-        if isinstance(instruction, executor._Event):
-            if instruction.do is executor._wait:
-                found.append(Wait(phase, index, instruction.chunk, way[instruction.chunk]))
-            else:
-                way[instruction.chunk] = WAYS.get(instruction.do, "none")
+        if isinstance(instruction, executor._Wait):
+            found.append(Wait(phase, index, instruction.chunk, way[instruction.chunk]))
+        elif isinstance(instruction, tuple(WAYS)):
+            way[instruction.chunk] = WAYS[type(instruction)]
     return found
 
 
 def without(executable: executor.Executable, wait: Wait, *, forced: bool) -> executor.Executable:
     """The instructions with one wait left out; `forced`: the chunk's state goes on as if it were there."""
     instructions = list(executable.instructions)
-    instructions[wait.index : wait.index + 1] = [executor._Event(force_state, wait.chunk)] if forced else []
+    instructions[wait.index : wait.index + 1] = [ForcedState(wait.chunk)] if forced else []
     return dataclasses.replace(executable, instructions=tuple(instructions))
 
 
-def force_state(store: ChunkStore, chunk: str, link: str) -> None:
-    """`ChunkStore.wait` that does not wait."""
-    slot = store.slot(chunk)
-    if slot.state in (ChunkState.PREFETCHING, ChunkState.EVICTING):
-        slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+@dataclasses.dataclass(frozen=True)
+class ForcedState:
+    """The instruction to wait, which does not wait."""
+
+    chunk: Chunk
+
+    def __call__(self, registers: object, run: Run) -> None:
+        slot = run.store.slots.slot(self.chunk)
+        if slot.state in (ChunkState.PREFETCHING, ChunkState.EVICTING):
+            slot.state = advance(self.chunk, slot.state, ChunkState.HOLD)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inserted:
+    """An instruction that calls a function."""
+
+    do: Callable[[], object]
+
+    def __call__(self, registers: object, run: Run) -> None:
+        self.do()
 
 
 @contextmanager
@@ -102,7 +120,8 @@ def calls_of(kind: type) -> Iterator[list[Any]]:
 class Subject:
     """A small model, compiled once, with a second step that is repeated from the same state.
 
-    Forward, a backward that accumulates onto gradients which are there already, and an optimizer step.
+    Forward, a backward that accumulates onto gradients which are there already, and an optimizer step; or, where
+    updates overlap the backward, a backward that updates.
 
     Attributes:
         executables: what a step runs, by phase.
@@ -110,37 +129,42 @@ class Subject:
     Args:
         factory: makes the tier; None: the device's own.
         device: where the model computes.
+        overlap: "none" or "backward", as in `chunkc.optim.AdamW`.
     """
 
-    def __init__(self, factory: Factory | None, device: str = "cpu") -> None:
-        self.case = stack(device)
+    def __init__(self, factory: Factory | None, device: str = "cpu", overlap: str = "none") -> None:
+        self.case, self.updates_in_backward = stack(device), overlap == "backward"
         with nullcontext() if factory is None else tier_of_new_sessions(factory):
             budget = refuse(self.case, memory_budget=TINY, device=device).minimum_nbytes
+            budget += ROOM_FOR_UPDATES_NBYTES if self.updates_in_backward else 0
             # verify=False: what is left out here, the verifier would find.
             self.model, self.compiled = compile_case(
                 self.case, memory_budget=budget, device=device, whole_graph="never", debug=True, verify=False
             )
-        self.optimizer = adamw(self.model.parameters())
+        self.optimizer = chunkc.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1, overlap=overlap)
         self.compiled(**self.case.batch(0)).backward()
         self.optimizer.step()
         self.session = session_of(self.model)
-        assert self.session.store.debug
+        assert self.session.store.slots.debug
         # Copied by hand: `state_dict` would not be the very home views again.
-        self.tensors = [t for p in self.model.parameters() for t in (p.detach(), p.grad)]
+        self.gradients = [] if self.updates_in_backward else [p.grad for p in self.model.parameters()]
+        self.tensors = [*(p.detach() for p in self.model.parameters()), *self.gradients]
         self.tensors += [t for state in self.optimizer.state.values() for t in state.values()]
         self.start = [t.clone() for t in self.tensors]
         self.step()
         with calls_of(executor.Executable) as ran:
             self.expected = self.step()
-        self.executables = dict(zip(("forward", "backward", "update"), ran, strict=True))
+        phases = ("forward", "backward") if self.updates_in_backward else ("forward", "backward", "update")
+        self.executables = dict(zip(phases, ran, strict=True))
 
     def restore(self) -> None:
         self.session.store.release_slots()
         self.session.store.tier.drain()
-        addresses = iter(self.tensors)
-        for p in self.model.parameters():
-            next(addresses)
-            p.grad = next(addresses)
+        if self.updates_in_backward:
+            self.optimizer.scheduler.end()
+            self.optimizer.zero_grad()
+        for parameter, gradient in zip(self.model.parameters(), self.gradients):
+            parameter.grad = gradient
         with torch.no_grad():
             for tensor, value in zip(self.tensors, self.start):
                 tensor.copy_(value)
@@ -151,7 +175,7 @@ class Subject:
         loss = self.compiled(**self.case.batch(1))
         loss.backward()
         self.session.store.tier.drain()
-        grads = gradients(self.model)
+        grads = {} if self.updates_in_backward else gradients(self.model)  # consumed
         self.optimizer.step()
         self.session.store.tier.drain()
         states = {
@@ -205,16 +229,28 @@ KINDS = (
     "update out exp_avg_sq",
 )
 
+KINDS_IN_BACKWARD = (
+    "forward in param",
+    "backward in param",
+    "backward in grad",
+    "backward in exp_avg",
+    "backward in exp_avg_sq",
+    "backward out param",
+    "backward out exp_avg",
+    "backward out exp_avg_sq",
+)
+"""Where the backward updates: gradients do not go home."""
 
-def is_event(instruction: object, events: tuple[object, ...], chunk: str | None = None) -> bool:
-    return isinstance(instruction, executor._Event) and instruction.do in events and chunk in (None, instruction.chunk)
+
+def is_event(instruction: object, events: tuple[type, ...], chunk: Chunk | None = None) -> bool:
+    return isinstance(instruction, events) and chunk in (None, instruction.chunk)  # type: ignore[attr-defined]
 
 
 def span(executable: executor.Executable, wait: Wait) -> tuple[int, int]:
     """Where the copy is submitted, and where it must be done: what reads it, a call or a gradient's sum, or the slot's
     end."""
     events = executable.instructions
-    submits = (executor._prefetch, executor._write_back)
+    submits = (executor._Prefetch, executor._WriteBack)
     begin = max(i for i in range(wait.index) if is_event(events[i], submits, wait.chunk))
     for index in range(wait.index + 1, len(events)):
         event = events[index]
@@ -222,7 +258,7 @@ def span(executable: executor.Executable, wait: Wait) -> tuple[int, int]:
             reads = isinstance(event, executor._Sink) and event.chunk == wait.chunk
         else:
             reads = wait.way == "in" and isinstance(event, executor._Call | executor._Update)
-        if is_event(event, (executor._evict,), wait.chunk) or reads:
+        if is_event(event, (executor._Evict,), wait.chunk) or reads:
             return begin, index
     raise AssertionError(f"{wait.chunk} stays in its slot")
 
@@ -234,12 +270,12 @@ def shows_by_the_clock(executable: executor.Executable, wait: Wait) -> bool:
     knows no such mercy.
     """
     begin, end = span(executable, wait)
-    submits = (executor._prefetch,) if wait.way == "in" else (executor._write_back,)
-    later: set[str] = set()
+    submits = (executor._Prefetch,) if wait.way == "in" else (executor._WriteBack,)
+    later: set[Chunk] = set()
     for event in executable.instructions[begin + 1 : end]:
         if is_event(event, submits):
             later.add(event.chunk)  # type: ignore[attr-defined]
-        elif is_event(event, (executor._wait,)) and event.chunk in later:  # type: ignore[attr-defined]
+        elif is_event(event, (executor._Wait,)) and event.chunk in later:  # type: ignore[attr-defined]
             return False
     return True
 
@@ -250,9 +286,7 @@ def slow_without(
     """`without`, forced, and the copy is slow: `slow` is called before it is submitted, `fast` once it is too late."""
     events = executable.instructions
     begin, end = span(executable, wait)
-    before_copy, force, after_use = (
-        executor._Event(do, wait.chunk) for do in (lambda *_: slow(), force_state, lambda *_: fast())
-    )
+    before_copy, force, after_use = Inserted(slow), ForcedState(wait.chunk), Inserted(fast)
     before, between, after = events[:begin], events[begin : wait.index], events[wait.index + 1 : end + 1]
     instructions = (*before, before_copy, *between, force, *after, after_use, *events[end + 1 :])
     return dataclasses.replace(executable, instructions=instructions)

@@ -80,7 +80,7 @@ def train(call: Callable, optimizer: Optimizer, steps: range, dtype: torch.dtype
 
 def is_managed(parameter: Tensor) -> bool:
     session, name = owner(parameter) or (None, "")
-    return session is not None and session.store.is_managed(name)
+    return session is not None and session.store.views.is_managed(name)
 
 
 def assert_managed(model: MLP, mode: str) -> None:

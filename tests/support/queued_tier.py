@@ -84,8 +84,8 @@ class QueuedTier(CudaTier):
     def allocate_slot(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         assert self.store is not None
         held = [
-            slot.buffer for slot in self.store._slots.values() if slot.buffer is not None
-        ] + self.store._spare._buffers
+            slot.buffer for slot in self.store.slots._slots.values() if slot.buffer is not None
+        ] + self.store.slots._spare._buffers
         in_use = {buffer.data_ptr() for buffer in held}
         for block in self._blocks:
             if block.nbytes == numel * dtype.itemsize and block.data_ptr() not in in_use:

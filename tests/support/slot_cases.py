@@ -52,7 +52,7 @@ class Subject:
     @property
     def used_names(self) -> set[str]:
         """Parameters with consumed gradients."""
-        return {name for name, p in self.store.parameters().items() if isinstance(p.grad, ConsumedGradient)}
+        return {name for name, p in self.store.views.parameters().items() if isinstance(p.grad, ConsumedGradient)}
 
     @property
     def used(self) -> set[int]:

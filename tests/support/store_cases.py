@@ -82,13 +82,13 @@ def placed(
 
 def fetch(store: ChunkStore, chunk: str) -> None:
     store.prefetch(chunk)
-    store.wait(chunk)
+    store.slots.wait(chunk)
 
 
 def put_back(store: ChunkStore, chunk: str) -> None:
     store.write_back(chunk)
-    store.wait(chunk)
-    store.evict(chunk)
+    store.slots.wait(chunk)
+    store.slots.evict(chunk)
 
 
 def taking(gradient: Tensor) -> Callable[[], Tensor]:
@@ -99,7 +99,7 @@ def sink_all(store: ChunkStore, gradients: dict[str, Tensor], chunk: str) -> Non
     """A backward pass: the gradient chunk comes, takes gradients and goes home."""
     fetch(store, chunk)
     for name, gradient in gradients.items():
-        store.sink(name, chunk, taking(gradient), owned=True)
+        store.gradients.sink(name, chunk, taking(gradient), owned=True)
     put_back(store, chunk)
 
 

@@ -81,7 +81,7 @@ class Subject:
     def slot(self, chunk: str) -> Tensor:
         """The chunk's slot, when all copies are over."""
         self.settle()
-        return self.store.begin_compute(chunk)
+        return self.store.slots.begin_compute(chunk)
 
 
 @pytest.fixture(params=["cpu", "cuda"])

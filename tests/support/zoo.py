@@ -290,5 +290,49 @@ MORE_CASES: dict[str, Case] = {
 
 LADDER: dict[str, Case] = CASES | MORE_CASES
 
+
+class BreaksTwice(ByteGPT):
+    """Three graphs of different blocks."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.embed(x)
+        for block in self.blocks[:4]:
+            hidden = block(hidden)
+        torch._dynamo.graph_break()
+        for block in self.blocks[4:8]:
+            hidden = block(hidden)
+        torch._dynamo.graph_break()
+        for block in self.blocks[8:]:
+            hidden = block(hidden)
+        return self.score(hidden, y)
+
+
+def _long_batch(seed: int) -> Batch:
+    tokens = integers(seed, (BATCH, LENGTH), VOCAB)
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+DEPTH, LENGTH = 12, 64
+
+DEEP: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case("deep_gpt", lambda: ByteGPT(num_layers=DEPTH), lambda seed: byte_batch(seed, LENGTH)),
+        Case("deep_autocast_gpt", lambda: AutocastGPT(num_layers=DEPTH), lambda seed: byte_batch(seed, LENGTH)),
+        # Of checkpointed blocks only the inputs are left to save.
+        Case("deep_checkpointed_gpt", lambda: CheckpointedGPT(num_layers=64), lambda seed: byte_batch(seed, LENGTH, 8)),
+        Case("deep_breaks", lambda: BreaksTwice(num_layers=DEPTH), lambda seed: byte_batch(seed, LENGTH), num_graphs=3),
+        Case(
+            "deep_breaks_in_loop",
+            lambda: BreaksInLoop(num_layers=DEPTH),
+            lambda seed: byte_batch(seed, LENGTH),
+            num_graphs=3,
+        ),
+        Case("deep_gpt2", lambda: gpt2(DEPTH), _long_batch, transformers=True),
+        Case("deep_llama", lambda: llama(tied=True, num_layers=DEPTH), _long_batch, transformers=True),
+    )
+}
+"""Models that save much more than they are: half of what they need with every value kept is enough."""
+
 TRANSFORMERS = tuple(name for name, case in CASES.items() if case.transformers)
 PLAIN = tuple(name for name, case in CASES.items() if not case.transformers)

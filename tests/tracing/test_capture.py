@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from zoo import Case
 
 import chunkc
+import chunkc.backend
 from chunkc.passes.graphs.graphs import placeholders, returned, storage_keys
 from chunkc.tracing.capture import TracedGraphs
 
@@ -230,3 +231,21 @@ def test_what_autograd_s_tracer_may_keep_holds_no_inputs(monkeypatch: pytest.Mon
     held = [value for function in given.values() for value in held_by(function)]
     assert held
     assert not [leaf for leaf in pytree.tree_leaves(held) if isinstance(leaf, Tensor)]
+
+
+def test_the_graph_that_dynamo_keeps_holds_no_autograd_nodes() -> None:
+    """They hold real tensors: the `128` of `x / 128` as an int64, in memory that no plan counts."""
+    torch._dynamo.reset()
+    kept: list[fx.GraphModule] = []
+
+    def backend(gm: fx.GraphModule, *arguments: Any, **options: Any) -> Any:
+        kept.append(gm)
+        return chunkc.backend.chunkc(gm, *arguments, **options)
+
+    model = nn.Linear(4, 4)
+    options = {"memory_budget": 1 << 24, "codegen": "eager"}
+    torch.compile(lambda x: (model(x) / 128).sum(), backend=backend, options=options)(torch.ones(2, 4)).backward()
+    (gm,) = kept
+    values = [node.meta["example_value"] for node in gm.graph.nodes if "example_value" in node.meta]
+    assert values
+    assert not any(value.requires_grad for value in values)

@@ -1,12 +1,17 @@
-"""Scratch bytes of convolutions and their backwards on the CPU, where oneDNN or ATen computes them.
+"""Bound the scratch bytes of convolutions and their backwards on the CPU, where oneDNN or ATen computes them.
 
-oneDNN reads and writes blocks of channels, or channels last, and reorders what comes otherwise: image, filters and
-result at a time. On top it takes a scratchpad (`scratch.convolution_scratchpad`), mostly for threads that sum filters'
-gradients. These rules are those of AVX-512, in bfloat16 without AMX: exact for most convolutions, and else bounds. On
-other processors there is a wide bound (`scratch.convolution_bound`).
+ATen's own kernels unfold images; they are predicted to the byte. oneDNN picks a kernel when it runs, by instruction
+set, cache and threads. Each of its kernels takes one of these, or less:
+
+- direct: image, filters and result reordered to blocks of channels; with channels last, filters alone;
+- a matrix product: per thread, an image unfolded to columns.
+
+For the filters' gradient, threads that share filters each have a sum of their own, in float32; in bfloat16 they also
+transpose what they read. Where several kernels may run, the bound is that of the largest.
 
 Sources: ATen's `Convolution.cpp`, `ConvolutionMM2d.cpp`, `ConvolutionMM3d.cpp` and `mkldnn/Conv.cpp`, ideep's
-`conv.hpp`; checked by measuring.
+`conv.hpp`; the bounds were fitted to what oneDNN took for some 20,000 convolutions on one to four threads of an AMD
+EPYC with AVX-512, by itself and under `ONEDNN_MAX_CPU_ISA` SSE41, AVX and AVX2 (in bfloat16: AVX512_CORE).
 """
 
 from __future__ import annotations
@@ -18,31 +23,208 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from chunkc.passes.memory.scratch import convolution_scratchpad as scratchpad
-from chunkc.passes.memory.scratch.convolution_bound import bound_nbytes
 from chunkc.passes.memory.scratch.copies import nbytes_of
-from chunkc.passes.memory.scratch.onednn_convolution import (
-    BLOCK,
-    PADDING,
-    SUM_ITEMSIZE,
-    WIDEST_DEPTHWISE,
-    Convolution,
-    by_blocks,
-    padded,
-)
 from chunkc.torch_private import onednn
 
+_BLOCK = 16
+"""Channels of a block."""
+_FLOAT32_NBYTES = 4
+"""Bytes of an accumulator, also of one number of a filters' gradient that threads sum up."""
+_PAGE = 4096
+_MIB = 1 << 20
 _MANY_IMAGES = 16
 """From so many on, oneDNN computes also filters of one pixel with one thread."""
 _SMALL_IMAGE = 20480
 """Numbers of one image (of a volume: but for its last dimension) up to which ATen computes by itself."""
 _SMALL_EDGE = 3
-"""It does so for filters up to so wide or high."""
+"""ATen does so for filters up to so wide or high."""
+_WIDEST_FILTERS, _WIDEST_DEPTHWISE = 13, 3
+"""Up to this width, filters have a direct kernel; depthwise ones: for their gradients."""
+_MOST_PADDING, _TOO_MUCH_PADDING = 6, 31
+"""Up to the first, a direct kernel is certain; beyond the second, there is none."""
+_UNUSUAL = 3
+"""Times that kernels for unusual shapes may take what is modelled here."""
+_MIN_POSITIONS = 4
+"""Results of fewer positions may be computed as matrix products."""
+
+
+def _pad(size: int, block: int = _BLOCK) -> int:
+    return -(-size // block) * block
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Metadata of a convolution. A transposed one is described by the convolution that it is the image gradient of.
+
+    Attributes:
+        num_images, groups: counts.
+        inside, outside: channels of one group, of images and of results.
+        read, written: spatial sizes of images and of results.
+        kernel, stride, padding, dilation: per spatial dimension.
+        itemsize: bytes of an element.
+        last: whether images come, and results go, with channels last.
+        bias: whether it adds one, or its backward makes the bias's gradient.
+        num_threads: threads that it may use.
+    """
+
+    transposed: bool
+    num_images: int
+    groups: int
+    inside: int
+    outside: int
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    itemsize: int
+    last: bool
+    bias: bool
+    num_threads: int
+
+    def mirrored(self) -> Convolution:
+        """Exchange images and results."""
+        return replace(self, inside=self.outside, outside=self.inside, read=self.written, written=self.read)
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of one filter."""
+        return math.prod(self.kernel)
+
+    @property
+    def positions(self) -> int:
+        """Positions of one result."""
+        return math.prod(self.written)
+
+    @property
+    def low(self) -> bool:
+        """Whether it sums up in a wider dtype than its own."""
+        return self.itemsize < _FLOAT32_NBYTES
+
+    @property
+    def strided(self) -> bool:
+        return max(self.stride) > 1
+
+    @property
+    def dilated(self) -> bool:
+        return max(self.dilation) > 1
+
+    @property
+    def depthwise(self) -> bool:
+        return self.groups > 1 and self.inside == self.outside == 1
+
+    @property
+    def few_colours(self) -> bool:
+        """Whether it may read images as they are, which have fewer channels than a block."""
+        return self.groups == 1 and self.inside < _BLOCK and self.pixels > 1 and not self.transposed
+
+    @property
+    def sums_plain_image(self) -> bool:
+        """Whether the gradient of its filters does so, too: of one or three colours; in low precision, where results
+        fill blocks."""
+        return self.few_colours and self.usual_colours and onednn.uses_avx512()
+
+    @property
+    def usual_colours(self) -> bool:
+        """Whether it has channels as first layers do; others may be unfolded for the filters' gradient."""
+        return self.outside % _BLOCK == 0 if self.low else self.inside in (1, 3)
+
+    @property
+    def images_nbytes(self) -> int:
+        return self.num_images * self.groups * self.inside * math.prod(self.read) * self.itemsize
+
+    @property
+    def results_nbytes(self) -> int:
+        return self.num_images * self.groups * self.outside * self.positions * self.itemsize
+
+    @property
+    def filters_nbytes(self) -> int:
+        return self.groups * self.inside * self.outside * self.pixels * self.itemsize
+
+    @property
+    def blocked_images_nbytes(self) -> int:
+        return self.num_images * self._blocked(self.inside) * math.prod(self.read) * self.itemsize
+
+    @property
+    def blocked_results_nbytes(self) -> int:
+        return self.num_images * self._blocked(self.outside) * self.positions * self.itemsize
+
+    def _blocked(self, channels: int) -> int:
+        """Channels of all groups in blocks, which span depthwise groups."""
+        return _pad(self.groups * channels) if self.depthwise else self.groups * _pad(channels, self.lanes)
+
+    @property
+    def lanes(self) -> int:
+        """Channels of a group that are computed side by side."""
+        if self.groups == 1 or self.depthwise:
+            return _BLOCK
+        return next((n for n in (16, 8, 4) if self.inside % n == 0 and self.outside % n == 0), 1)
+
+    @property
+    def fills_lanes(self) -> bool:
+        """Whether groups are as wide as lanes: they have kernels of their own."""
+        alike = self.groups > 1 and self.inside == self.outside == self.lanes > 1
+        return alike and not (self.transposed and self.last)
+
+    @property
+    def columns_nbytes(self) -> int:
+        """Bytes of an image (of a volume: one slice) of one group as columns: for each position what a filter reads."""
+        whole = self.last and not self.usual
+        return self.inside * self.pixels * math.prod(self.written if whole else self.written[-2:]) * self.itemsize
+
+    @property
+    def after(self) -> tuple[int, ...]:
+        """Padding behind the image that a result needs, per dimension; negative where pixels are left over."""
+        sizes = zip(self.written, self.stride, self.kernel, self.dilation, self.read, self.padding, strict=True)
+        return tuple(
+            (size - 1) * step + (kernel - 1) * gap + 1 - whole - before
+            for size, step, kernel, gap, whole, before in sizes
+        )
+
+    @property
+    def block(self) -> int:
+        """Channels of a group's block, where groups are padded."""
+        return _BLOCK if self.groups == 1 or onednn.uses_avx512() or not self.usual else _BLOCK // 2
+
+    @property
+    def most_padding(self) -> int:
+        """Up to so much padding, a forward's direct kernel is certain."""
+        if onednn.uses_avx512():
+            return _MOST_PADDING if self.depthwise else 2 * _MOST_PADDING
+        return _MOST_PADDING // 2
+
+    @property
+    def emulated(self) -> bool:
+        """Whether it computes in bfloat16 without instructions for that."""
+        return self.low and not onednn.multiplies_bfloat16()
+
+    @property
+    def usual(self) -> bool:
+        """Whether there is a direct kernel: filters not larger than the image, padded on both sides by half of them at
+        most, and moved by no more than their width; with gaps, by one."""
+        odd = self.groups > 1 or self.dilated or (self.pixels == 1 and self.strided)
+        odd = odd or (self.transposed and self.inside < _BLOCK)
+        volume = len(self.kernel) == 3 and odd
+        if self.lanes == 1 or volume or not onednn.uses_avx2() or (self.low and onednn.multiplies_tiles()):
+            return False
+        if self.last and self.pixels > 1 and 1 in (*self.read[-2:], *self.written[-2:]):
+            return False  # images of one row or column are unfolded
+        sizes = zip(self.kernel, self.dilation, self.stride, self.padding, self.after, self.read, strict=True)
+        for kernel, gap, step, before, after, size in sizes:
+            whole = (kernel - 1) * gap + 1
+            if max(before, after) > (whole - 1 if self.depthwise and not self.last else whole // 2):
+                return False
+            if whole > size + (kernel if self.depthwise else 1) or step > max(kernel, 2):
+                return False
+            if gap > 1 and (step > 1 or before < whole // 2):
+                return False
+        return self.pixels == 1 or self.positions >= _MIN_POSITIONS
 
 
 @dataclass(frozen=True)
 class Operands:
-    """Tensors of a convolution, or of the one that a backward belongs to, and its numbers.
+    """Tensors of a convolution, or of the one that a backward belongs to, and its metadata.
 
     Attributes:
         image: [N, C, *spatial].
@@ -67,7 +249,7 @@ def operands(
     bias: bool,
     num_threads: int,
 ) -> Operands:
-    """With the numbers read off the tensors. One number for all dimensions is allowed, as for ATen."""
+    """Read the metadata off the tensors. One number for all dimensions is allowed, as for ATen."""
     last = _is_last(image) or _is_last(filters)
     stride, padding, dilation = (
         tuple(numbers) * (image.dim() - 2) if len(numbers) == 1 else tuple(numbers)
@@ -94,22 +276,20 @@ def operands(
 
 
 def convolution_nbytes(o: Operands) -> int:
-    """Bytes that a convolution holds inside, beyond its result."""
+    """Bound the bytes that a convolution holds inside, beyond its result."""
     c = o.numbers
     if o.image.numel() == 0:
         return _copies(c, o.image, o.filters)
-    in_aten = _runs_in_aten(o)
-    if in_aten and c.itemsize >= SUM_ITEMSIZE:
-        return _in_aten_nbytes(o, None, ())
-    found = _images_gradient(c, forward=True) if c.transposed else _forward(c)
-    if in_aten or not (c.is_usual and _is_known(o)):
-        found = max(found, bound_nbytes(c, backward=False, unfolds=in_aten))
+    in_aten = _in_aten_nbytes(o, None, ()) if _runs_in_aten(o) else 0
+    if _runs_in_aten(o) and not c.low:
+        return in_aten
+    inside = _image_gradient(c, forward=True) if c.transposed else _forward(c)
     groups = c.filters_nbytes if c.transposed and c.groups > 1 else 0  # copied, group by group
-    return _copies(c, o.image, o.filters) + groups + found
+    return _copies(c, o.image, o.filters) + groups + _with_slack(c, inside) + 2 * in_aten
 
 
 def convolution_backward_nbytes(o: Operands, grad: Tensor, outputs: Sequence[Tensor | None]) -> int:
-    """Bytes that a convolution's backward holds inside.
+    """Bound the bytes that a convolution's backward holds inside.
 
     Args:
         grad: of the result.
@@ -118,123 +298,247 @@ def convolution_backward_nbytes(o: Operands, grad: Tensor, outputs: Sequence[Ten
     c = o.numbers
     if o.image.numel() == 0:
         return _copies(c, o.image, o.filters, grad)
-    in_aten = _runs_in_aten(o)
-    if in_aten and c.itemsize >= SUM_ITEMSIZE:
-        return _in_aten_nbytes(o, grad, outputs)
+    in_aten = _in_aten_nbytes(o, grad, outputs) if _runs_in_aten(o) else 0
+    if _runs_in_aten(o) and not c.low:
+        return in_aten
     d_image, d_filters, d_bias = (0 if t is None else nbytes_of(t) for t in outputs)
+    plain = replace(c, bias=False) if c.transposed else c
     peaks = [0]
-    if d_image:
-        inside = _forward(replace(c, bias=False)) if c.transposed else _images_gradient(c)
-        peaks.append(inside - d_filters - d_bias + (PADDING if c.transposed and c.last else 0))
+    if d_image:  # computed first, before there are other gradients
+        inside = _forward(plain) if c.transposed else _image_gradient(c)
+        peaks.append(inside - d_filters - d_bias)
     if d_filters:
-        peaks.append(_filters_gradient(replace(c, bias=False) if c.transposed else c, d_bias))
-    gives_pixels = bool(d_image) and c.reads_plain_image and 1 in (c.inside, c.written[-1])
-    if in_aten or gives_pixels or not (c.is_usual and _is_known(o)):
-        peaks.append(bound_nbytes(c, backward=True, unfolds=in_aten))
-    return _copies(c, o.image, o.filters, grad) + max(peaks)
+        peaks.append(_filter_gradient(plain, d_bias))
+    return _copies(c, o.image, o.filters, grad) + _with_slack(c, max(peaks)) + 2 * in_aten
+
+
+def _with_slack(c: Convolution, nbytes: int) -> int:
+    """Add what alignment, barriers, addresses and a padded bias take, and what kernels for unusual shapes may."""
+    if not onednn.uses_avx2():
+        nbytes = nbytes * 5 // 4  # kernels for SSE unfold more than they need
+    if min(c.positions, math.prod(c.read)) < _MIN_POSITIONS:
+        nbytes += 4 * c.groups * _pad(c.inside) * _pad(c.outside) * c.pixels * _FLOAT32_NBYTES  # operands are packed
+    thread = _PAGE + (_MIB if c.low and not c.usual else 0)
+    return nbytes + _PAGE + c.num_threads * thread + _pad(c.groups * c.outside) * _FLOAT32_NBYTES
 
 
 def _forward(c: Convolution) -> int:
-    """Image, filters and result are reordered, and the result goes back to its plain format when the others are gone;
-    with channels last, only filters are."""
+    """Bound a forward.
+
+    Image, filters and result are reordered, and the result goes back to its plain format when the others are gone; with
+    channels last, only filters are reordered.
+    """
+    filters, given, result = _packed_filters(c), c.results_nbytes, c.blocked_results_nbytes
+    columns = _columns(c, c.positions * c.outside)
     if c.last:
-        return _forward_filters(c) + scratchpad.last_nbytes(c)
-    image = 0 if c.reads_plain_image else c.blocked_images_nbytes
-    given = c.results_nbytes
-    result = c.blocked_results_nbytes
-    peaks = [result]
-    if c.lanes and not c.unfolds_images:
-        peaks.append(scratchpad.forward_nbytes(c) + image + _forward_filters(c) + result - given)
-    if c.may_unfold_images:
-        peaks.append(scratchpad.columns_nbytes(c, c.unfolded_nbytes, c.positions * c.outside))
-    if c.depthwise and len(c.kernel) == 3:
-        peaks += [c.images_nbytes + _forward_filters(c), 2 * given]
-    return max(peaks)
-
-
-def _images_gradient(c: Convolution, *, forward: bool = False) -> int:
-    """As a forward from results to images; with a stride, through channels last and one more copy. Where this is a
-    transposed convolution's forward, a bias may be added to a copy in float32."""
-    biased = forward and c.bias
-    given = c.images_nbytes
-    copied = given if c.strided or c.last else c.blocked_images_nbytes
-    added = copied // c.itemsize * SUM_ITEMSIZE + PADDING if biased else 0
-    m = replace(c.mirrored(), bias=False)
-    filters = _images_filters(c)
-    peaks = [0]
-    if c.may_unfold_for_images and not c.last:
-        columns = c.unfolded_nbytes // c.itemsize * SUM_ITEMSIZE
-        peaks.append(added + scratchpad.columns_nbytes(c, columns, math.prod(c.read) * c.inside))
-    if c.strided and not (c.fills_lanes or (c.depthwise and c.itemsize == SUM_ITEMSIZE)):
-        read = 0 if c.last else c.results_nbytes
-        uneven = c.read[-1] % c.stride[-1] != 0
-        strided = scratchpad.strided_nbytes(replace(c, bias=biased))
-        peaks.append(strided + read + (PADDING if forward else 0) + (added if uneven or c.groups > 1 else 0))
-        return max(peaks) if c.last else max(*peaks, 2 * given)
-    if c.last:
-        inside = scratchpad.last_nbytes(m)
-        return max(*peaks, filters + (added if c.groups > 1 else 0) + inside + (PADDING if inside else 0))
-    image = c.blocked_images_nbytes
-    peaks.append(2 * image if biased and c.groups > 1 else image)
-    if c.lanes and not c.unfolds_images:
-        stored = scratchpad.forward_nbytes(m)
-        peaks.append(added + c.blocked_results_nbytes + filters + image + stored - given)
-    return max(peaks)
-
-
-def _filters_gradient(c: Convolution, d_bias: int) -> int:
-    """Image and incoming gradient are reordered, threads that share filters sum theirs, and the sum goes back."""
-    given = c.filters_nbytes
-    peaks = [given + d_bias]
-    if c.unfolds_for_filters or c.may_unfold_for_filters:
-        peaks.append(scratchpad.filters_columns_nbytes(c))
-    if not c.unfolds_for_filters:
-        filters = _filters_gradients(c)
-        inside = filters + scratchpad.filters_nbytes(c) - given + (PADDING if c.transposed and c.itemsize == 2 else 0)
-        if not c.last:
-            inside += c.blocked_results_nbytes + (0 if c.sums_plain_image else c.blocked_images_nbytes)
-        peaks += [inside, filters + d_bias + (given if c.last else 0)]
-    return max(peaks)
-
-
-def _forward_filters(c: Convolution) -> int:
-    if c.depthwise:
-        return _dense_nbytes(c) if c.fills_groups else padded(c.groups) * c.pixels * c.itemsize
-    pairs = c.itemsize == 2
-    inside, outside = c.inside, c.outside
-    if c.groups > 1:
-        if not c.last or c.fills_lanes:
-            return c.filters_nbytes
-        inside, outside = padded(inside) if inside < BLOCK else inside, by_blocks(outside)
-    elif c.last:
-        outside = by_blocks(outside)
+        direct = filters + _rows_of_channels_last(c)
     else:
-        outside = padded(outside)
-        inside = inside if c.reads_plain_image else padded(inside)
-    return c.groups * outside * (padded(inside, 2) if pairs else inside) * c.pixels * c.itemsize
+        image = 0 if c.few_colours and (c.inside <= 3 or onednn.uses_avx512()) else c.blocked_images_nbytes
+        direct = max(result, image + filters + result - given + _gathered(c) + _row_of_pixels(c))
+    if not c.usual:
+        return _UNUSUAL * (direct + columns) + given
+    if c.last:
+        return direct + columns if c.dilated and not onednn.uses_avx512() else direct
+    if not c.depthwise and c.padding[-1] > _TOO_MUCH_PADDING:
+        return columns
+    wide = c.kernel[-1] > _WIDEST_FILTERS and c.stride[-1] < c.kernel[-1]
+    return max(direct, columns) if wide or c.padding[-1] > c.most_padding else direct
 
 
-def _images_filters(c: Convolution) -> int:
-    if c.is_dense_depthwise and not c.covers_image:
-        return _dense_nbytes(c)
-    if c.groups == 1 and not c.last:
-        return padded(c.outside) * padded(c.inside) * c.pixels * c.itemsize
-    return _forward_filters(c.mirrored())
+def _image_gradient(c: Convolution, *, forward: bool = False) -> int:
+    """Bound the gradient of images: as a forward from results to images; with a stride, through channels last and one
+    more copy.
+
+    Args:
+        forward: this is a transposed convolution's forward, where a bias may be added to a copy in float32.
+    """
+    m = replace(c.mirrored(), bias=False, transposed=True)
+    given, image, filters = c.images_nbytes, c.blocked_images_nbytes, _packed_filters(c, gradient=True)
+    copied = given if c.strided or c.last else image
+    added = copied // c.itemsize * _FLOAT32_NBYTES if forward and c.bias else 0
+    if c.strided and not (c.fills_lanes or (c.depthwise and not c.low)):
+        direct = _strided(c) + (0 if c.last else c.results_nbytes)
+        if c.emulated and c.groups == 1:
+            direct += added + (image + c.blocked_results_nbytes // 8) // c.itemsize * _FLOAT32_NBYTES
+        elif c.groups > 1 or any(size % step for size, step in zip(c.read, c.stride, strict=True)):
+            direct += added
+        direct = direct if c.last else max(direct, 2 * given)
+    elif c.last:
+        direct = filters + _rows_of_channels_last(m) + added
+    else:
+        direct = added + c.blocked_results_nbytes + filters + image - given + _gathered(m) + _row_of_pixels(m)
+        direct = max(direct, 2 * image if added and c.groups > 1 else image)
+    columns = added + _columns(c, math.prod(c.read) * c.inside)
+    if not c.usual:
+        return _UNUSUAL * (direct + columns + filters) + given
+    padding = max(c.padding[-1], (c.kernel[-1] - 1) * c.dilation[-1] - c.padding[-1])
+    wide = padding > _MOST_PADDING and c.stride[-1] < c.kernel[-1]
+    if c.last:
+        return direct + columns if c.dilated and not onednn.uses_avx512() else direct
+    return max(direct, columns) if wide or (c.dilated and c.groups > 1) else direct
 
 
-def _dense_nbytes(c: Convolution) -> int:
-    """Of depthwise filters that are computed as groups are."""
-    return c.groups * BLOCK * BLOCK * c.pixels * c.itemsize
+def _filter_gradient(c: Convolution, d_bias: int) -> int:
+    """Bound the gradient of filters: image and incoming gradient are reordered, threads that share filters sum theirs,
+    and the sum goes back."""
+    given, filters, columns = c.filters_nbytes, _blocked_filter_gradient(c), _summed_columns(c)
+    if c.depthwise:
+        wide = c.kernel[-1] > _WIDEST_DEPTHWISE or c.dilated
+    else:
+        wide = c.kernel[-1] > _WIDEST_FILTERS + (3 if c.low and c.few_colours else onednn.uses_avx512())
+        few = c.groups == 1 and c.inside < _BLOCK and c.pixels > 1
+        wide |= few and (len(c.kernel) == 1 or not (c.few_colours and c.usual_colours))
+        wide |= c.groups > 1 and not c.last and c.lanes < (_BLOCK if c.low else 8)
+        wide |= not onednn.uses_avx512() and (c.dilated or len(c.kernel) == 3)
+    if wide and c.usual and c.groups > 1 and not c.last:
+        return max(given + d_bias, columns)
+    direct = filters + _thread_sums(c, filters) - given
+    if not c.last:
+        direct += c.blocked_results_nbytes + (0 if c.sums_plain_image else c.blocked_images_nbytes)
+    direct = max(direct, filters + d_bias + (given if c.last else 0), given + d_bias)
+    if not c.usual:
+        return _UNUSUAL * (direct + columns) + c.num_images * _gathered_image(c)
+    return max(direct, columns) if wide else direct
 
 
-def _filters_gradients(c: Convolution) -> int:
-    """Bytes of filters' gradients in blocks; with channels last, groups are padded each, also wide depthwise ones."""
-    if c.depthwise and not (c.is_dense_depthwise or (c.last and c.kernel[-1] > WIDEST_DEPTHWISE)):
-        return padded(c.groups) * c.pixels * c.itemsize
+def _packed_filters(c: Convolution, *, gradient: bool = False) -> int:
+    """Bytes of filters in blocks, which are padded; `gradient`: as the images' gradient reads them."""
+    if c.depthwise:
+        dense = c.last and (not c.usual or (c.dilated and (gradient or max(c.padding) > _MOST_PADDING)))
+        return (c.groups * c.block**2 if dense else _pad(c.groups)) * c.pixels * c.itemsize
+    inside, outside = (c.outside, c.inside) if gradient else (c.inside, c.outside)
+    if c.groups > 1 and c.usual and (not c.last or (c.fills_lanes and onednn.uses_avx512())):
+        return c.groups * outside * (_pad(inside, 2) if c.low else inside) * c.pixels * c.itemsize
+    if c.last:  # blocks of 16, 32, 48 or 64 results
+        sizes = (16, 32, 48, 64) if outside > c.block else (c.block,)
+        outside = max(_pad(outside, n) for n in sizes if n == sizes[0] or outside > n * 3 // 4)
+    else:
+        outside = _pad(outside)
+    if c.groups > 1 or not (c.last or (c.few_colours and not gradient)):
+        inside = _pad(inside, c.block)
+    return c.groups * outside * (_pad(inside, 2) if c.low else inside) * c.pixels * c.itemsize
+
+
+def _blocked_filter_gradient(c: Convolution) -> int:
+    """Bytes of the filters' gradient in blocks; with channels last, depthwise ones may be padded as groups are."""
+    overlap = c.usual and all(s < k < n for s, k, n in zip(c.stride, c.kernel, c.read, strict=True))
+    if c.depthwise and not (c.last and (c.kernel[-1] > _WIDEST_DEPTHWISE or not overlap or c.dilated)):
+        return _pad(c.groups) * c.pixels * c.itemsize
     if c.groups > 1 and not c.last:
         return c.filters_nbytes
-    inside = c.inside if c.sums_plain_image else padded(c.inside)
-    return c.groups * padded(c.outside) * inside * c.pixels * c.itemsize
+    inside = c.inside if c.sums_plain_image else _pad(c.inside, c.block)
+    return c.groups * _pad(c.outside, c.block) * inside * c.pixels * c.itemsize
+
+
+def _rows_of_channels_last(c: Convolution) -> int:
+    """Bound what threads take with channels last: addresses of blocks; of groups without lanes, or of one channel, an
+    image; in bfloat16, sums of a row."""
+    nbytes = _PAGE + c.num_threads * _pad(40 * c.pixels, _PAGE)
+    if c.depthwise:
+        return nbytes
+    one_channel = c.inside == 1 and c.groups == 1
+    if c.lanes == 1 or one_channel:
+        numel = math.prod(size + 2 * pad for size, pad in zip(c.read, c.padding, strict=True))
+        nbytes += c.num_threads * (16 * _PAGE + c.itemsize * _pad(c.groups * c.inside * numel, _PAGE))
+    if one_channel:
+        nbytes += c.num_threads * c.columns_nbytes * c.pixels
+    if c.low and c.pixels == 1:
+        return nbytes + (_row_of_pixels(c) + _gathered(c) if c.emulated else 0)
+    return nbytes + (_row_sums(c, c.outside, c.written[-1]) if c.low else 0)
+
+
+def _row_sums(c: Convolution, channels: int, columns: int) -> int:
+    return _PAGE + _FLOAT32_NBYTES * c.num_threads * min(64, _pad(channels)) * columns
+
+
+def _gathered(c: Convolution) -> int:
+    """Filters of one pixel with a stride: each thread gathers the pixels of an image that they read."""
+    return c.num_threads * _gathered_image(c)
+
+
+def _gathered_image(c: Convolution) -> int:
+    """Bytes of the pixels of an image that filters of one pixel with a stride read."""
+    return _pad(c.inside) * c.positions * c.itemsize if c.pixels == 1 and c.strided else 0
+
+
+def _row_of_pixels(c: Convolution) -> int:
+    """Filters of one pixel in bfloat16: each thread sums up a result."""
+    if not c.low or c.pixels > 1 or c.groups > 1:
+        return 0
+    return _FLOAT32_NBYTES * c.num_threads * (_pad(c.positions, 32) + 32) * _pad(c.outside)
+
+
+def _strided(c: Convolution) -> int:
+    """Bound an images' gradient with a stride, without the result that it reads: filters in blocks; and for each thread
+    one padded result, and rows of the image where they cannot be written in place."""
+    numel = 1
+    for size, kernel, step, before, after in zip(c.written, c.kernel, c.stride, c.padding, c.after, strict=True):
+        numel *= size + sum(max(0, kernel - 1 - pad) // step for pad in (before, after))
+    thread = 4 * _PAGE + _pad(40 * c.pixels * -(-c.outside // 64), _PAGE)
+    thread += c.itemsize * _pad(numel * _pad(c.groups * c.outside, 2), _PAGE)
+    width, step = c.read[-1], c.stride[-1]
+    if width % step:
+        itemsize = _FLOAT32_NBYTES if c.bias or c.groups > 1 else c.itemsize
+        rows = 3 if c.depthwise else 1
+        thread += rows * itemsize * _pad(_pad(width, step) * step * c.groups * c.inside, _PAGE)
+    nbytes = c.groups * _pad(c.outside, 2) * _pad(c.inside) * c.pixels * c.itemsize
+    nbytes = max(nbytes, _packed_filters(replace(c, last=True), gradient=True)) + 4 * _PAGE + c.num_threads * thread
+    return nbytes + (_row_sums(c, c.inside, -(-width // step)) if c.low else 0)
+
+
+def _thread_sums(c: Convolution, filters_nbytes: int) -> int:
+    """Bound the sums of threads that share filters, and what they transpose in bfloat16.
+
+    Threads share filters where that saves reading images and gradients, so that their sums are smaller than what is
+    read; or where there are fewer than two blocks of filters for each thread.
+    """
+    filters = filters_nbytes // c.itemsize * _FLOAT32_NBYTES
+    bias = (_pad(c.groups) if c.depthwise else c.groups * _pad(c.outside)) * _FLOAT32_NBYTES
+    if c.depthwise and filters == _pad(c.groups) * c.pixels * _FLOAT32_NBYTES:
+        return (c.num_threads + 1) * (filters + bias)
+    sharing = max(1, c.num_threads // c.groups) if c.usual else c.num_threads
+    sums = (sharing - (1 if onednn.uses_avx512() else 0)) * (filters + bias)
+    inside, outside = -(-c.inside // _BLOCK), -(-c.outside // _BLOCK)
+    read, written = c.blocked_images_nbytes // math.prod(c.stride), c.blocked_results_nbytes
+    saved = []  # bytes that are read again where threads divide filters by results, by channels, or by both
+    if outside >= 2 * sharing:
+        saved.append(read)
+    if inside >= 2 * sharing:
+        saved.append(written)
+    if inside * outside >= 8 * sharing:
+        saved.append(read + written)
+    if c.usual and saved and c.low:
+        sums = min(sums, sharing * (c.blocked_images_nbytes + written) // c.itemsize * _FLOAT32_NBYTES // 2)
+    elif c.usual and saved:
+        sums = min(sums, sharing * min(saved) // 8)
+    if c.low:
+        channels = c.inside if c.sums_plain_image else _pad(c.inside)
+        width = _pad(c.read[-1] + 2 * c.padding[-1] + 2 * c.stride[-1], 2)
+        image = channels * math.prod(c.read[:-1]) * width
+        grad = _pad(c.outside) * math.prod(c.written[:-1]) * _pad(c.written[-1], 2)
+        sharing = min(sharing, 1 + sums // filters)
+        sums += filters + bias + sharing * c.groups * ((image + grad) * c.itemsize + 2 * _PAGE)
+    return 4 * _PAGE + c.num_threads * _PAGE + bias + _gathered(c) + sums
+
+
+def _columns(c: Convolution, num_sums: int) -> int:
+    """Bound a product with unfolded images: columns of each thread, and in low precision its sums."""
+    sums = num_sums * _FLOAT32_NBYTES if c.low else 0
+    columns = c.columns_nbytes // c.itemsize * _FLOAT32_NBYTES
+    return c.num_threads * (columns + sums + _PAGE) + c.groups * _pad(c.inside + c.outside) * _FLOAT32_NBYTES
+
+
+def _summed_columns(c: Convolution) -> int:
+    """Bound filters' gradients as products with unfolded images: columns and sums of each thread.
+
+    One thread works where positions are many, or there is one image of one group.
+    """
+    columns = c.columns_nbytes + (c.inside * c.pixels * c.positions * c.itemsize if c.last else 0)
+    filters = c.filters_nbytes // c.itemsize * _FLOAT32_NBYTES
+    positions = math.prod(c.written[-2:])
+    all_work = positions // c.num_threads < 256 and (c.num_images > 1 or c.groups > 2)
+    num_threads = c.num_threads if all_work or not c.usual else 1
+    return num_threads * (columns + 4 * filters + _PAGE) + c.groups * _pad(c.outside) * _FLOAT32_NBYTES
 
 
 def _format(dims: int) -> torch.memory_format:
@@ -242,22 +546,23 @@ def _format(dims: int) -> torch.memory_format:
 
 
 def _is_last(tensor: Tensor) -> bool:
-    """Whether channels are last, and this is no plain format too."""
-    dims = tensor.dim()
-    return dims in (4, 5) and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=_format(dims))
+    """Whether strides are those of channels last, as `c10/core/MemoryFormat.h` has it: also of tensors with gaps, or of
+    one channel, that are contiguous in the plain format too."""
+    if tensor.dim() not in (4, 5) or tensor.stride(1) == 0:
+        return False
+    least = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if size == 0 or stride < least or (dim == 0 and least == tensor.stride(1)):
+            return False
+        least = stride * size
+    return True
 
 
 def _copies(c: Convolution, *tensors: Tensor) -> int:
     """Bytes of copies in the format that is computed in."""
     format_of = _format if c.last else lambda dims: torch.contiguous_format
     return sum(nbytes_of(t) for t in tensors if not t.is_contiguous(memory_format=format_of(t.dim())))
-
-
-def _is_known(o: Operands) -> bool:
-    """Whether the kernels are known that oneDNN picks for its instructions."""
-    if o.image.dtype == torch.bfloat16:
-        return onednn.multiplies_bfloat16() and not onednn.multiplies_tiles()
-    return onednn.uses_avx512() and o.image.dtype == torch.float32
 
 
 def _runs_in_aten(o: Operands) -> bool:
@@ -292,7 +597,12 @@ def _in_aten_nbytes(o: Operands, grad: Tensor | None, outputs: Sequence[Tensor |
     one_image = (dilated and not c.transposed) or (c.transposed and (is_volume or grad is not None))
     columns = (1 if one_image else c.num_images) * (c.groups if at_once else 1)
     columns *= c.inside * c.pixels * c.positions * c.itemsize
-    if c.pixels == 1 and c.read == c.written and not (c.strided or c.transposed) and not (at_once and c.groups > 1):
+    if (
+        c.pixels == 1
+        and c.read == c.written
+        and not (c.strided or c.transposed or dilated)
+        and not (at_once and c.groups > 1)
+    ):
         columns = c.images_nbytes if at_once and outputs and outputs[0] is not None else 0  # it is its own columns
     elif outputs and outputs[1] is None and not (is_volume or dilated or c.transposed):
         columns = 0  # gradients of images are folded as they are computed

@@ -9,7 +9,8 @@ One default rule and declared exceptions. Views take nothing. Elementwise operat
 each operand that is not in the common dtype. The others have a record in `scratch.operators`, with rules read off
 ATen's CPU kernels and checked by measuring. They are exact to the byte, but for those that the record says are upper
 bounds, with the reason. For an operator without a rule (`is_known`) its operands and results once more are a
-guess; users may declare it (`scratch.declared.declare_scratch`).
+guess; users may declare it (`scratch.declared.declare_scratch`). Of a call with a bound or a guess, what
+`chunkc calibrate --operators` measured on this machine goes before both (`scratch.measured`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.memory.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
+from chunkc.passes.memory.scratch.measured import looked_up
 from chunkc.passes.memory.scratch.operators import find
 from chunkc.passes.memory.scratch.rules import Call, is_view, nothing_rule, pointwise_rule
 
@@ -39,6 +41,9 @@ def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, out
     if declared is not None:
         return declared
     rule = _rule(target)
+    measured = looked_up(target, args, kwargs, num_threads, has_rule=rule is not None)
+    if measured is not None:
+        return measured
     if rule is None:
         return sum(guessed_nbytes(args, kwargs, outputs))
     return rule(_call(target, args, kwargs, outputs, num_threads))
@@ -47,6 +52,11 @@ def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, out
 def is_known(target: torch._ops.OpOverload) -> bool:
     """Whether a rule or a declaration covers `target`; else `scratch_nbytes` is a guess."""
     return is_declared(target) or _rule(target) is not None
+
+
+def is_measured(target: torch._ops.OpOverload, args: tuple, kwargs: dict, num_threads: int) -> bool:
+    """Whether `scratch_nbytes` of an operator without a rule is what was measured of this call."""
+    return not is_known(target) and looked_up(target, args, kwargs, num_threads, has_rule=False) is not None
 
 
 def output_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object) -> dict[int, int]:

@@ -48,7 +48,7 @@ def _forward_parts(arguments: Mapping[str, Any], result: Tensor) -> list[int] | 
 
 
 def _backward_parts(arguments: Mapping[str, Any]) -> list[int] | None:
-    """Of depthwise filters the gradient is made first, then the image's, then the bias's. Elsewhere the filters' comes
+    """Gradients are made in this order: of depthwise filters, image, bias. Elsewhere the filters' comes
     last: what the bias's took before that is free again."""
     grad, image, weight = arguments["grad_output"], arguments["input"], arguments["weight"]
     of_image, of_weight, of_bias = arguments["output_mask"]
@@ -92,7 +92,7 @@ def _unfolds(arguments: Mapping[str, Any]) -> bool:
 
 
 def _columns_nbytes(weight: Tensor, positions_of: Tensor) -> int:
-    """Of one image: a value per filter's element of one result, and position."""
+    """Columns of one image: a value per filter's element of one result, and position."""
     return prod(weight.shape[1:]) * prod(positions_of.shape[2:]) * weight.itemsize
 
 

@@ -44,7 +44,7 @@ def radix_sort(num: int, key: int, value: int, num_bits: int, capability: Capabi
 
 
 def _sorted_tiles(key: int, value: int, capability: Capability | None) -> list[int]:
-    """Those that there may be; none where a device may sort such keys in the older way."""
+    """Algorithms that there may be; none where a device may sort such keys in the older way."""
     major = capability[0] if capability is not None else None
     if key < 4:
         return [_SMALL_KEYS[key]] if major == _HOPPER else []

@@ -51,7 +51,7 @@ def embedding_backward(call: Call) -> list[int]:
 
 
 def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
-    """Where each part begins. Its sum; or, where few segments would leave the device idle, its segment: then parts are
+    """The start of each part. Its sum; or, where few segments would leave the device idle, its segment: then parts are
     added to the result, or to one in fp32. Whether they are depends on how many multiprocessors there are: the larger
     counts where that decides."""
     grad, size = call.tensor("grad_output"), call.tensor("indices").itemsize
@@ -69,7 +69,7 @@ def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
 
 
 def largest(*moments: list[int]) -> list[int]:
-    """What an operator takes at that of several moments at which it takes most."""
+    """Bytes at that of several moments at which an operator takes most."""
     return max(moments, key=lambda parts: sum(map(rounded_nbytes, parts)))
 
 

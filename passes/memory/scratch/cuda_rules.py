@@ -31,7 +31,7 @@ _MIB = 1 << 20
 
 
 class Call:
-    """One call of an operator: its tensors in the order of its arguments, by name, its results, and the device's
+    """A call of an operator: its tensors in the order of its arguments, by name, its results, and the device's
     compute capability, if that is known."""
 
     def __init__(
@@ -247,7 +247,7 @@ def batch_norm(call: Call) -> list[int]:
 
 
 def batch_norm_backward(call: Call) -> list[int]:
-    """As the forward, with two sums per channel, which stay; blocks' sums are gone before there is a gradient."""
+    """Two more sums per channel than in the forward, which stay; blocks' sums are gone before there is a gradient."""
     image = call.tensor("input")
     if _may_be_cudnn_s(call):
         return cudnn_batch_norm(call)

@@ -19,6 +19,7 @@ class Inexact:
         bound: what is predicted instead.
         only_low_precision: in float32 and float64 the operator is exact.
         loose: the bound may be more than twice the truth; only tests ask.
+        measurable: calls with the same metadata take the same bytes, whatever the values.
     """
 
     when: str
@@ -26,6 +27,7 @@ class Inexact:
     bound: str
     only_low_precision: bool = False
     loose: bool = False
+    measurable: bool = False
 
 
 PRODUCT = Inexact(
@@ -34,26 +36,28 @@ PRODUCT = Inexact(
     "per thread, the padded matrices, or what fits a 2 MiB cache",
     only_low_precision=True,
     loose=True,
+    measurable=True,
 )
 CONVOLUTION = Inexact(
-    "float16; bfloat16 but for AVX-512 with bfloat16 instructions and without AMX; processors without AVX-512; filters "
-    "padded by more than half of them, or larger than the image; volumes in groups or with gaps; filters of one pixel, "
-    "few channels, groups and channels last on several threads",
-    "oneDNN picks the blocked formats of image, filters and result, its scratchpad and how threads share, when it runs",
-    "mostly within 1.5 times; where kernels are not known, all of image, filters and result in blocks, and filters' "
-    "gradients per thread, in low precision also 1 MiB per thread",
+    "but for one small image in float32",
+    "oneDNN picks kernels, blocks, its scratchpad and how threads share when it runs",
+    "image, filters and result in blocks, and sums of threads: of dense, depthwise, grouped and strided ones in "
+    "float32 within twice what they take; for unusual shapes, also an unfolded image per thread",
     loose=True,
+    measurable=True,
 )
 STATISTICS = Inexact(
     "low precision, neither contiguous nor channels last",
     "sums over such an input go through float32 copies of it",
     "one float32 copy and the channels' sums",
     only_low_precision=True,
+    measurable=True,
 )
 LAPACK = Inexact(
     "always",
     "LAPACK says only when it runs how much workspace it wants",
     "a copy of the matrices, pivots, and LAPACK's usual block of 64 columns",
+    measurable=True,
 )
 WORKSPACE = Inexact(
     "always",
@@ -61,11 +65,14 @@ WORKSPACE = Inexact(
     "a copy of the matrices where there is one, and for each row or column of one matrix the most numbers that MKL was "
     "seen to want",
     loose=True,
+    measurable=True,
 )
 POWERS = Inexact(
     "always", "the norm of each matrix says how many of its powers are made", "the most: twelve matrices", loose=True
 )
-STEPS = Inexact("always", "computed in several steps that ATen may fuse", "temporaries in the widest dtype")
+STEPS = Inexact(
+    "always", "computed in several steps that ATen may fuse", "temporaries in the widest dtype", measurable=True
+)
 ATTENTION = Inexact(
     "more than one thread, and low precision",
     "each thread makes a sum per row while it works, and threads need not work at the same time; "
@@ -73,7 +80,7 @@ ATTENTION = Inexact(
     "all threads at the same time",
     loose=True,
 )
-MASK = Inexact("always", "composed of several operators", "values, masks and indices at the same time")
+MASK = Inexact("always", "composed of several operators", "values, masks and indices at the same time", measurable=True)
 SELECTED = Inexact(
     "always", "the mask's values say how many elements it selects", "all of them, with their positions", loose=True
 )

@@ -43,7 +43,7 @@ def _is_copied(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]
 
 
 def _strides_after(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> list[int]:
-    """Of a transform to complex numbers: dense, the batch first, then `dims`, in the order of their strides."""
+    """Strides of a transform to complex numbers: dense, the batch first, then `dims`, in the order of their strides."""
     order = [*_batch(sizes, strides, dims), *sorted(dims, key=lambda dim: -strides[dim])]
     found, stride = [0] * len(sizes), 1
     for dim in reversed(order):

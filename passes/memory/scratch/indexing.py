@@ -64,7 +64,7 @@ def index_select_rule(call: Call) -> int:
 
 
 def index_add_rule(call: Call) -> int:
-    """In low precision: along the first dimension a float32 slice per thread, along the last one a float32 copy. By
+    """Sums in low precision: along the first dimension a float32 slice per thread, along the last a float32 copy. By
     indices that are not int64, neither."""
     source, dim = call["self"], call["dim"] % max(1, call["self"].dim())
     if source.dtype not in LOW_PRECISION or source.dim() < 2 or call["index"].dtype != torch.int64:

@@ -31,7 +31,7 @@ def number_dtype(number: _Number) -> torch.dtype:
 
 
 def common_dtype(operands: Sequence[Tensor], numbers: Sequence[_Number], outputs: Sequence[Tensor]) -> torch.dtype:
-    """What an elementwise operator computes in: its operands' promotion, floating if only the output is."""
+    """The dtype that an elementwise operator computes in: its operands' promotion, floating if only the output is."""
     # Vectors decide before 0-dim tensors, and those before Python numbers.
     common = torch.empty((1,), dtype=torch.bool, device="meta")
     if not any(operand.dim() for operand in operands):

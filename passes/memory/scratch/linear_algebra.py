@@ -46,7 +46,7 @@ def _num_rows(matrices: Tensor) -> int:
 
 
 def _block_nbytes(matrices: Tensor) -> int:
-    """Of the square block through which one matrix is copied into LAPACK's order, or from it."""
+    """Bytes of the square block through which one matrix is copied into LAPACK's order, or from it."""
     return max(copy_block_nbytes(matrices), copy_block_nbytes(matrices.mT)) if matrices.dim() == 2 else 0
 
 

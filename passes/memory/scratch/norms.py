@@ -38,7 +38,7 @@ def layer_norm_backward_rule(call: Call) -> int:
 
 
 def group_norm_rule(call: Call) -> int:
-    """With channels last, two sums per image and channel."""
+    """Two sums, with channels last, per image and channel."""
     source = call["input"]
     if source.is_contiguous():
         return 0
@@ -52,7 +52,7 @@ def group_norm_backward_rule(call: Call) -> int:
 
 
 def _format(source: Tensor) -> str:
-    """How a batch normalisation walks its input: channels outside, channels innermost, or any strides."""
+    """Ways in which a batch normalisation walks its input: channels outside, channels innermost, or any strides."""
     if source.is_contiguous() and math.prod(source.shape[2:]) != 1:
         return "contiguous"
     if source.is_contiguous() or (source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)):

@@ -33,7 +33,7 @@ from chunkc.passes.memory.scratch.exceptions import BEYOND_OPERATORS, Inexact
 
 @dataclass(frozen=True)
 class Operator:
-    """What is known of an operator.
+    """The record of an operator.
 
     Attributes:
         cpu: how many bytes it takes inside on the CPU; None: only what holds for every view or elementwise operator.

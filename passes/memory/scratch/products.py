@@ -79,7 +79,7 @@ def attention_nbytes(query: Tensor, key: Tensor, num_threads: int) -> int:
 
 
 def attention_backward_nbytes(grad_out: Tensor, query: Tensor, key: Tensor, num_threads: int) -> int:
-    """Its backward: scores and gradient per thread, a row sum per busy thread, a copy of `grad_out`."""
+    """Bytes of the backward: scores and gradient per thread, a row sum per busy thread, a copy of `grad_out`."""
     head = query.shape[-1]
     rows, keys = _attention_blocks(query.shape[-2], key.shape[-2])
     accumulated = 8 if query.dtype == torch.float64 else 4

@@ -12,7 +12,7 @@ from chunkc.passes.memory.scratch.rules import Call
 
 
 def multinomial_rule(call: Call) -> int:
-    """With replacement, one row's cumulative sums; without, an exponential variable for every outcome."""
+    """Samples: with replacement, one row's cumulative sums; without, an exponential variable for every outcome."""
     source, wanted = call["self"], call["num_samples"]
     if call["replacement"] and wanted > 1:
         return source.shape[-1] * source.itemsize
@@ -40,7 +40,7 @@ def normal_rule(call: Call) -> int:
 
 
 def randomised_relu_rule(call: Call) -> int:
-    """In training, a result that is not contiguous is made in a copy, and copied; else a leaky ReLU."""
+    """A copy in training: a result that is not contiguous is made in a copy, and copied; else a leaky ReLU."""
     result = call.outputs[0]
     if not call["training"]:
         return 48

@@ -19,7 +19,7 @@ _SPLIT_NUMEL = 32768
 
 
 def _partial_nbytes(call: Call, source: Tensor, itemsize: int) -> int:
-    """One partial result per thread, where everything is reduced to one element."""
+    """A partial result per thread, where everything is reduced to one element."""
     shared = call.outputs[0].numel() == 1 and source.numel() >= _SPLIT_NUMEL and call.num_threads > 1
     return call.num_threads * itemsize if shared else 0
 

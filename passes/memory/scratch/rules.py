@@ -1,4 +1,4 @@
-"""One function per kind of operator: the scratch bytes of a call on the CPU, from its arguments' metadata.
+"""Functions, for each kind of operator, of the scratch bytes of a call on the CPU, from its arguments' metadata.
 
 `chunkc.passes.memory.scratch.operators` says which operators they are for.
 """
@@ -31,7 +31,7 @@ SCALAR_NBYTES = 32
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator: arguments by name, outputs (tensors only) and the threads it may use."""
+    """A call of an operator: arguments by name, outputs (tensors only) and the threads it may use."""
 
     target: torch._ops.OpOverload
     arguments: dict[str, Any]
@@ -40,7 +40,7 @@ class Call:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors among the arguments, also those in lists."""
+        """Tensors among the arguments, also those in lists."""
         return tuple(leaf for leaf in tree_leaves(list(self.arguments.values())) if isinstance(leaf, Tensor))
 
     def __getitem__(self, name: str) -> Any:
@@ -125,7 +125,7 @@ def nothing_rule(call: Call) -> int:
 
 
 def contiguous_result_rule(call: Call) -> int:
-    """What copying takes: the result is a contiguous copy of the one operand."""
+    """Bytes that copying takes: the result is a contiguous copy of the one operand."""
     return max(map(copy_block_nbytes, call.tensors))
 
 
@@ -135,7 +135,7 @@ def gathered_rule(call: Call) -> int:
 
 
 def reduced_rule(call: Call) -> int:
-    """Every rank has all sums, of which the result is a part."""
+    """Sums of all ranks, on every rank; the result is a part of them."""
     return sum(map(nbytes_of, call.tensors))
 
 
@@ -228,7 +228,7 @@ def fma_rule(call: Call) -> int:
 
 
 def concatenation_rule(call: Call) -> int:
-    """One at a time, a copy of each tensor that is not in the common dtype."""
+    """A copy, one at a time, of each tensor that is not in the common dtype."""
     dtype = call.outputs[0].dtype
     return max((nbytes_of(t) for t in call.tensors if t.dtype != dtype), default=0)
 
@@ -239,7 +239,7 @@ def contiguous_rule(call: Call) -> int:
 
 
 def copy_rule(call: Call) -> int:
-    """Nothing but a transposed matrix's block; a number, which tracing puts in a tensor's place, becomes one first."""
+    """A transposed matrix's block; a number, which tracing puts in a tensor's place, becomes one first."""
     if not call.tensors:
         return sum(map(number_nbytes, numbers_in([call["self"]])))
     source = call.tensors[-1]
@@ -336,7 +336,7 @@ def repeat_rule(call: Call) -> int:
 
 
 def roll_rule(call: Call) -> int:
-    """One dimension after the other; everything flattened first where no dimension is named."""
+    """A copy for each dimension after the first; everything flattened first where no dimension is named."""
     source, dims = call["self"], call["dims"]
     if not dims:
         return contiguous_copy_nbytes(source)

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import fx, nn
-from verify_cases import PHASES, SPARES, case
+from verify_cases import LAYOUT, PHASES, SPARES, case
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.layout import Chunk, ParamSpec
 from chunkc.ir.states import StateFormat
+from chunkc.ir.verify.updates import UpdatedGroups
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.planning.layout import lay_out
 from chunkc.passes.planning.residency import fixed_nbytes
@@ -88,6 +89,15 @@ class _Model(nn.Module):
         for layer in self.layers:
             x = torch.tanh(layer(x))
         return x * 3
+
+
+def test_a_stage_begins_once_every_element_has_been_through_the_one_before() -> None:
+    updated = UpdatedGroups(LAYOUT)
+    half, rest = (0, 512), (512, 1024)
+    assert updated.add(0, half, 0, 2)
+    assert not updated.add(0, half, 1, 2)
+    assert updated.add(0, rest, 0, 2)
+    assert updated.add(0, rest, 1, 2)
 
 
 def test_bytes_of_a_compiled_model_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,11 @@ def test_only_large_storages_that_nobody_else_holds_may_leave() -> None:
     assert candidates(programs()[0], None) == ()
 
 
+def test_what_the_user_gets_stays_whether_or_not_the_backward_counts_it_as_held() -> None:
+    forward, backward = programs()
+    assert candidates(forward, replace(backward, held=frozenset({"in:x"}))) == (Saved("A", BIG, 2, 1),)
+
+
 def test_all_values_of_a_storage_leave_together() -> None:
     forward, backward = (with_offloaded(program, {"A"}) for program in programs())
     assert forward.outputs == ("b", None, "b", None, "c", "d", "e", "f")
@@ -73,22 +78,24 @@ def _line(needs: list[int], phase: str) -> list[Position]:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_more_leaves_than_is_needed(seed: int) -> None:
     """All calls have room, where they can; and none that leaves could stay."""
-    rng = random.Random(seed)
-    num = 6
+    rng, num = random.Random(seed), 6
     saved = [Saved(f"s{i}", rng.randint(1, 9), rng.randrange(num), rng.randrange(num)) for i in range(8)]
+    made = {one.storage: rng.randint(0, one.last) for one in saved}
+    freed = {one.storage: rng.randint(one.first, num - 1) for one in saved}
 
     def needs(away: frozenset[str]) -> list[int]:
-        kept = [one for one in saved if one.storage not in away]
-        return [
-            5 + sum(one.nbytes for one in saved if one.last >= at) + sum(one.nbytes for one in kept if one.last < at)
-            for at in range(num)
-        ] + [
-            5 + sum(one.nbytes for one in saved if one.first <= at) + sum(one.nbytes for one in kept if one.first > at)
-            for at in range(num)
-        ]
+        """Each call holds what it uses, and what is kept before and after that."""
+        found = [5] * (2 * num)
+        for one in saved:
+            held = range(made[one.storage], num + freed[one.storage] + 1)
+            for at in held:
+                if one.storage not in away or at <= one.last or at >= num + one.first:
+                    found[at] += one.nbytes
+        return found
 
     most, least = max(needs(frozenset())), max(needs(frozenset(one.storage for one in saved)))
     forward, backward = _line(needs(frozenset())[:num], "forward"), _line(needs(frozenset())[num:], "backward")
+    assert least < most
     for room in range(least, most + 1):
         away = choose(saved, forward, backward, [room] * (2 * num))
         assert max(needs(away)) <= room

@@ -156,6 +156,14 @@ def test_a_larger_budget_keeps_no_less() -> None:
     assert chosen[-1] == {0, 1, 2}
 
 
+def test_residents_leave_room_for_a_chunk_that_comes_and_one_that_goes() -> None:
+    """Beyond what each call cannot do without: without it every copy would be waited for."""
+    everything = frozenset({0, 1, 2})
+    needed = check_minimum(STEP.all, LAYOUT, HUGE, 0, frozenset({0})) + 2 * CHUNK_NBYTES
+    assert choose_resident(STEP.all, LAYOUT, needed, everything) == {0}
+    assert 0 not in choose_resident(STEP.all, LAYOUT, needed - 1, everything)
+
+
 def test_residents_make_room_for_what_is_held() -> None:
     everything = frozenset({0, 1, 2})
     minimum = check_minimum(STEP.passes, LAYOUT, HUGE, 0)

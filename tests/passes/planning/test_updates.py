@@ -56,6 +56,14 @@ def test_residents_make_room_for_an_update(num_stages: int) -> None:
         remaining_residents_in_update(LAYOUT, [], everything, minimum - 1, 700, everything, num_stages)
 
 
+def test_a_tile_counts_what_its_update_allocates_next_to_external_bytes() -> None:
+    """With 8-bit moments a number of four bytes for each block of 256."""
+    spec = ParamSpec("h.0.w", (1024,), (1,), torch.float32, True, states=StateFormat("int8"))
+    for layout, nbytes in ((LAYOUT, 0), (lay_out([spec], 4096), 4 * 4)):
+        (position,) = update_positions(layout, smallest_tiles(layout, [0]), 700)
+        assert position.non_model_nbytes == 700 + nbytes
+
+
 def test_update_tiles_cover_every_element_once() -> None:
     layout = layout_of(3 * MIN_TILE_NUMEL + 5)
     (group,) = layout.groups

@@ -101,10 +101,10 @@ def test_a_prefetch_finds_what_eager_code_writes_home_before_it(
     tier.enqueue(parameters["a"].data.fill_, 5.0)
     store.prefetch(Chunk("param", 0))
     if left_out:
-        store.slot(Chunk("param", 0)).copy.wait()  # it does not wait for anything, so it ends
+        store.slots.slot(Chunk("param", 0)).copy.wait()  # it does not wait for anything, so it ends
     gate.open()
-    store.wait(Chunk("param", 0))
-    seen = read(tier, store.parameter_view(Chunk("param", 0), "a"))
+    store.slots.wait(Chunk("param", 0))
+    seen = read(tier, store.views.slot_view(Chunk("param", 0), "a"))
     tier.settle()
     assert seen == [1.0 if left_out else 5.0] * NUMEL
 
@@ -115,17 +115,17 @@ def test_a_prefetch_does_not_overwrite_what_is_still_read(gpu: FakeGpu, home: Ho
     store, tier, _ = placed(gpu, home)
     tier.left_out = frozenset(left_out)
     fetch(store, Chunk("param", 0))
-    view = store.parameter_view(Chunk("param", 0), "a")
+    view = store.views.slot_view(Chunk("param", 0), "a")
     gate = Gate(gpu.compute)
     seen = read(tier, view)
-    store.evict(Chunk("param", 0))
-    store.drop_spare_slots()
+    store.slots.evict(Chunk("param", 0))
+    store.slots.drop_spare()
     store.prefetch(Chunk("param", 1))
-    assert store.slot(Chunk("param", 1)).buffer.data_ptr() == view.data_ptr()
+    assert store.slots.slot(Chunk("param", 1)).buffer.data_ptr() == view.data_ptr()
     if left_out:
-        store.slot(Chunk("param", 1)).copy.wait()
+        store.slots.slot(Chunk("param", 1)).copy.wait()
     gate.open()
-    store.wait(Chunk("param", 1))
+    store.slots.wait(Chunk("param", 1))
     tier.settle()
     assert seen == [2.0 if left_out else 1.0] * NUMEL
 
@@ -139,8 +139,8 @@ def test_a_gradient_of_the_user_s_own_goes_home_in_the_stream_s_order(gpu: FakeG
     parameters["a"].grad = own
     store.prefetch(Chunk("grad", 0))
     gate.open()
-    store.wait(Chunk("grad", 0))
-    store.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
+    store.slots.wait(Chunk("grad", 0))
+    store.gradients.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
     put_back(store, Chunk("grad", 0))
     seen = read(tier, parameters["a"].grad)
     tier.settle()
@@ -157,17 +157,17 @@ def test_a_write_back_finds_what_computation_put_into_the_slot(
     store, tier, parameters = placed(gpu, home)
     tier.left_out = frozenset(left_out)
     fetch(store, Chunk("grad", 0))
-    tier.enqueue(store.begin_compute(Chunk("grad", 0)).fill_, 0.0)
-    store.end_compute(Chunk("grad", 0))
+    tier.enqueue(store.slots.begin_compute(Chunk("grad", 0)).fill_, 0.0)
+    store.slots.end_compute(Chunk("grad", 0))
     tier.settle()
     gate = Gate(gpu.compute)
-    store.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
+    store.gradients.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
     store.write_back(Chunk("grad", 0))
     if left_out:
-        store.slot(Chunk("grad", 0)).copy.wait()
+        store.slots.slot(Chunk("grad", 0)).copy.wait()
     gate.open()
-    store.wait(Chunk("grad", 0))
-    store.evict(Chunk("grad", 0))
+    store.slots.wait(Chunk("grad", 0))
+    store.slots.evict(Chunk("grad", 0))
     seen = read(tier, parameters["a"].grad)
     tier.settle()
     assert seen == [0.0 if left_out else 4.0] * NUMEL
@@ -175,7 +175,7 @@ def test_a_write_back_finds_what_computation_put_into_the_slot(
 
 def written_back(store: ChunkStore) -> None:
     fetch(store, Chunk("grad", 0))
-    store.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
+    store.gradients.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
     store.write_back(Chunk("grad", 0))
 
 
@@ -186,8 +186,8 @@ def test_what_follows_a_phase_finds_its_write_backs_at_home(gpu: FakeGpu, left_o
     tier.left_out = frozenset(left_out)
     gate = Gate(tier.links["to_home"]._stream)
     written_back(store)
-    store.wait(Chunk("grad", 0))  # returns though the copy cannot have ended
-    store.evict(Chunk("grad", 0))
+    store.slots.wait(Chunk("grad", 0))  # returns though the copy cannot have ended
+    store.slots.evict(Chunk("grad", 0))
     seen = read(tier, parameters["a"].grad)
     if left_out:
         gpu.compute.synchronize()
@@ -205,9 +205,9 @@ def test_a_slot_is_not_used_again_under_its_write_back(gpu: FakeGpu, left_out: t
     tier.left_out = frozenset(left_out)
     gate = Gate(tier.links["to_home"]._stream)
     written_back(store)
-    store.wait(Chunk("grad", 0))
-    buffer = store.slot(Chunk("grad", 0)).buffer
-    store.evict(Chunk("grad", 0))
+    store.slots.wait(Chunk("grad", 0))
+    buffer = store.slots.slot(Chunk("grad", 0)).buffer
+    store.slots.evict(Chunk("grad", 0))
     tier.enqueue(buffer.fill_, -1.0)  # an activation of some later kernel
     if left_out:
         gpu.compute.synchronize()
@@ -226,11 +226,11 @@ def test_a_host_that_reads_home_memory_waits_for_the_write_back(gpu: FakeGpu, ho
     gate = Gate(gpu.compute)
     written_back(store)
     if waited == "after" and isinstance(home, PinnedHome):
-        store.wait(Chunk("grad", 0))
-        store.evict(Chunk("grad", 0))
+        store.slots.wait(Chunk("grad", 0))
+        store.slots.evict(Chunk("grad", 0))
     assert parameters["a"].grad.tolist() == [0.0] * NUMEL  # too early: this is what the wait is for
     open_soon(gate)
-    store.await_home(Chunk("grad", 0))
+    store.slots.await_home(Chunk("grad", 0))
     assert parameters["a"].grad.tolist() == [4.0] * NUMEL
     tier.settle()
 
@@ -241,7 +241,7 @@ def test_a_host_that_reads_home_memory_waits_for_eager_code_too(gpu: FakeGpu, ho
     tier.enqueue(parameters["b"].data.fill_, 9.0)
     assert parameters["b"].tolist() == [2.0] * NUMEL
     open_soon(gate)
-    store.await_home(Chunk("param", 1))
+    store.slots.await_home(Chunk("param", 1))
     assert parameters["b"].tolist() == [9.0] * NUMEL
 
 
@@ -250,14 +250,14 @@ def test_releasing_slots_brings_gradients_home_in_order(gpu: FakeGpu, home: Home
     store, tier, parameters = placed(gpu, home)
     store.prefetch(Chunk("grad", 0))
     store.prefetch(Chunk("param", 1))
-    store.wait(Chunk("grad", 0))
+    store.slots.wait(Chunk("grad", 0))
     gate = Gate(gpu.compute)
-    store.sink("a", Chunk("grad", 0), taking(6.0), owned=True)
+    store.gradients.sink("a", Chunk("grad", 0), taking(6.0), owned=True)
     open_soon(gate)
     store.release_slots()
     seen = read(tier, parameters["a"].grad)
     tier.settle()
-    assert store.present == frozenset()
+    assert store.slots.present == frozenset()
     assert seen == [6.0] * NUMEL
 
 
@@ -270,10 +270,10 @@ def test_the_host_is_not_held_up_by_copies_of_pinned_memory(gpu: FakeGpu) -> Non
     gate = Gate(gpu.compute)
     fetch(store, Chunk("param", 0))
     written_back(store)
-    store.wait(Chunk("grad", 0))
+    store.slots.wait(Chunk("grad", 0))
     for chunk in (Chunk("param", 0), Chunk("grad", 0)):
-        store.evict(chunk)
-    store.drop_spare_slots()
+        store.slots.evict(chunk)
+    store.slots.drop_spare()
     assert parameters["a"].grad.tolist() == [0.0] * NUMEL
     gate.open()
     tier.settle()

@@ -36,7 +36,7 @@ def fetch(subject: Subject) -> None:
 
 def fetch_and_wait(subject: Subject) -> Tensor:
     opened_soon(subject.gate)
-    subject.store.wait(Chunk("param", 0))
+    subject.store.slots.wait(Chunk("param", 0))
     return subject.slot(Chunk("param", 0))
 
 
@@ -61,7 +61,7 @@ def test_a_fetch_that_does_not_come_after_the_update_reads_what_was(
 def test_other_groups_are_fetched_meanwhile(subject: Subject) -> None:
     subject.begin(group=1)
     fetch(subject)
-    subject.store.wait(Chunk("param", 0))
+    subject.store.slots.wait(Chunk("param", 0))
     assert torch.all(subject.slot(Chunk("param", 0)) == 1.0)
     assert not subject.gate.done()
 
@@ -73,8 +73,8 @@ def test_a_gradient_goes_home_after_the_update_that_reads_the_former(
     seen: list[float] = []
     store = subject.store
     store.prefetch(Chunk("grad", 0))
-    store.wait(Chunk("grad", 0))
-    store.sink("a", Chunk("grad", 0), lambda: torch.full((NUMEL,), 3.0), owned=True)
+    store.slots.wait(Chunk("grad", 0))
+    store.gradients.sink("a", Chunk("grad", 0), lambda: torch.full((NUMEL,), 3.0), owned=True)
 
     def job() -> None:
         subject.gate.wait()
@@ -87,8 +87,8 @@ def test_a_gradient_goes_home_after_the_update_that_reads_the_former(
     if left_out:
         subject.settle()
     opened_soon(subject.gate)
-    store.wait(Chunk("grad", 0))
-    store.evict(Chunk("grad", 0))
+    store.slots.wait(Chunk("grad", 0))
+    store.slots.evict(Chunk("grad", 0))
     monkeypatch.undo()
     store.updates.finish()
     subject.settle()
@@ -103,12 +103,12 @@ def test_an_update_begins_when_copies_of_its_group_under_way_are_over(left_out: 
     store = subject.store
     store.tier.links["to_device"].submit(hold.wait)
     store.prefetch(Chunk("param", 0))
-    after = list(store.tier.mark()) if left_out else store.home_marks(0)
+    after = list(store.tier.mark()) if left_out else store.slots.home_marks(0)
     store.updates.begin(0, lambda: subject.home().fill_(2.0), label="a", after=after)
     if left_out:
         store.updates.finish()
     hold.opened.set()
-    store.wait(Chunk("param", 0))
+    store.slots.wait(Chunk("param", 0))
     assert torch.all(subject.slot(Chunk("param", 0)) == (2.0 if left_out else 1.0))
     store.updates.finish()
     assert torch.all(subject.home() == 2.0)
@@ -122,7 +122,7 @@ def test_an_update_begins_when_enqueued_computation_is_over(left_out: bool) -> N
     store.tier.enqueue(hold.wait)
     store.tier.enqueue(lambda: read.append(float(subject.home()[0])))
     store.updates.begin(
-        0, lambda: subject.home().fill_(2.0), label="a", after=() if left_out else store.home_marks(0)
+        0, lambda: subject.home().fill_(2.0), label="a", after=() if left_out else store.slots.home_marks(0)
     )  # fmt: skip
     if left_out:
         store.updates.finish()
@@ -137,7 +137,7 @@ def test_an_update_begins_when_enqueued_computation_is_over(left_out: bool) -> N
 
 def test_the_host_waits_before_it_touches_home(subject: Subject) -> None:
     subject.begin()
-    blocks_until_opened(subject.gate, lambda: subject.store.await_home(Chunk("param", 0)))
+    blocks_until_opened(subject.gate, lambda: subject.store.slots.await_home(Chunk("param", 0)))
 
 
 def test_filling_home_comes_after_the_update(subject: Subject) -> None:
@@ -150,7 +150,7 @@ def test_filling_home_comes_after_the_update(subject: Subject) -> None:
 def test_a_gradient_that_the_user_replaced_is_collected_after_the_update(subject: Subject) -> None:
     subject.begin(GRAD)
     subject.parameters["a"].grad = torch.full((NUMEL,), 7.0)
-    blocks_until_opened(subject.gate, lambda: subject.store.collect_gradients(0))
+    blocks_until_opened(subject.gate, lambda: subject.store.gradients.collect(0))
     subject.settle()
     assert torch.all(subject.home(GRAD) == 7.0)
 

@@ -63,7 +63,7 @@ def test_a_step_of_two_parameters() -> None:
     assert torch.equal(outputs[2], expected_hidden)
     assert torch.equal(parameters["a"].grad, a.grad)
     assert torch.equal(parameters["b"].grad, b.grad)
-    assert store.present == frozenset()
+    assert store.slots.present == frozenset()
     assert [name for name, _ in measurement.peaks] == [
         "call_matmul", "call_matmul", "call_grad_left", "call_grad_right", "call_grad_chain",
     ]  # fmt: skip

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from executor_cases import MIB, WIDTH, Builder, boxed, make_store
+from late_tiers import LateEvent, LateStream
 from torch import Tensor, fx
 
 from chunkc.ir import chunk_ops
@@ -16,7 +18,8 @@ from chunkc.ir.errors import ChunkStateError, HomeError
 from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Tile
 from chunkc.runtime.device import cpu_allocator
-from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.device.tier import CpuTier, Links
+from chunkc.runtime.execution import executor
 from chunkc.runtime.execution.executor import Executable, lower
 from chunkc.runtime.execution.run import Measurement, Run
 from chunkc.runtime.storage.arena import Arena
@@ -27,11 +30,12 @@ pytestmark = pytest.mark.timeout(30)
 
 
 class Recorder:
-    """Stands for a store: notes what the executor asks of it, in order."""
+    """Stands for a store and its parts: notes what the executor asks of them, in order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
         self.tier, self.traffic, self.arena = CpuTier(), Traffic(), Arena(open_home("cpu"))
+        self.slots = self.views = self.gradients = self
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> None:
@@ -58,12 +62,12 @@ def test_instructions_come_in_the_order_of_the_graph() -> None:
     store = Recorder()
     run = Run(store, Measurement())  # type: ignore[arg-type]
     assert lower(build.graph, {"split": boxed(lambda x, p: (x + 1, x + 2))})([torch.zeros(1)], run) == []
-    events = ("prefetch", "wait", "evict", "write_back", "parameter_view", "begin_compute", "end_compute")
+    events = ("prefetch", "wait", "evict", "write_back", "slot_view", "begin_compute", "end_compute")
     assert store.names(*events) == [
         ("prefetch", Chunk("param", 0), "to_device"),
         ("prefetch", Chunk("grad", 0), "to_device"),
         ("wait", Chunk("param", 0)),
-        ("parameter_view", Chunk("param", 0), "a"),
+        ("slot_view", Chunk("param", 0), "a"),
         ("begin_compute", Chunk("param", 0)),
         ("end_compute", Chunk("param", 0)),
         ("wait", Chunk("grad", 0)),
@@ -145,6 +149,38 @@ def failing_graph() -> fx.Graph:
     return build.graph
 
 
+class NotingLink(LateStream):
+    """Notes the calls between an instruction and each copy that it queues."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[list[str]] = []
+
+    def submit(self, job: Callable[[], None], *, after: Iterable[LateEvent] = ()) -> LateEvent:
+        calls, frame = [], sys._getframe()
+        while not isinstance(frame.f_locals.get("self"), executor._Prefetch | executor._WriteBack):
+            calls.append(frame.f_code.co_name)
+            assert frame.f_back is not None
+            frame = frame.f_back
+        self.calls.append(calls)
+        return super().submit(job, after=after)
+
+
+def test_a_copy_is_queued_within_four_calls() -> None:
+    store, _ = make_store("a")
+    link = NotingLink()
+    store.tier.links = Links(lambda name: link)
+    build = Builder()
+    gradient = build.graph.placeholder("gradient")
+    build.fetch(Chunk("param", 0), Chunk("grad", 0))
+    build.sink("a", Chunk("grad", 0), gradient)
+    build.put_back(Chunk("grad", 0))
+    build.event("evict", Chunk("param", 0))
+    build.graph.output(())
+    lower(build.graph, {})([torch.ones(WIDTH, WIDTH)], Run(store, Measurement()))
+    assert link.calls == [["submit", "prefetch", "prefetch"], ["submit", "write_back", "write_back"]]
+
+
 @pytest.mark.parametrize(
     "error", [ZeroDivisionError("oops"), KeyboardInterrupt(), torch.OutOfMemoryError("no"), HomeError("disk")]
 )
@@ -161,15 +197,15 @@ def test_an_error_gives_all_slots_back_and_is_raised_itself(error: BaseException
     with pytest.raises(type(error)) as caught:
         executable([torch.full((1,), 9.0)], Run(store, Measurement()))
     assert caught.value is error
-    assert store.present == frozenset()
+    assert store.slots.present == frozenset()
     assert parameters["a"].tolist() == [[1.0] * WIDTH] * WIDTH
     assert parameters["a"].grad.tolist() == [[9.0] * WIDTH] * WIDTH  # sunk before the error: brought home
     error.__traceback__ = None
     del caught
     assert alive[0]() is None  # no register holds values of the step that failed
     store.prefetch(Chunk("param", 0))  # and the store works
-    store.wait(Chunk("param", 0))
-    assert store.parameter_view(Chunk("param", 0), "a")[0, 0] == 1
+    store.slots.wait(Chunk("param", 0))
+    assert store.views.slot_view(Chunk("param", 0), "a")[0, 0] == 1
 
 
 def test_a_second_error_while_slots_are_given_back_is_a_note() -> None:
@@ -187,7 +223,7 @@ def test_a_second_error_while_slots_are_given_back_is_a_note() -> None:
     with pytest.raises(ZeroDivisionError, match="oops") as caught:
         lower(failing_graph(), segments)([torch.ones(1)], Run(store, Measurement()))
     assert any("on fire" in note for note in caught.value.__notes__)
-    assert store.present == frozenset()
+    assert store.slots.present == frozenset()
     assert parameters["a"].grad is None
     assert parameters["a"].tolist() == [[1.0] * WIDTH] * WIDTH
 
@@ -236,7 +272,7 @@ def test_out_of_memory_for_a_slot_is_raised_itself() -> None:
         pytest.raises(torch.OutOfMemoryError),
     ):
         executable([], Run(store, Measurement()))
-    assert store.present == frozenset()
+    assert store.slots.present == frozenset()
     assert executable([], Run(store, Measurement())) == []
 
 
@@ -251,7 +287,7 @@ def test_a_missing_event_is_an_illegal_state(missing: str) -> None:
     build.graph.output((y,))
     with pytest.raises(ChunkStateError, match="param:0"):
         lower(build.graph, {"f": boxed(torch.neg)})([], Run(store, Measurement()))
-    assert store.present == frozenset()
+    assert store.slots.present == frozenset()
 
 
 def test_each_moment_is_measured_apart_from_what_lies_between() -> None:

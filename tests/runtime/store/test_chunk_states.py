@@ -8,7 +8,7 @@ import pytest
 
 from chunkc.ir.errors import ChunkStateError
 from chunkc.ir.layout import Chunk
-from chunkc.runtime.store.chunk_states import ChunkState, advance
+from chunkc.runtime.store.slots import ChunkState, advance
 
 ALLOWED = (
     ("FREE", "PREFETCHING"),  # a slot is taken

@@ -49,7 +49,7 @@ def test_a_foreign_gradient_is_absorbed(contiguous: bool) -> None:
     sink_all(store, gradients, Chunk("grad", 0))
     assert torch.equal(parameters["conv"].grad, before + gradients["conv"])
     assert torch.equal(parameters["matrix"].grad, gradients["matrix"])
-    assert parameters["conv"].grad.data_ptr() == store.home_view("grad", "conv").data_ptr()
+    assert parameters["conv"].grad.data_ptr() == store.views.home_view("grad", "conv").data_ptr()
 
 
 def test_a_gradient_replaced_after_a_backward_is_absorbed_and_the_old_one_stays() -> None:
@@ -90,24 +90,24 @@ def test_zero_grad_either_way() -> None:
     sink_all(store, first, Chunk("grad", 0))
     optimizer.zero_grad(set_to_none=False)
     assert not parameters["conv"].grad.any()
-    moved_nbytes = store.traffic.to_device_nbytes
+    moved_nbytes = store.slots.traffic.to_device_nbytes
     sink_all(store, second, Chunk("grad", 0))
     assert torch.equal(parameters["conv"].grad, second["conv"])
-    assert store.traffic.to_device_nbytes > moved_nbytes  # there was a gradient, of zeros
+    assert store.slots.traffic.to_device_nbytes > moved_nbytes  # there was a gradient, of zeros
     optimizer.zero_grad(set_to_none=True)
     assert parameters["conv"].grad is None
-    moved_nbytes = store.traffic.to_device_nbytes
+    moved_nbytes = store.slots.traffic.to_device_nbytes
     sink_all(store, first, Chunk("grad", 0))
     assert torch.equal(parameters["conv"].grad, first["conv"])
-    assert store.traffic.to_device_nbytes == moved_nbytes  # nothing to read
+    assert store.slots.traffic.to_device_nbytes == moved_nbytes  # nothing to read
 
 
 def test_a_resident_parameter_takes_an_owned_gradient_as_it_is() -> None:
     store, parameters = placed(resident=frozenset({2}))
     owned = torch.randn(2, 64)
-    store.sink("last", None, taking(owned), owned=True)
+    store.gradients.sink("last", None, taking(owned), owned=True)
     assert parameters["last"].grad is owned
-    store.sink("last", None, taking(torch.ones(2, 64)), owned=True)
+    store.gradients.sink("last", None, taking(torch.ones(2, 64)), owned=True)
     assert parameters["last"].grad is owned  # added in place
 
 
@@ -119,7 +119,7 @@ def test_a_resident_parameter_copies_any_other_gradient(reason: str) -> None:
         "strides": torch.randn(64, 2).t(),
         "a view": torch.randn(4, 64)[:2],
     }[reason]
-    store.sink("last", None, taking(gradient), owned=reason != "not owned")
+    store.gradients.sink("last", None, taking(gradient), owned=reason != "not owned")
     taken = parameters["last"].grad
     assert torch.equal(taken, gradient)
     assert taken.data_ptr() != gradient.data_ptr()

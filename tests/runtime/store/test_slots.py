@@ -19,7 +19,7 @@ from chunkc.runtime.device.streams import WorkerStream
 from chunkc.runtime.device.tier import CpuTier
 from chunkc.runtime.storage.arena import Arena
 from chunkc.runtime.storage.homes import MemoryHome
-from chunkc.runtime.store.chunk_states import ChunkState
+from chunkc.runtime.store.slots import ChunkState
 from chunkc.runtime.store.store import ChunkStore
 
 pytestmark = pytest.mark.timeout(30)
@@ -28,25 +28,25 @@ pytestmark = pytest.mark.timeout(30)
 def test_debug_fills_slots_with_nan_when_taken_and_given_back() -> None:
     store, _ = placed()
     store.prefetch(Chunk("grad", 0))  # no gradients yet: nothing is read
-    store.wait(Chunk("grad", 0))
-    fresh = store.slot(Chunk("grad", 0)).buffer
+    store.slots.wait(Chunk("grad", 0))
+    fresh = store.slots.slot(Chunk("grad", 0)).buffer
     assert fresh.isnan().all()
-    store.evict(Chunk("grad", 0))
+    store.slots.evict(Chunk("grad", 0))
     fetch(store, Chunk("param", 0))
-    buffer = store.slot(Chunk("param", 0)).buffer
-    view = store.parameter_view(Chunk("param", 0), "conv")
+    buffer = store.slots.slot(Chunk("param", 0)).buffer
+    view = store.views.slot_view(Chunk("param", 0), "conv")
     assert not view.isnan().any()
-    store.evict(Chunk("param", 0))
+    store.slots.evict(Chunk("param", 0))
     assert buffer.isnan().all()
     assert view.isnan().all()  # a reader that came too late
-    assert store.slot(Chunk("param", 0)).buffer is None
+    assert store.slots.slot(Chunk("param", 0)).buffer is None
 
 
 def test_without_debug_a_released_slot_is_left_alone() -> None:
     store, parameters = placed(debug=False)
     fetch(store, Chunk("param", 2))
-    buffer = store.slot(Chunk("param", 2)).buffer
-    store.evict(Chunk("param", 2))
+    buffer = store.slots.slot(Chunk("param", 2)).buffer
+    store.slots.evict(Chunk("param", 2))
     assert torch.equal(buffer.view(2, 64), parameters["last"])
 
 
@@ -55,7 +55,7 @@ def test_a_slot_that_is_taken_in_inference_mode_is_written_to_outside_of_it() ->
     store, _ = placed()
     with torch.inference_mode():
         fetch(store, Chunk("param", 0))
-    store.slot(Chunk("param", 0)).buffer.zero_()
+    store.slots.slot(Chunk("param", 0)).buffer.zero_()
 
 
 def test_only_a_chunk_that_is_there_and_ready_is_read() -> None:
@@ -63,33 +63,42 @@ def test_only_a_chunk_that_is_there_and_ready_is_read() -> None:
     for prepare in (lambda: None, lambda: store.prefetch(Chunk("param", 0))):
         prepare()
         with pytest.raises(ChunkStateError, match="conv is read from chunk param:0"):
-            store.parameter_view(Chunk("param", 0), "conv")
+            store.views.slot_view(Chunk("param", 0), "conv")
         with pytest.raises(ChunkStateError):
-            store.begin_compute(Chunk("param", 0))
-    store.wait(Chunk("param", 0))
-    store.parameter_view(Chunk("param", 0), "conv")
+            store.slots.begin_compute(Chunk("param", 0))
+    store.slots.wait(Chunk("param", 0))
+    store.views.slot_view(Chunk("param", 0), "conv")
     with pytest.raises(ChunkStateError, match="HOLD to PREFETCHING"):
         store.prefetch(Chunk("param", 0))
+
+
+def test_a_refused_fetch_of_gradients_leaves_them_as_they_are() -> None:
+    store, parameters = placed()
+    fetch(store, Chunk("grad", 0))
+    parameters["conv"].grad = mine = torch.ones_like(parameters["conv"])
+    with pytest.raises(ChunkStateError, match="HOLD to PREFETCHING"):
+        store.prefetch(Chunk("grad", 0))
+    assert parameters["conv"].grad is mine
 
 
 def test_a_chunk_under_a_copy_or_in_use_is_not_evicted() -> None:
     store, _ = placed()
     store.prefetch(Chunk("param", 0))
     with pytest.raises(ChunkStateError, match="PREFETCHING to FREE"):
-        store.evict(Chunk("param", 0))
-    store.wait(Chunk("param", 0))
-    store.begin_compute(Chunk("param", 0))
+        store.slots.evict(Chunk("param", 0))
+    store.slots.wait(Chunk("param", 0))
+    store.slots.begin_compute(Chunk("param", 0))
     with pytest.raises(ChunkStateError, match="COMPUTE to FREE"):
-        store.evict(Chunk("param", 0))
-    store.end_compute(Chunk("param", 0), wrote=True)
+        store.slots.evict(Chunk("param", 0))
+    store.slots.end_compute(Chunk("param", 0), wrote=True)
     with pytest.raises(ChunkStateError, match="before it was written back"):
-        store.evict(Chunk("param", 0))
+        store.slots.evict(Chunk("param", 0))
     store.write_back(Chunk("param", 0))
     with pytest.raises(ChunkStateError, match="EVICTING to FREE"):
-        store.evict(Chunk("param", 0))
-    store.wait(Chunk("param", 0))
-    store.evict(Chunk("param", 0))
-    assert store.present == frozenset()
+        store.slots.evict(Chunk("param", 0))
+    store.slots.wait(Chunk("param", 0))
+    store.slots.evict(Chunk("param", 0))
+    assert store.slots.present == frozenset()
 
 
 def test_a_clean_chunk_is_not_copied_home() -> None:
@@ -97,12 +106,12 @@ def test_a_clean_chunk_is_not_copied_home() -> None:
     fetch(store, Chunk("param", 0))
     put_back(store, Chunk("param", 0))
     nbytes = store.layout.groups[0].nbytes("param")
-    assert (store.traffic.to_device_nbytes, store.traffic.to_home_nbytes) == (nbytes, 0)
+    assert (store.slots.traffic.to_device_nbytes, store.slots.traffic.to_home_nbytes) == (nbytes, 0)
     fetch(store, Chunk("param", 0))
-    store.begin_compute(Chunk("param", 0))
-    store.end_compute(Chunk("param", 0), wrote=True)
+    store.slots.begin_compute(Chunk("param", 0))
+    store.slots.end_compute(Chunk("param", 0), wrote=True)
     put_back(store, Chunk("param", 0))
-    assert (store.traffic.to_device_nbytes, store.traffic.to_home_nbytes) == (2 * nbytes, nbytes)
+    assert (store.slots.traffic.to_device_nbytes, store.slots.traffic.to_home_nbytes) == (2 * nbytes, nbytes)
 
 
 def test_waiting_is_measured() -> None:
@@ -110,7 +119,7 @@ def test_waiting_is_measured() -> None:
     store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03))
     store.place(layout_of(parameters), parameters, frozenset())
     fetch(store, Chunk("param", 0))
-    assert 0.02 < store.traffic.wait_s < 5
+    assert 0.02 < store.slots.traffic.wait_s < 5
 
 
 def failing(error: Exception) -> Callable[..., None]:
@@ -130,14 +139,14 @@ def test_a_failed_read_is_raised_at_the_wait_and_releases_all_the_same(error: Ex
     store.prefetch(Chunk("param", 1))
     expected = HomeError if isinstance(error, HomeError) else StreamError
     with pytest.raises(expected, match=str(error)):
-        store.wait(Chunk("param", 0))
+        store.slots.wait(Chunk("param", 0))
     with pytest.raises(expected, match=str(error)):
         store.release_slots()
-    assert store.present == frozenset()
-    assert all(slot.buffer is None for slot in store._slots.values())
+    assert store.slots.present == frozenset()
+    assert all(slot.buffer is None for slot in store.slots._slots.values())
     store.release_slots()  # nothing is left to tell
     fetch(store, Chunk("param", 0))
-    assert torch.equal(store.parameter_view(Chunk("param", 0), "conv"), parameters["conv"])
+    assert torch.equal(store.views.slot_view(Chunk("param", 0), "conv"), parameters["conv"])
 
 
 def test_release_writes_dirty_chunks_home() -> None:
@@ -146,12 +155,12 @@ def test_release_writes_dirty_chunks_home() -> None:
     fetch(store, Chunk("grad", 0))
     gradients = random_gradients(1, parameters)
     for name, gradient in gradients.items():
-        store.sink(name, Chunk("grad", 0), taking(gradient), owned=True)
+        store.gradients.sink(name, Chunk("grad", 0), taking(gradient), owned=True)
     fetch(store, Chunk("param", 0))
-    store.begin_compute(Chunk("param", 0))
+    store.slots.begin_compute(Chunk("param", 0))
     store.prefetch(Chunk("param", 2))
     store.release_slots()
-    assert {slot.state for slot in store._slots.values()} == {ChunkState.FREE}
+    assert {slot.state for slot in store.slots._slots.values()} == {ChunkState.FREE}
     assert all(torch.equal(parameters[name].grad, gradient) for name, gradient in gradients.items())
     assert torch.equal(parameters["conv"], make_parameters()["conv"])
 
@@ -161,8 +170,8 @@ def test_release_ends_a_write_back_under_way() -> None:
     store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03), True)
     store.place(layout_of(parameters), parameters, frozenset())
     fetch(store, Chunk("param", 2))
-    store.begin_compute(Chunk("param", 2)).fill_(7)
-    store.end_compute(Chunk("param", 2), wrote=True)
+    store.slots.begin_compute(Chunk("param", 2)).fill_(7)
+    store.slots.end_compute(Chunk("param", 2), wrote=True)
     store.write_back(Chunk("param", 2))
     store.release_slots()
     assert parameters["last"].tolist() == [[7.0] * 64] * 2
@@ -172,19 +181,19 @@ def test_a_gradient_that_could_not_be_written_home_is_none() -> None:
     store, parameters = placed()
     fetch(store, Chunk("grad", 0))
     for name, gradient in random_gradients(1, parameters).items():
-        store.sink(name, Chunk("grad", 0), taking(gradient), owned=True)
+        store.gradients.sink(name, Chunk("grad", 0), taking(gradient), owned=True)
     fetch(store, Chunk("grad", 2))
     last = torch.randn(2, 64)
-    store.sink("last", Chunk("grad", 2), taking(last), owned=True)
+    store.gradients.sink("last", Chunk("grad", 2), taking(last), owned=True)
     write = store.arena.home.write
     store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
     store.write_back(Chunk("grad", 0))
     with pytest.raises(HomeError, match="on fire"):
-        store.wait(Chunk("grad", 0))
+        store.slots.wait(Chunk("grad", 0))
     store.arena.home.write = write  # type: ignore[method-assign]
     with pytest.raises(HomeError, match="on fire"):
         store.release_slots()
-    assert store.present == frozenset()
+    assert store.slots.present == frozenset()
     assert parameters["conv"].grad is None
     assert parameters["matrix"].grad is None
     assert torch.equal(parameters["last"].grad, last)  # the other chunk did get home
@@ -197,13 +206,13 @@ def test_a_dead_parameter_is_named() -> None:
     store, parameters = placed()
     del parameters["matrix"]
     gc.collect()
-    assert set(store.parameters()) == {"conv", "frozen", "last"}
-    assert store.parameter("conv") is parameters["conv"]
+    assert set(store.views.parameters()) == {"conv", "frozen", "last"}
+    assert store.views.parameter("conv") is parameters["conv"]
     with pytest.raises(UnsupportedError, match=r"matrix no longer exists.*keep the model alive, or compile"):
-        store.parameter("matrix")
+        store.views.parameter("matrix")
     store.prefetch(Chunk("grad", 0))  # the others' gradients still move
     store.release_slots()
-    assert store.present == frozenset()
+    assert store.slots.present == frozenset()
     store.place(store.layout, {}, frozenset({0}))  # the others of its group still move
     assert torch.equal(parameters["conv"], make_parameters()["conv"])
 
@@ -213,14 +222,14 @@ def test_a_lost_gradient_of_a_dead_parameter_does_not_stop_the_release() -> None
     store, parameters = placed()
     fetch(store, Chunk("grad", 0))
     for name, gradient in random_gradients(1, parameters).items():
-        store.sink(name, Chunk("grad", 0), taking(gradient), owned=True)
+        store.gradients.sink(name, Chunk("grad", 0), taking(gradient), owned=True)
     fetch(store, Chunk("param", 2))
     del parameters["conv"]
     gc.collect()
     store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
     with pytest.raises(HomeError, match="on fire"):
         store.release_slots()
-    assert store.present == frozenset()
+    assert store.slots.present == frozenset()
     assert parameters["matrix"].grad is None
 
 
@@ -243,7 +252,7 @@ def test_copies_queue_on_the_link_of_their_home(holds: Any) -> None:
     store = ChunkStore(EMPTY, Arena(MemoryHome()), tier, True)
     store.place(replace(layout_of(parameters), disk_holds=holds), parameters, frozenset())
     fetch(store, Chunk("grad", 2))
-    store.sink("last", Chunk("grad", 2), taking(torch.ones(2, 64)), owned=True)
+    store.gradients.sink("last", Chunk("grad", 2), taking(torch.ones(2, 64)), owned=True)
     put_back(store, Chunk("grad", 2))
     fetch(store, Chunk("param", 0))
     used = {name for name in QUEUES if tier.links[name].busy_s}
@@ -258,13 +267,13 @@ def test_a_host_that_reads_home_memory_waits_for_the_write_back(waited: bool) ->
     store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(delay=lambda: 0.03), True)
     store.place(layout_of(parameters), parameters, frozenset())
     fetch(store, Chunk("grad", 2))
-    store.sink("last", Chunk("grad", 2), taking(torch.full((2, 64), 3.0)), owned=True)
+    store.gradients.sink("last", Chunk("grad", 2), taking(torch.full((2, 64), 3.0)), owned=True)
     store.write_back(Chunk("grad", 2))
     if waited:
-        store.wait(Chunk("grad", 2))
-        store.evict(Chunk("grad", 2))
+        store.slots.wait(Chunk("grad", 2))
+        store.slots.evict(Chunk("grad", 2))
     else:
         assert not parameters["last"].grad.any()
-    store.await_home(Chunk("grad", 2))
+    store.slots.await_home(Chunk("grad", 2))
     assert (parameters["last"].grad == 3.0).all()
     store.release_slots()

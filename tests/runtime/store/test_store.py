@@ -43,10 +43,10 @@ def test_placing_keeps_values_strides_and_identity(home: Home, dtype: torch.dtyp
         assert p.dtype is dtype
         assert p.requires_grad == expected[name].requires_grad
         assert p.is_leaf
-        assert store.is_managed(name)
-        assert p.data_ptr() == store.home_view("param", name).data_ptr()
+        assert store.views.is_managed(name)
+        assert p.data_ptr() == store.views.home_view("param", name).data_ptr()
     assert parameters["conv"].is_contiguous(memory_format=CHANNELS_LAST)
-    assert store.parameters() == parameters
+    assert store.views.parameters() == parameters
 
 
 def test_a_write_to_a_home_view_reaches_the_slot_and_back(home: Home) -> None:
@@ -55,13 +55,13 @@ def test_a_write_to_a_home_view_reaches_the_slot_and_back(home: Home) -> None:
     with torch.no_grad():
         parameters["matrix"].copy_(torch.arange(42.0).view(7, 6))
     fetch(store, Chunk("param", 0))
-    view = store.parameter_view(Chunk("param", 0), "matrix")
+    view = store.views.slot_view(Chunk("param", 0), "matrix")
     assert torch.equal(view, torch.arange(42.0).view(7, 6))
     assert view.stride() == parameters["matrix"].stride()
     assert view.data_ptr() != parameters["matrix"].data_ptr()
-    store.begin_compute(Chunk("param", 0))
+    store.slots.begin_compute(Chunk("param", 0))
     view.mul_(2)
-    store.end_compute(Chunk("param", 0), wrote=True)
+    store.slots.end_compute(Chunk("param", 0), wrote=True)
     put_back(store, Chunk("param", 0))
     assert torch.equal(parameters["matrix"], 2 * torch.arange(42.0).view(7, 6))
     assert torch.equal(parameters["conv"], make_parameters()["conv"])
@@ -79,7 +79,7 @@ def test_to_the_tier_and_home_again_keeps_everything(home: Home) -> None:
         for name, p in parameters.items():
             assert torch.equal(p, expected[name])
             assert p.stride() == expected[name].stride()
-            assert store.is_managed(name) == (store.group_index(name) not in resident)
+            assert store.views.is_managed(name) == (store.views.group_index(name) not in resident)
         for name, gradient in gradients.items():
             assert torch.equal(parameters[name].grad, gradient)
             assert parameters[name].grad.stride() == parameters[name].stride()
@@ -118,7 +118,7 @@ def test_a_gradient_from_before_is_adopted(home: Home) -> None:
     store.place(layout_of(parameters), parameters, frozenset())
     for name, gradient in gradients.items():
         assert torch.equal(parameters[name].grad, gradient)
-        assert parameters[name].grad.data_ptr() == store.home_view("grad", name).data_ptr()
+        assert parameters[name].grad.data_ptr() == store.views.home_view("grad", name).data_ptr()
     sink_all(store, gradients, Chunk("grad", 0))
     for name, gradient in gradients.items():
         assert torch.equal(parameters[name].grad, 2 * gradient)
@@ -133,10 +133,11 @@ def test_a_gradient_that_another_thread_trains_stays_where_it_is(home: Home, mon
     another.start()
     another.join()
     with monkeypatch.context() as patch:
-        patch.setattr("chunkc.runtime.store.store.gradient_of", lambda parameter: pytest.fail("it was read"))
+        for module in ("store", "gradient_states"):
+            patch.setattr(f"chunkc.runtime.store.{module}.gradient_of", lambda parameter: pytest.fail("it was read"))
         store.place(store.layout, {}, frozenset())
     assert all(parameter.grad is grads[name] for name, parameter in parameters.items())
-    assert all(store.is_managed(name) for name in parameters)
+    assert all(store.views.is_managed(name) for name in parameters)
 
 
 def test_a_layout_is_extended(home: Home) -> None:
@@ -149,8 +150,8 @@ def test_a_layout_is_extended(home: Home) -> None:
     others = {name: parameters[name] for name in ("frozen", "last")}
     store.place(layout_of(parameters), others, frozenset({2}))
     assert [p.data_ptr() for p in first.values()] == addresses
-    assert store.is_managed("frozen")
-    assert not store.is_managed("last")
+    assert store.views.is_managed("frozen")
+    assert not store.views.is_managed("last")
     expected = make_parameters()
     assert all(torch.equal(p, expected[name]) for name, p in parameters.items())
 
@@ -163,7 +164,7 @@ def test_many_chunks_take_no_descriptors_of_their_own(tmp_path: Path) -> None:
     assert open_fds() <= num_fds + 2  # the file, and once more to read past the page cache
     for i in (0, 1, 57, 99):
         fetch(store, Chunk("param", i))
-        assert store.parameter_view(Chunk("param", i), f"p{i}").tolist() == [float(i)] * 64
+        assert store.views.slot_view(Chunk("param", i), f"p{i}").tolist() == [float(i)] * 64
 
 
 def test_one_tensor_at_a_time(home: Home) -> None:
@@ -171,7 +172,7 @@ def test_one_tensor_at_a_time(home: Home) -> None:
     expected = make_parameters()
     store = ChunkStore(EMPTY, Arena(home), CpuTier(), True)
     store.reserve(layout_of(expected), frozenset())
-    assert store.parameters() == {}
+    assert store.views.parameters() == {}
     made = {}
     for name, values in expected.items():
         store.write(PARAM, name, values)
@@ -198,7 +199,7 @@ def test_a_full_home_moves_no_parameter(num_pages: int) -> None:
     assert {name: p.data_ptr() for name, p in parameters.items()} == addresses
     assert parameters["last"].grad.tolist() == [[1.0] * 64] * 2
     assert store.layout == EMPTY
-    assert store.parameters() == {}
+    assert store.views.parameters() == {}
     assert store.arena.nbytes == 0
     assert home._mappings == {}  # what was reserved is given back
     home.free_nbytes = 1 << 20
@@ -220,8 +221,8 @@ def test_room_for_states_is_all_or_nothing() -> None:
     assert reserved_nbytes == home_nbytes + sum(2 * store.layout.groups[g].nbytes("exp_avg") for g in (0, 2))
     store.reserve_states(2)  # came with the first
     assert store.arena.nbytes == reserved_nbytes
-    assert not store.home_view("exp_avg", "conv").any()
-    assert store.home_view("exp_avg_sq", "conv").stride() == make_parameters()["conv"].stride()
+    assert not store.views.home_view("exp_avg", "conv").any()
+    assert store.views.home_view("exp_avg_sq", "conv").stride() == make_parameters()["conv"].stride()
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_room_for_states_is_all_or_nothing() -> None:
 def test_states_of_16_bit_parameters_have_a_master(dtype: torch.dtype, master: str, master_dtype: torch.dtype) -> None:
     store, _ = placed(dtype=dtype)
     store.reserve_states(0)
-    assert store.home_view(master, "matrix").dtype is master_dtype
+    assert store.views.home_view(master, "matrix").dtype is master_dtype
     for kind in ("exp_avg", "exp_avg_sq"):
-        assert store.home_view(kind, "matrix").dtype is torch.float32
-    assert store.home_view("grad", "matrix").dtype is dtype
+        assert store.views.home_view(kind, "matrix").dtype is torch.float32
+    assert store.views.home_view("grad", "matrix").dtype is dtype

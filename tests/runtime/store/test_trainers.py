@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from chunkc.runtime.store.trainers import Trainers
+from chunkc.runtime.store.gradient_states import Trainers
 
 NAMES = frozenset("ab")
 

@@ -1,0 +1,191 @@
+"""Test each elementwise rule of `chunkc.optim` in each format: the CPU and Triton compute the reference's bits, and the
+device code moves vectors and contracts nothing. A new optimizer is tested here by being there.
+
+As a script this file compares Triton on the CPU: it reads names of cases, a line each, and answers why each failed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interpreting import answer, asked, needs_gpu, needs_triton
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.ir.states import UNSIGNED, is_scale, num_entries
+from chunkc.kernels import elementwise_cpu, elementwise_triton, reference
+from chunkc.kernels.formats import GradScale, Slots, Span, UpdateFormat, rounding_key
+from chunkc.optim.elementwise import ElementwiseRule, Formats
+
+FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+SETTINGS = {"weight_decay": 0.1, "betas": (0.4, 0.95), "momentum": 0.9, "amsgrad": True, "nesterov": True}
+"""Other than the defaults, of groups that have them."""
+FORMATS: dict[str, tuple[torch.dtype, torch.dtype, Formats]] = {
+    "fp32": (FP32, FP32, Formats.of(FP32, None, False, 0)),
+    "fp32-from-bf16-bf16-moments": (FP32, BF16, Formats.of(BF16, None, False, 0)),
+    "fp32-bf16-moments-stochastic": (FP32, FP32, Formats.of(BF16, None, True, 0)),
+    "fp32-int8-moments": (FP32, FP32, Formats.of("int8", None, False, 0)),
+    "bf16-split": (BF16, BF16, Formats.of(FP32, "split", False, 0)),
+    "bf16-split-from-fp16-bf16-moments": (BF16, FP16, Formats.of(BF16, "split", False, 0)),
+    "bf16-master-from-fp32": (BF16, FP32, Formats.of(FP32, "float32", False, 0)),
+    "bf16-master-int8-moments": (BF16, BF16, Formats.of("int8", "float32", False, 0)),
+    "bf16-only": (BF16, BF16, Formats.of(BF16, False, True, 0)),
+    "bf16-only-int8-moments": (BF16, BF16, Formats.of("int8", False, True, 0)),
+    "fp16-master": (FP16, FP16, Formats.of(FP32, None, False, 0)),
+    "fp64": (FP64, FP64, Formats.of(FP32, None, False, 0)),
+}
+NUM_ELEMENTS = 3000
+SPANS = [Span(0, 203, 0), Span(768, 1040, 1), Span(1280, 2303, 2), Span(2304, NUM_ELEMENTS, 3)]
+
+
+def elementwise_optimizers() -> Iterator[tuple[str, Any]]:
+    """Optimizers of a parameter, one for each elementwise rule."""
+    rules = set()
+    for name in chunkc.optim.__all__:
+        optimizer = getattr(chunkc.optim, name)([nn.Parameter(torch.zeros(1))], lr=1e-2)
+        if isinstance(optimizer.rule, ElementwiseRule) and type(optimizer.rule) not in rules:
+            rules.add(type(optimizer.rule))
+            yield name, optimizer
+
+
+def groups_of(optimizer: Any) -> dict[str, list[dict[str, Any]]]:
+    """Parameter groups with the defaults alone; and with those and others, so that all states exist."""
+    plain = optimizer.param_groups[0]
+    own = {name: value for name, value in SETTINGS.items() if name in plain}
+    numbers = {name: value for name, value in own.items() if value is not True}
+    varied = [plain | own | {"maximize": True}, plain, plain | numbers, plain | own]
+    return {"plain": [plain | {"weight_decay": 0.1}, plain] * 2, "varied": varied}
+
+
+RULES = {
+    f"{name}-{settings}": (optimizer.rule, groups)
+    for name, optimizer in elementwise_optimizers()
+    for settings, groups in groups_of(optimizer).items()
+}
+CASES = [f"{rule}:{fmt}" for rule, fmt in itertools.product(RULES, FORMATS)]
+STEPS = ((1, 0), (2, 1 << 20), (3, 5 << 32))
+"""Each update's number, and the first element's index."""
+
+
+def case_of(name: str) -> tuple[UpdateFormat, list[Any]]:
+    """The format of a case, and each group's hyperparameters."""
+    rule_name, _, format_name = name.partition(":")
+    rule, groups = RULES[rule_name]
+    param_dtype, grad_dtype, formats = FORMATS[format_name]
+    rule = type(rule)(formats)
+    return rule.format(param_dtype, grad_dtype, rule.states(groups).dtypes(param_dtype)), [
+        rule.hyper(group, step) for step, group in enumerate(groups, start=1)
+    ]
+
+
+def make_slots(fmt: UpdateFormat) -> Slots:
+    """Random data, or 8-bit moments of zeros."""
+    generator = torch.Generator().manual_seed(0)
+    flat: dict[str, Tensor] = {}
+    dtypes: Mapping[str, torch.dtype] = {"param": fmt.param_dtype, "grad": fmt.grad_dtype} | dict.fromkeys(
+        fmt.kinds, fmt.moment_dtype
+    )
+    for kind, dtype in dtypes.items():
+        values = torch.randn(NUM_ELEMENTS, generator=generator, dtype=FP64)
+        values = values.square() if kind in UNSIGNED else values
+        flat[kind] = torch.zeros(NUM_ELEMENTS, dtype=dtype) if dtype == torch.uint8 else values.to(dtype)
+        if dtype == torch.uint8:
+            flat[f"{kind}_scale"] = torch.zeros(num_entries(f"{kind}_scale", NUM_ELEMENTS))
+    if fmt.master:
+        low = torch.randint(-(1 << 14), 1 << 14, (NUM_ELEMENTS,), generator=generator, dtype=torch.int16)
+        flat["master"] = low if fmt.split else flat["param"].float()
+    return fmt.slots.of(flat)
+
+
+def check_agrees(update: Callable[..., None], name: str, device: str = "cpu") -> None:
+    """Several groups, ragged spans, gaps and scales: the reference's bits after each of three updates."""
+    fmt, hypers = case_of(name)
+    expected = make_slots(fmt)
+    buffers = {"param": expected.param, "grad": expected.grad, **expected.states()}
+    slots = fmt.slots.of({kind: tensor.to(device, copy=True) for kind, tensor in buffers.items()})
+    scalars = fmt.scalar_table(hypers)
+    for step, first_element in STEPS:
+        key = rounding_key(seed=9, step=step, chunk=4) if fmt.stochastic else None
+        factors = torch.tensor([0.5, 0.7, 0.0]).unbind()
+        options: dict[str, Any] = {"key": key, "first_element": first_element}
+        before = expected.param.clone()
+        reference.chunk_update(fmt, expected, SPANS, scalars, scale=GradScale(*factors), **options)
+        scale = GradScale(*[factor.to(device) for factor in factors])
+        update(fmt, slots, SPANS, scalars.to(device), scale=scale, **options)
+        assert not torch.equal(before, expected.param)
+        for kind, wanted in (("param", expected.param), *expected.states().items()):
+            tensor = slots[kind]
+            assert tensor is not None
+            assert torch.equal(tensor.cpu().view(torch.uint8), wanted.view(torch.uint8)), f"{kind}, step {step}"
+
+
+def by_triton(fmt: UpdateFormat, slots: Slots, spans: list[Span], scalars: Tensor, **options: Any) -> None:
+    work = elementwise_triton.work_table(spans, fmt).to(slots.param.device)
+    elementwise_triton.update(fmt, slots, work, scalars, **options)
+
+
+BY_TRITON = [name for name in CASES if not case_of(name)[0].by_reference]
+
+
+@pytest.mark.quick(7, second=13)
+@pytest.mark.parametrize("name", CASES)
+def test_the_cpu_agrees(name: str) -> None:
+    check_agrees(elementwise_cpu.chunk_update, name)
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Callable[[str], str]]:
+    with asked(__file__) as ask:
+        yield ask
+
+
+@pytest.mark.quick(7, second=13)
+@needs_triton
+@pytest.mark.parametrize("name", BY_TRITON)
+def test_triton_agrees_interpreted(name: str, interpreted: Callable[[str], str]) -> None:
+    failure = interpreted(name)
+    assert not failure, failure
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("name", BY_TRITON)
+def test_triton_agrees_on_gpu(name: str) -> None:
+    check_agrees(by_triton, name, "cuda")
+
+
+@pytest.mark.quick(5, second=7)
+@needs_triton
+@pytest.mark.parametrize("name", BY_TRITON)
+def test_device_code_moves_vectors_and_contracts_nothing(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from offline import compile_offline, spilled, vector_accesses
+
+    from chunkc.kernels.elementwise_triton_kernel import elementwise_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    fmt, hypers = case_of(name)
+    slots = make_slots(fmt).part(0, 2048)
+    arguments = elementwise_triton.launch_arguments(
+        fmt,
+        slots,
+        elementwise_triton.work_table([Span(0, 2048, 0)], fmt),
+        fmt.scalar_table(hypers),
+        key=rounding_key(0, 1, 0) if fmt.stochastic else None,
+    )
+    arguments["ARITHMETIC"] = fmt.arithmetic.in_triton
+    kernel = compile_offline(elementwise_kernel, arguments, "sm_90", elementwise_triton.launch_options("cuda", 32))
+    assert not any(spilled(kernel, tmp_path).values())
+    assert "fma" not in kernel.asm["ptx"]
+    elements = [tensor for kind, tensor in slots.states().items() if not is_scale(kind)]
+    assert sum(vector_accesses(kernel).values()) >= 2 * len(elements)
+
+
+if __name__ == "__main__":
+    answer(lambda name: check_agrees(by_triton, name))
