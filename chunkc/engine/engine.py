@@ -358,8 +358,8 @@ def check_optimizer(optimizer: Optimizer, config: EngineConfig) -> None:
     if config.dtype is not None and not isinstance(optimizer, ChunkedOptimizer):
         raise OptionsError(
             f"parameters in {str(config.dtype).removeprefix('torch.')} need fp32 masters, which "
-            f"{type(optimizer).__module__}.{type(optimizer).__name__} has not; use Adam, AdamW, Lamb or SGD, which are "
-            "chunkc.optim's"
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} has not; use Adam, AdamW, Lamb, Lion or SGD, "
+            "which are chunkc.optim's"
         )
     needs_all = config.checks_overflow or config.gradient_clipping > 0
     if needs_all and isinstance(optimizer, ChunkedOptimizer) and optimizer.overlap.is_final:

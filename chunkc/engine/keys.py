@@ -68,7 +68,7 @@ KEYS: tuple[Key, ...] = (
         "gradient_accumulation_steps", "losses are divided by it, and `engine.step()` updates at every so many calls"
     ),
     _used("gradient_clipping", "the largest global norm of the gradients; 0: no clipping"),
-    _used("optimizer.type", "`Adam`, `AdamW`, `Lamb`, `SGD`, or a class of `torch.optim`"),
+    _used("optimizer.type", "`Adam`, `AdamW`, `Lamb`, `Lion`, `SGD`, or a class of `torch.optim`"),
     _used("optimizer.params", "see [optimizers](#optimizers)"),
     _used("scheduler.type", "`WarmupLR`, `WarmupDecayLR`, `WarmupCosineLR`, `OneCycle`, `LRRangeTest`"),
     _used("scheduler.params", "see [schedulers](#schedulers)"),

@@ -1,7 +1,7 @@
 """The optimizer of a configuration's `optimizer` section, with DeepSpeed's defaults.
 
 What DeepSpeed 0.19 makes of a type and its parameters is read in `DeepSpeedEngine._configure_basic_optimizer` and in
-`FusedAdam` and `FusedLamb`.
+`FusedAdam`, `FusedLamb` and `FusedLion`.
 """
 
 from __future__ import annotations
@@ -78,6 +78,13 @@ class _Lamb(_Params):
         _refuse(self.amsgrad, "amsgrad", True, "remove it")
 
 
+class _Lion(_Formats):
+    betas: tuple[_Beta, _Beta] = (0.9, 0.99)
+    set_grad_none: StrictBool = True
+    foreach: StrictBool | None = None
+    fused: StrictBool | None = None
+
+
 class _Sgd(_Formats):
     momentum: float = Field(0.0, ge=0)
     dampening: float = 0.0
@@ -91,7 +98,7 @@ def _refuse(is_asked: bool, name: str, value: object, instead: str) -> None:
         raise UnsupportedError(f"{PATH}.{name} is {short(value)}, which chunkc does not do: {instead}")
 
 
-_OWN: Mapping[str, type[_Params]] = {"adam": _Adam, "adamw": _Adam, "lamb": _Lamb, "sgd": _Sgd}
+_OWN: Mapping[str, type[_Params]] = {"adam": _Adam, "adamw": _Adam, "lamb": _Lamb, "lion": _Lion, "sgd": _Sgd}
 """DeepSpeed's types that have an optimizer in `chunkc.optim`."""
 
 
@@ -101,7 +108,7 @@ def make_optimizer(
     """The optimizer of a type, with these parameters.
 
     Args:
-        kind: `"Adam"`, `"AdamW"`, `"Lamb"`, `"SGD"`, or the name of a class of `torch.optim`.
+        kind: `"Adam"`, `"AdamW"`, `"Lamb"`, `"Lion"`, `"SGD"`, or the name of a class of `torch.optim`.
         params: of the section; besides DeepSpeed's and PatrickStar's, all arguments of the class in `chunkc.optim`.
         parameters: of the model, or groups of them.
         update_on: where updates run, if the parameters do not say it.
@@ -141,6 +148,8 @@ def make_optimizer(
     if isinstance(found, _Lamb):
         common |= found.model_dump(include={"betas", "eps", "min_coeff", "max_coeff"})
         return optim.LAMB(parameters, weight_decay=decay or 0.0, always_adapt=True, **common)
+    if isinstance(found, _Lion):
+        return optim.Lion(parameters, betas=found.betas, weight_decay=decay or 0.0, **common)
     assert isinstance(found, _Sgd)
     return optim.SGD(
         parameters,
@@ -161,7 +170,8 @@ def _of_torch(kind: str, params: Mapping[str, Any], parameters: Iterable[Any]) -
     chosen: Callable[..., Optimizer] | None = getattr(torch.optim, kind, None)
     if not (inspect.isclass(chosen) and issubclass(chosen, Optimizer)) or chosen is Optimizer:
         raise OptionsError(
-            f"optimizer.type is {short(kind)}; allowed: Adam, AdamW, Lamb, SGD, or the name of a class of torch.optim"
+            f"optimizer.type is {short(kind)}; allowed: Adam, AdamW, Lamb, Lion, SGD, or the name of a class of "
+            "torch.optim"
         )
     known = list(inspect.signature(chosen).parameters)
     for name, value in params.items():

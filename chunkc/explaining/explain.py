@@ -106,7 +106,7 @@ def explain(
         home, disk_holds, chunk_size, codegen, whole_graph, activations, loss_tile_rows, strict: as in `torch.compile`'s
             options, except that codegen is "eager" by default. For a model that chunkc has compiled, all defaults are
             its own, and the explanation also has the measurements of its latest step.
-        optimizer: of `chunkc.optim`: "adamw", "adam", "lamb" or "sgd". None: the model's own, or else AdamW.
+        optimizer: of `chunkc.optim`: "adamw", "adam", "lamb", "lion" or "sgd". None: the model's own, or else AdamW.
         update_on, overlap, undoable, moments_dtype, master_weights, stochastic_rounding, momentum: arguments of the
             optimizer; None is its default. A given format or momentum counts for all parameters, even if the model has
             another optimizer.

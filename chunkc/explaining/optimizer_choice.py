@@ -13,12 +13,19 @@ from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import StateFormat
 from chunkc.optim.adam import Adam, AdamW
 from chunkc.optim.lamb import LAMB
+from chunkc.optim.lion import Lion
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.optim.sgd import SGD
 from chunkc.optim.update_mode import DEVICE, NONE
 from chunkc.session.declared_states import Declared, declared, state_format_of
 
-OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {"adamw": AdamW, "adam": Adam, "lamb": LAMB, "sgd": SGD}
+OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {
+    "adamw": AdamW,
+    "adam": Adam,
+    "lamb": LAMB,
+    "lion": Lion,
+    "sgd": SGD,
+}
 
 
 @dataclass(frozen=True)

@@ -287,7 +287,7 @@ class ChunkedOptimizer(ClipsGradients):
             except OptionsError:
                 self.param_groups.pop()
                 raise
-        self.scheduler.forget()
+        self.scheduler.forget(loaded=False)
 
     def check_dtype(self, parameter: torch.Tensor, name: str = "") -> None:
         """Refuse a parameter with a dtype that no update takes.
@@ -389,7 +389,7 @@ class ChunkedOptimizer(ClipsGradients):
         for (session, group), names in names_at_home(parameters).items():
             session.keepers.keep(self, group, names)
             session.store.reserve_states(group)
-        self.scheduler.forget()
+        self.scheduler.forget(loaded=True)
         written = {
             state[kind].data_ptr(): (parameter, kind)
             for parameter, state in self.state.items()

@@ -146,13 +146,17 @@ class SessionUpdates:
 
     # --- which groups may be updated in the backward ---
 
-    def forget(self) -> None:
-        """Forget groups and updates, since parameter groups or states have changed; undo staged updates.
+    def forget(self, *, loaded: bool) -> None:
+        """Forget groups, since parameter groups or states have changed; undo staged updates.
 
         Updates at home begin again after the next step.
+
+        Args:
+            loaded: forget other updates that have begun, too, since other states were loaded.
         """
         self.take_back()
-        self.begun.clear()
+        if loaded:
+            self.end_step()
         self._tasks, self._at_home, self._looked_up = None, frozenset(), None
         self._residents, self._residents_of, self._numbers = {}, None, {}
 
@@ -584,11 +588,10 @@ class UpdateScheduler:
         finally:
             self.accumulating = before
 
-    def forget(self) -> None:
-        """Forget groups and updates of all sessions, since parameter groups or states have changed."""
+    def forget(self, *, loaded: bool) -> None:
+        """Forget groups of all sessions, since parameter groups or states have changed (see `SessionUpdates`)."""
         for _, updates in self._items():
-            updates.forget()
-        self.end()
+            updates.forget(loaded=loaded)
 
     # --- from the backward to the step ---
 

@@ -62,6 +62,7 @@ def test_mistakes_in_the_optimizer(section: dict[str, Any], message: str) -> Non
             {"eps": 1e-8, "weight_decay": 0.0, "always_adapt": True, "min_coeff": 0.01, "max_coeff": 10.0},
         ),
         ({"type": "Lamb", "params": {"max_coeff": 0.3}}, chunkc.optim.LAMB, {"min_coeff": 0.01, "max_coeff": 0.3}),
+        ({"type": "Lion"}, chunkc.optim.Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}),
     ],
 )
 def test_optimizers_have_deepspeeds_defaults(section: dict[str, Any], kind: type, values: dict[str, Any]) -> None:

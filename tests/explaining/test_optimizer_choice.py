@@ -27,11 +27,18 @@ CHOICES: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp16": (FP16, {"optimizer": "adam"}),
     "lamb": (FP32, {"optimizer": "lamb"}),
     "lamb, bf16": (BF16, {"optimizer": "lamb"}),
+    "lion, bf16": (BF16, {"optimizer": "lion"}),
     "sgd": (FP32, {"optimizer": "sgd"}),
     "sgd, momentum": (FP32, {"optimizer": "sgd", "momentum": 0.9, "moments_dtype": "int8"}),
     "sgd, bf16 only": (BF16, {"optimizer": "sgd", "stochastic_rounding": True}),
 }
-CLASSES = {"adamw": chunkc.optim.AdamW, "adam": chunkc.optim.Adam, "lamb": chunkc.optim.LAMB, "sgd": chunkc.optim.SGD}
+CLASSES = {
+    "adamw": chunkc.optim.AdamW,
+    "adam": chunkc.optim.Adam,
+    "lamb": chunkc.optim.LAMB,
+    "lion": chunkc.optim.Lion,
+    "sgd": chunkc.optim.SGD,
+}
 
 
 def explained(dtype: torch.dtype, **options: Any) -> Explanation:
@@ -152,10 +159,10 @@ def test_what_the_optimizer_refuses_is_refused_in_its_words(name: str) -> None:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"optimizer": "lion"}, "optimizer is 'lion'; allowed: adamw, adam, lamb, sgd"),
+        ({"optimizer": "muon"}, "optimizer is 'muon'; allowed: adamw, adam, lamb, lion, sgd"),
         ({"momentum": 0.9}, "AdamW has no momentum; SGD has"),
         ({"optimizer": "sgd", "momentum": -0.9}, "momentum must not be negative, got -0.9"),
-        ({"optimizer": "lamb", "moments_dtype": "int8"}, "LAMB has no moments_dtype; AdamW, Adam and SGD have"),
+        ({"optimizer": "lamb", "moments_dtype": "int8"}, "LAMB has no moments_dtype; AdamW, Adam, Lion and SGD have"),
     ],
 )
 def test_other_refusals(chosen: dict[str, Any], message: str) -> None:

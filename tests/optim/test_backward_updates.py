@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import slot_cases
 import torch
 from harness import differences
 from overlap_cases import Subject, subject
@@ -129,6 +131,22 @@ def test_parameters_with_hooks_are_updated_in_the_step() -> None:
         assert made.num_under_way == (3 if overlap == "backward" else 0)
         made.optimizer.step()
         return [*found, *made.state()]
+
+    assert not differences(train("backward"), train("none"))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("make", [subject, slot_cases.Subject])
+def test_what_has_begun_is_not_updated_again_after_a_new_group(make: Callable[[str], Any]) -> None:
+    def train(overlap: str) -> list[Any]:
+        made = make(overlap)
+        for step in range(3):
+            made.backward(step)
+            if step == 1:
+                made.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+        return made.state()
 
     assert not differences(train("backward"), train("none"))
 
