@@ -122,6 +122,45 @@ def test_what_no_plan_knows_is_told_apart() -> None:
         gc.collect()
 
 
+class _Transposed(nn.Module):
+    """Its gradient is the transposed gradient of its output: a backward's first moment copies it, in blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(100, 200))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight.t().contiguous()
+
+
+@pytest.mark.parametrize("other_nbytes", [0, 1000, 160_000])
+@pytest.mark.parametrize("is_ample", [False, True])
+def test_the_first_moment_s_copies_of_gradients_hide_no_other_tensors(other_nbytes: int, is_ample: bool) -> None:
+    cpu_allocator.install()
+    gc.collect()
+    foreign_nbytes = cpu_allocator.current_nbytes()
+    other = torch.empty(other_nbytes, dtype=torch.uint8)
+    budget_nbytes, report = 1 << 30 if is_ample else 1, None
+    while report is None:
+        model = _Transposed()
+        call, optimizer = compiled(model, memory_budget=budget_nbytes), chunkc.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            for _ in range(2):
+                optimizer.zero_grad()
+                out = call()
+                out.backward(torch.ones_like(out))
+                del out
+                optimizer.step()
+            report = chunkc.report(model)
+        except chunkc.BudgetError as error:
+            budget_nbytes = error.minimum_nbytes
+        torch._dynamo.reset()
+        del model, call, optimizer
+        gc.collect()
+    assert report.measured_planned_nbytes == report.predicted_peak_nbytes
+    assert report.unplanned_nbytes == foreign_nbytes + other.nbytes
+
+
 def test_what_a_run_itself_takes_too_much_is_no_other_s(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what is there before a run counts as the program's."""
     cpu_allocator.install()

@@ -188,11 +188,6 @@ class PhasePlan:
     tiles: Mapping[int, Tile] = field(default_factory=dict)
 
     @property
-    def begin_nbytes(self) -> int:
-        """Bytes on the compute tier as the phase begins, without its own values and slots."""
-        return self.moments[0].resident_nbytes if self.moments else 0
-
-    @property
     def updated(self) -> frozenset[int]:
         """Groups that a backward updates."""
         return frozenset(tile.group for tile in self.tiles.values())
@@ -255,6 +250,18 @@ class Plan:
             for phase in self.phases
         )
         return replace(self, phases=phases)
+
+    def begin_nbytes(self, phase: str, present: Collection[str]) -> int:
+        """Return the bytes on the compute tier as a phase begins, without its own values and slots.
+
+        Args:
+            present: parameters with a gradient there now. The first moment counts gradients that it makes, too.
+        """
+        first = next((moment for part in self.phases if part.phase == phase for moment in part.moments), None)
+        if first is None:
+            return 0
+        gradient_nbytes = sum(nbytes for name, nbytes in self.gradients.items() if name in present)
+        return first.resident_nbytes - first.gradient_nbytes + gradient_nbytes
 
     def with_less_external(self, nbytes: int) -> Plan:
         """Return the plan with `nbytes` fewer external bytes than it was made for."""

@@ -151,6 +151,7 @@ class PhaseProgram:
         read_as: parameter -> the kind of chunk that calls read it from, if it is not the parameter's own.
         num_extra: number of a forward's last outputs, and of its backward's last inputs, that bypass autograd: values
             that repeated calls read.
+        copy_blocks: gradient -> bytes of the block through which it is copied to its place, where there is one.
     """
 
     phase: str
@@ -172,6 +173,7 @@ class PhaseProgram:
     saved_as: Mapping[str, str] = field(default_factory=dict)
     read_as: Mapping[str, str] = field(default_factory=dict)
     num_extra: int = 0
+    copy_blocks: Mapping[str, int] = field(default_factory=dict)
 
     def chunk(self, parameter: str, group: int) -> Chunk:
         """Return the chunk that calls read a parameter of that group from."""
@@ -191,7 +193,8 @@ class PhaseProgram:
         """Apply `nbytes` to every number of bytes and `cost_s` to every call's seconds."""
         storages = {name: nbytes(size) for name, size in self.storages.items()}
         calls = tuple(call.with_cost(cost_s) for call in self.calls)
-        return replace(self, storages=storages, calls=calls)
+        copy_blocks = {name: nbytes(size) for name, size in self.copy_blocks.items()}
+        return replace(self, storages=storages, calls=calls, copy_blocks=copy_blocks)
 
     def value_storages(self) -> Mapping[str, str]:
         """Return the storage of every value of the phase."""

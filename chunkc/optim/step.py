@@ -112,8 +112,9 @@ class PreparedUpdate:
         def update(tile: Tile) -> None:
             update_tile(store, updates[tile.group], tile)
 
-        plan = self.planned.plan.with_gradients(self.session.resident_gradients())
-        measurement = Measurement.beginning(store, plan.phases[0].begin_nbytes)
+        present = self.session.resident_gradients()
+        plan = self.planned.plan.with_gradients(present)
+        measurement = Measurement.beginning(store, plan.begin_nbytes(UPDATE, present))
         self.executable([], Run(store, measurement, update))
         self.session.records.note(UPDATE, plan, measurement)
 

@@ -455,9 +455,10 @@ class CompiledGraph:
         for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
             session.known.note(step.noted, planned.needs[due].plus(planned.external_nbytes))
             step.noted.ran(due, planned.request.context, planned.external_nbytes)
-        plan = planned.plan.beginning_with(session.resident_gradients()).with_less_external(gone_nbytes)
+        present = session.resident_gradients()
+        plan = planned.plan.beginning_with(present).with_less_external(gone_nbytes)
         part = next(part for part in plan.phases if part.phase == phase)
-        measurement = Measurement.beginning(session.store, part.begin_nbytes + own_nbytes)
+        measurement = Measurement.beginning(session.store, plan.begin_nbytes(phase, present) + own_nbytes)
         tiles = part.tiles
         if phase == BACKWARD:
             consumed = part.consumes - planned.request.context.undoable

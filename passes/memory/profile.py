@@ -54,6 +54,8 @@ class _Life:
         live: storages that are held as it begins; only valid until the next call is asked for.
         released: those of them that it lets go of inside -> the first of its operations without it.
         kept_nbytes: bytes of the others.
+        storing_nbytes: bytes alive as its gradients are copied to their places; 0 where copying takes no bytes of its
+            own.
         left_nbytes: bytes alive once the call is over and its gradients are sunk.
     """
 
@@ -62,6 +64,7 @@ class _Life:
     live: Set[str]
     released: Mapping[str, int]
     kept_nbytes: int
+    storing_nbytes: int
     left_nbytes: int
 
 
@@ -88,9 +91,13 @@ def _lives(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> Iter
         gone = [storage for storage in going.get(index, ()) if storage in live]
         made = {storage for storage in call.output_storages if storage not in live}
         kept_nbytes = live_nbytes - sum(nbytes_of[storage] for storage in released)
+        storing_nbytes = 0
+        if block_nbytes := max((program.copy_blocks.get(value, 0) for value, _ in call.gradients), default=0):
+            sources = made | {storage_of[value] for value, _ in call.gradients} & released.keys()
+            storing_nbytes = kept_nbytes + sum(nbytes_of[storage] for storage in sources) + block_nbytes
         live_nbytes += sum(nbytes_of[storage] for storage in made if last[storage] > index)
         live_nbytes -= sum(nbytes_of[storage] for storage in gone)
-        yield _Life(call, memory, live, released, kept_nbytes, live_nbytes)
+        yield _Life(call, memory, live, released, kept_nbytes, storing_nbytes, live_nbytes)
         live |= made
         live.difference_update(going.get(index, ()))
 
@@ -152,7 +159,7 @@ def positions(
             Position(
                 name=call.name,
                 phase=program.phase,
-                non_model_nbytes=life.kept_nbytes + inside_nbytes + external_nbytes,
+                non_model_nbytes=max(life.kept_nbytes + inside_nbytes, life.storing_nbytes) + external_nbytes,
                 op=step.op,
                 module=call.origin(step).module or call.module,
                 reads=frozenset(program.chunk(p, group_of[p]) for _, p in call.parameters if p in group_of),

@@ -18,6 +18,7 @@ from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram, SegmentCall, Segm
 from chunkc.passes.graphs.cost import cost_s
 from chunkc.passes.graphs.graphs import module_path, placeholders, returned, storage_key, tensors_of
 from chunkc.passes.graphs.shapes import AS_TRACED, Shapes
+from chunkc.passes.memory.scratch.copies import copy_block_nbytes
 from chunkc.passes.segments.segments import Piece
 from chunkc.torch_private.engine import KEEPS_TANGENTS
 
@@ -112,7 +113,7 @@ def backward_program(
         storages[storage] = forward.storages[storage]
     nodes = returned(graph)
     wanted: dict[str, list[str]] = {}
-    sunk, fitting = [], set()
+    sunk, fitting, copy_blocks = [], set(), {}
     for position, parameter in gradients.items():
         made = nodes[position]
         if made is not None:
@@ -120,6 +121,8 @@ def backward_program(
             sunk.append((position, made.name, parameter))
             if _fits(made.meta["val"], specs[parameter], shapes):
                 fitting.add(made.name)
+            if block_nbytes := _copy_block_nbytes(made.meta["val"], specs[parameter], shapes):
+                copy_blocks[made.name] = block_nbytes
     calls = _calls(BACKWARD, pieces, memories, inputs, storages, parameters, wanted, hardware, shapes)
     outputs = tuple(
         node.name if node is not None and index not in gradients else None for index, node in enumerate(nodes)
@@ -137,6 +140,7 @@ def backward_program(
         frozenset(fitting),
         saved_as=saved_as,
         read_as=forward.read_as,
+        copy_blocks=copy_blocks,
     )
 
 
@@ -157,6 +161,14 @@ def _fits(gradient: torch.Tensor, spec: ParamSpec, shapes: Shapes) -> bool:
         and gradient.dtype == spec.dtype
         and shapes.nbytes(gradient) == spec.nbytes
     )
+
+
+def _copy_block_nbytes(gradient: torch.Tensor, spec: ParamSpec, shapes: Shapes) -> int:
+    """Bytes of the block through which a gradient is copied into a slot or a `.grad`: of a transposed matrix."""
+    laid_out = shapes.of(gradient)
+    if gradient.device.type != "cpu" or gradient.dtype != spec.dtype or tuple(laid_out.stride()) == spec.stride:
+        return 0
+    return shapes.known(copy_block_nbytes(laid_out))
 
 
 def _input_storages(

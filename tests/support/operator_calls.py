@@ -157,6 +157,9 @@ def with_number(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten.add_.Tensor, torch.ones(5, 6).to(dtype), torch.ones(5, 6, dtype=torch.float32))
     yield call(aten.add_.Tensor, torch.ones(5, 6).to(dtype), 1)
     yield call(aten.mul_.Tensor, torch.ones(5, 6).to(dtype), torch.ones(6).to(dtype))
+    for name in words("add sub mul div remainder fmod floor_divide pow"):
+        yield call(getattr(aten, name + "_").Scalar, torch.ones(5, 6).to(dtype), 2)
+    yield call(aten.polygamma.default, 2, torch.ones(5, 5, dtype=torch.int64))
     yield call(aten.copy_.default, torch.ones(5, 6), x)
     yield call(aten.fill_.Scalar, torch.ones(5, 6), 1.0)
     yield call(aten.complex.default, torch.ones(5, 6), torch.ones(5, 6))
@@ -253,6 +256,13 @@ def scans_and_sorts(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten.cumsum.default, torch.rand(6, 50) > 0.5, 1)
     yield call(aten.argsort.default, torch.randn(6, 50).to(dtype))
     yield call(aten.searchsorted.Tensor, torch.arange(10.0), torch.rand(6, 5))
+    for sequence in (torch.arange(10).to(dtype), torch.arange(20).to(dtype)[::2], torch.arange(10)):
+        for value in (3, 3.5):
+            yield call(aten.searchsorted.Scalar, sequence, value)
+            yield call(aten.searchsorted.Scalar, sequence, value, sorter=torch.arange(10))
+            yield call(aten.bucketize.Scalar, value, sequence)
+        for values in (sequence[3], sequence):
+            yield call(aten.searchsorted.Tensor, sequence, values, sorter=torch.arange(10))
     yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0))
     yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0), out_int32=True)
     yield call(aten.histc.default, torch.rand(1000), 16, 0.0, 1.0)
@@ -306,7 +316,9 @@ def shaping(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten.col2im.default, torch.randn(2, 27, 64).to(dtype), [8, 8], [3, 3], [1, 1], [1, 1], [1, 1])
     yield call(aten.pixel_shuffle.default, torch.randn(2, 12, 4, 4).to(dtype), 2)
     yield call(aten.pixel_unshuffle.default, y, 2)
-    yield call(aten.channel_shuffle.default, torch.randn(2, 4, 4, 4).to(dtype), 2)
+    strided = torch.randn(2, 4, 8, 8).to(dtype)[:, :, ::2, ::2]
+    for image in (strided.contiguous(), strided.contiguous(memory_format=torch.channels_last), strided):
+        yield call(aten.channel_shuffle.default, image, 2)
     yield call(aten.meshgrid.default, [torch.arange(4), torch.arange(5)])
     yield call(aten.arange.default, 50)
     yield call(aten.arange.start_step, 0, 50, 2, dtype=torch.float32)
@@ -468,6 +480,8 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
                 for wanted in ([True, True, True], [True, False, False], [True, True, False]):
                     yield call(backward, y, x, *saved, bias, wanted)
                 yield call(backward, x, y, *saved, None, [True, True, False])
+            strided = torch.zeros(2 * columns).to(weight_dtype)[::2]
+            yield call(backward, x, x, [columns], mean, rstd, strided, strided, [True, True, True])
     for dtypes in {(dtype, dtype), (dtype, torch.float32)}:
         weight, bias = torch.ones(32).to(dtypes[1]), torch.zeros(32).to(dtypes[1])
         running = (torch.zeros(32).to(dtypes[1]), torch.ones(32).to(dtypes[1]))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.memory.scratch.iterator import number_dtype, number_nbytes
 from chunkc.passes.memory.scratch.rules import Call
 
 
@@ -72,6 +73,21 @@ def index_add_rule(call: Call) -> int:
     if dim == 0:
         return call.num_threads * math.prod(source.shape[1:]) * 4
     return nbytes_of(source, 4) if dim == source.dim() - 1 else 0
+
+
+def search_rule(call: Call) -> int:
+    """`searchsorted`, `bucketize`: contiguous copies; a number as a tensor, in the dtype of both, and the sequence cast
+    to it; the two ends of a sorter, before the result exists."""
+    sequence, values = call["boundaries" if "boundaries" in call.arguments else "sorted_sequence"], call["self"]
+    sorter = call.arguments.get("sorter")
+    number = casts = 0
+    if not isinstance(values, Tensor):
+        common = torch.result_type(sequence, values)
+        number = number_nbytes(values)
+        casts = common.itemsize if number_dtype(values) != common else 0
+        casts += nbytes_of(sequence, common.itemsize) if sequence.dtype != common else 0
+    ends = 2 * 8 - nbytes_of(call.outputs[0]) if sorter is not None else 0
+    return number + max(casts + contiguous_copy_nbytes(*call.tensors), ends)
 
 
 def membership_rule(call: Call) -> int:

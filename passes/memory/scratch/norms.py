@@ -30,11 +30,11 @@ def layer_norm_rule(call: Call) -> int:
 
 def layer_norm_backward_rule(call: Call) -> int:
     """Partial gradients of weight and bias for each thread."""
-    grad, source, weight = call["grad_out"], call["input"], call["weight"]
+    grad, source = call["grad_out"], call["input"]
     wanted = call["output_mask"][1] or call["output_mask"][2]
     partial = 2 * call.num_threads * math.prod(call["normalized_shape"]) * source.itemsize if wanted else 0
     block = copy_block_nbytes(grad) if not grad.is_contiguous() else 0
-    return _strided_nbytes(source, grad, weight) + max(partial, block)
+    return _strided_nbytes(source, grad, call["weight"], call["bias"]) + max(partial, block)
 
 
 def group_norm_rule(call: Call) -> int:

@@ -113,14 +113,15 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.nothing_rule, cuda_sorting.bounded_sort), "mode"),
     (Operator(rules.nothing_rule, cuda_sorting.topk), "topk"),
     (Operator(rules.nothing_rule, cuda_indexing.index_copy), "index_copy"),
-    (Operator(rules.nothing_rule, cuda_rules.contiguous), "index_fill channel_shuffle"),
+    (Operator(rules.nothing_rule, cuda_rules.contiguous), "index_fill"),
+    (Operator(rules.shuffle_rule, cuda_rules.contiguous), "channel_shuffle"),
     (
         Operator(rules.nothing_rule),
         """
         _efficientzerotensor _pdist_forward _pdist_backward _conj_physical
         linalg_lu_factor_ex _ctc_loss
         _logcumsumexp _standard_gamma_grad _dirichlet_grad segment_reduce
-        block_diag polygamma _reshape_alias put normal_functional random poisson _standard_gamma binomial
+        block_diag _reshape_alias put normal_functional random poisson _standard_gamma binomial
         rrelu_with_noise_backward prims::iota prims::convert_element_type prims::rev prims::where
         prims::device_put prims::normal prims::cat prims::empty_strided prims::empty_permuted prims::full_like
         prims::scalar_tensor prims::clone prims::inductor_seed prims::inductor_seeds
@@ -148,7 +149,8 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         "uniform",
     ),
     (Operator(rules.scan_rule, cuda_sorting.scan), "logcumsumexp cumsum cumprod cummax cummin"),
-    (Operator(rules.contiguous_rule, cuda_rules.contiguous), "bucketize searchsorted log_sigmoid_forward"),
+    (Operator(rules.contiguous_rule, cuda_rules.contiguous), "log_sigmoid_forward"),
+    (Operator(indexing.search_rule, cuda_rules.contiguous), "bucketize searchsorted"),
     (
         Operator(rules.contiguous_rule),
         """
@@ -164,7 +166,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (
         Operator(rules.pointwise_rule),
         """
-        prims::abs prims::acos prims::acosh prims::add prims::asin prims::asinh prims::atan prims::atan2
+        polygamma prims::abs prims::acos prims::acosh prims::add prims::asin prims::asinh prims::atan prims::atan2
         prims::atanh prims::bessel_i0 prims::bessel_i1 prims::bessel_j0 prims::bessel_j1 prims::bitwise_and
         prims::bitwise_not prims::bitwise_or prims::bitwise_xor prims::cbrt prims::ceil prims::conj_physical
         prims::cos prims::cosh prims::digamma prims::div prims::eq prims::erf prims::erf_inv prims::erfc

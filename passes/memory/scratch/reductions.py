@@ -55,7 +55,8 @@ def mean_rule(call: Call) -> int:
     source, result = call["self"], call.outputs[0]
     if result.dtype in LOW_PRECISION:
         copy = nbytes_of(source, 4) if source.dtype != torch.float32 else 0
-        return copy + nbytes_of(result, 4) + _partial_nbytes(call, source, 4)
+        divisor = 8 + 4
+        return nbytes_of(result, 4) + max(copy + _partial_nbytes(call, source, 4), divisor)
     divisor = 8 + (result.itemsize if result.dtype != torch.int64 else 0)
     return max(_sum_nbytes(call, source, result.dtype), divisor)
 

@@ -90,7 +90,8 @@ _WRAPS_NUMBERS = frozenset(
 
 def numbers_nbytes(call: Call, common: torch.dtype) -> int:
     """Bytes of the 0-dim tensors that Python numbers become, each cast to the common dtype."""
-    wraps = f"{call.target._schema.name}.{call.target._overloadname}" in _WRAPS_NUMBERS
+    name = call.target._schema.name.removesuffix("_")  # `mul_` makes a tensor of a number as `mul` does
+    wraps = f"{name}.{call.target._overloadname}" in _WRAPS_NUMBERS and call.target._schema.name != "aten::pow_"
     nbytes = 0
     for parameter in call.target._schema.arguments:
         found = numbers_in([call[parameter.name]])
@@ -236,6 +237,14 @@ def concatenation_rule(call: Call) -> int:
 def contiguous_rule(call: Call) -> int:
     """Kernels that read contiguous memory copy the inputs that are not."""
     return sum(contiguous_copy_nbytes(t) for t in call.tensors)
+
+
+def shuffle_rule(call: Call) -> int:
+    """`channel_shuffle`: a copy of what lies neither contiguous nor with channels last."""
+    source = call["self"]
+    if source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last):
+        return 0
+    return contiguous_copy_nbytes(source)
 
 
 def copy_rule(call: Call) -> int:
