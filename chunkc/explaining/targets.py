@@ -125,7 +125,10 @@ def built_in(name: str, options: ModelOptions) -> Target:
     def build(batch_size: int | None, seq_len: int | None) -> Subject:
         with errors_of(spec.name), mode if options.mesh is None else torch.device("meta"):
             model = spec.build(
-                activation_checkpointing=options.activation_checkpointing, dtype=options.dtype, seq_len=seq_len
+                activation_checkpointing=options.activation_checkpointing,
+                blocks_are_regions=options.mesh is None,
+                dtype=options.dtype,
+                seq_len=seq_len,
             )
             if options.mesh is not None:
                 cut_layers(spec, model, options.mesh[LAYERS])

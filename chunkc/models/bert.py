@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from chunkc.models.common import (
     TextConfig,
+    blocks_runner,
     initialise,
     linear,
     merge_heads,
-    run_blocks,
     split_heads,
     token_loss,
 )
@@ -63,7 +63,7 @@ class Bert(nn.Module):
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
         assert config.max_length is not None, "a BERT has a table of positions"
-        self.activation_checkpointing = config.activation_checkpointing
+        self.run_blocks = blocks_runner(config)
         self.tokens = nn.Embedding(config.vocabulary, config.width, dtype=config.dtype)
         self.positions = nn.Embedding(config.max_length, config.width, dtype=config.dtype)
         self.token_types = nn.Embedding(config.num_token_types, config.width, dtype=config.dtype)
@@ -77,6 +77,6 @@ class Bert(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         positions = self.positions(torch.arange(ids.shape[1], device=ids.device))
         x = self.norm(self.tokens(ids) + positions + self.token_types(torch.zeros_like(ids)))
-        x = run_blocks(self.blocks, x, activation_checkpointing=self.activation_checkpointing)
+        x = self.run_blocks(self.blocks, x)
         x = self.head_norm(F.gelu(self.head(x)))
         return token_loss(F.linear(x, self.tokens.weight, self.head_bias), labels)

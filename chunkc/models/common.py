@@ -10,12 +10,14 @@ import abc
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from chunkc.torch_private.dynamo import TRACES_REGIONS_ONCE
 
 INITIAL_DEVIATION = 0.02
 """Standard deviation of weights at the start, GPT-2's and BERT's."""
@@ -31,6 +33,8 @@ class ModelConfig(abc.ABC):
         num_heads: query heads of an attention.
         dtype: of parameters and activations; losses are computed in fp32.
         activation_checkpointing: keep each block's input only, and run the block again in the backward.
+        blocks_are_regions: Dynamo traces the first block, and repeats it for those that it finds equal. With activation
+            checkpointing it traces all.
         only_dtype: the one dtype that the model can be traced in; None where any floating-point dtype does.
         has_heads_apart: whether devices can have some heads and inner features of a block each (see
             `chunkc.models.layers`).
@@ -44,6 +48,7 @@ class ModelConfig(abc.ABC):
     num_heads: int
     dtype: torch.dtype = torch.bfloat16
     activation_checkpointing: bool = False
+    blocks_are_regions: bool = False
 
     @property
     def head_width(self) -> int:
@@ -92,13 +97,41 @@ def token_ids(batch_size: int, seq_len: int, vocabulary: int, stride: int) -> Te
     return (torch.arange(batch_size * seq_len) * stride % vocabulary).view(batch_size, seq_len)
 
 
-def run_blocks(blocks: Iterable[nn.Module], x: Tensor, *others: Tensor, activation_checkpointing: bool) -> Tensor:
-    """`x` through all blocks; each block also gets `others`. No block draws random numbers."""
+class BlockLoop(Protocol):
+    """Runs blocks one after the other."""
+
+    def __call__(self, blocks: Iterable[nn.Module], x: Tensor, *others: Tensor) -> Tensor:
+        """`x` through all blocks; each block also gets `others`."""
+        ...
+
+
+def blocks_runner(config: ModelConfig) -> BlockLoop:
+    """Return how the blocks of a model run. No block draws random numbers."""
+    if config.activation_checkpointing:
+        return _run_checkpointed
+    return _run_regions if config.blocks_are_regions and TRACES_REGIONS_ONCE else _run
+
+
+def _run(blocks: Iterable[nn.Module], x: Tensor, *others: Tensor) -> Tensor:
     for block in blocks:
-        if activation_checkpointing:
-            x = checkpoint(block, x, *others, use_reentrant=False, preserve_rng_state=False)
-        else:
-            x = block(x, *others)
+        x = block(x, *others)
+    return x
+
+
+def _run_checkpointed(blocks: Iterable[nn.Module], x: Tensor, *others: Tensor) -> Tensor:
+    for block in blocks:
+        x = checkpoint(block, x, *others, use_reentrant=False, preserve_rng_state=False)
+    return x
+
+
+@torch.compiler.nested_compile_region
+def _region(block: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
+    return block(x, *others)  # the block is an argument: of a region that is a method, Dynamo reads the first one's
+
+
+def _run_regions(blocks: Iterable[nn.Module], x: Tensor, *others: Tensor) -> Tensor:
+    for block in blocks:
+        x = _region(block, x, *others)
     return x
 
 

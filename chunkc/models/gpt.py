@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from chunkc.models.common import (
     TextConfig,
+    blocks_runner,
     initialise,
     linear,
     merge_heads,
-    run_blocks,
     split_heads,
     token_loss,
 )
@@ -69,7 +69,7 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         assert config.max_length is not None, "a GPT has a table of positions"
-        self.activation_checkpointing = config.activation_checkpointing
+        self.run_blocks = blocks_runner(config)
         self.tokens = nn.Embedding(config.vocabulary, config.width, dtype=config.dtype)
         self.positions = nn.Embedding(config.max_length, config.width, dtype=config.dtype)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
@@ -78,5 +78,5 @@ class GPT(nn.Module):
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
-        x = run_blocks(self.blocks, x, activation_checkpointing=self.activation_checkpointing)
+        x = self.run_blocks(self.blocks, x)
         return token_loss(F.linear(self.norm(x), self.tokens.weight), labels)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from chunkc.models.common import (
     TextConfig,
+    blocks_runner,
     initialise,
     linear,
     merge_heads,
     rotary_angles,
     rotate,
-    run_blocks,
     split_heads,
     token_loss,
 )
@@ -105,7 +105,7 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.activation_checkpointing = config.activation_checkpointing
+        self.run_blocks = blocks_runner(config)
         self.head_width, self.rotary_base = config.head_width, config.rotary_base
         self.tokens = nn.Embedding(config.vocabulary, config.width, dtype=config.dtype)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
@@ -116,7 +116,7 @@ class Llama(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(ids)
         cosines, sines = rotary_angles(ids.shape[1], self.head_width, self.rotary_base, x)
-        x = run_blocks(self.blocks, x, cosines, sines, activation_checkpointing=self.activation_checkpointing)
+        x = self.run_blocks(self.blocks, x, cosines, sines)
         x = self.norm(x)
         logits = F.linear(x, self.tokens.weight) if self.head is None else self.head(x)
         return token_loss(logits, labels)

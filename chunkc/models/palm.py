@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from chunkc.models.common import (
     TextConfig,
+    blocks_runner,
     initialise,
     linear,
     merge_heads,
     rotary_angles,
     rotate,
-    run_blocks,
     split_heads,
     token_loss,
 )
@@ -60,7 +60,7 @@ class Palm(nn.Module):
 
     def __init__(self, config: PalmConfig) -> None:
         super().__init__()
-        self.activation_checkpointing = config.activation_checkpointing
+        self.run_blocks = blocks_runner(config)
         self.head_width = config.head_width
         self.tokens = nn.Embedding(config.vocabulary, config.width, dtype=config.dtype)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
@@ -70,5 +70,5 @@ class Palm(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.tokens(ids)
         cosines, sines = rotary_angles(ids.shape[1], self.head_width, _ROTARY_BASE, x)
-        x = run_blocks(self.blocks, x, cosines, sines, activation_checkpointing=self.activation_checkpointing)
+        x = self.run_blocks(self.blocks, x, cosines, sines)
         return token_loss(F.linear(self.norm(x), self.tokens.weight), labels)

@@ -51,6 +51,7 @@ class ModelSpec:
         self,
         *,
         activation_checkpointing: bool = False,
+        blocks_are_regions: bool = False,
         dtype: torch.dtype | None = None,
         seq_len: int | None = None,
     ) -> nn.Module:
@@ -60,6 +61,7 @@ class ModelSpec:
 
         Args:
             activation_checkpointing: keep each block's input only, and run the block again in the backward.
+            blocks_are_regions: as of a `ModelConfig`.
             dtype: of parameters and activations; None: the spec's.
             seq_len: a table of learned positions shorter than this grows to it; None changes nothing.
 
@@ -70,7 +72,10 @@ class ModelSpec:
         length = self._length(seq_len)
         if length is not None:
             config = config.for_length(length)
-        return replace(config, activation_checkpointing=activation_checkpointing).module()
+        config = replace(
+            config, activation_checkpointing=activation_checkpointing, blocks_are_regions=blocks_are_regions
+        )
+        return config.module()
 
     def example(
         self,

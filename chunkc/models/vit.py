@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from chunkc.models.common import (
     INITIAL_DEVIATION,
     ModelConfig,
+    blocks_runner,
     initialise,
     linear,
     merge_heads,
-    run_blocks,
     split_heads,
 )
 
@@ -79,7 +79,7 @@ class Vit(nn.Module):
     def __init__(self, config: VitConfig) -> None:
         super().__init__()
         assert config.image % config.patch == 0, "an image is cut into whole patches"
-        self.activation_checkpointing = config.activation_checkpointing
+        self.run_blocks = blocks_runner(config)
         self.patches = nn.Conv2d(3, config.width, config.patch, stride=config.patch, dtype=config.dtype)
         self.class_token = nn.Parameter(torch.zeros(1, 1, config.width, dtype=config.dtype))
         self.positions = nn.Parameter(torch.empty(1, config.num_tokens, config.width, dtype=config.dtype))
@@ -92,5 +92,5 @@ class Vit(nn.Module):
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat((self.class_token.expand(x.shape[0], -1, -1), x), dim=1) + self.positions
-        x = run_blocks(self.blocks, x, activation_checkpointing=self.activation_checkpointing)
+        x = self.run_blocks(self.blocks, x)
         return F.cross_entropy(self.head(self.norm(x[:, 0])).float(), labels)

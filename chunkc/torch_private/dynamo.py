@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import sys
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
@@ -50,6 +51,9 @@ ACTED_ON_BY_DYNAMO: tuple[type[Exception], ...] = (
     *exceptions_allowed_to_be_fallback,
 )
 """Exceptions of a backend by which Dynamo goes another way: it traces anew, breaks the graph, or skips the function."""
+
+TRACES_REGIONS_ONCE = importlib.util.find_spec("torch._dynamo.variables.invoke_subgraph") is not None
+"""Whether Dynamo traces a `torch.compiler.nested_compile_region` at its first call alone, as PyTorch 2.13 does."""
 
 LINEAR = torch._C._nn.linear
 """What Dynamo's graphs have for `nn.functional.linear`."""

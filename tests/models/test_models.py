@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounter
 
+import chunkc
 from chunkc.models import MODELS
 from chunkc.models.common import ModelConfig, merge_heads, rotary_angles, rotate, split_heads
 from chunkc.models.mixtral import Experts, MixtralConfig
+from chunkc.torch_private.dynamo import TRACES_REGIONS_ONCE
 
 SMALL = {"num_layers": 2, "width": 32, "num_heads": 4}
 WORDS = {"vocabulary": 50}
@@ -220,3 +222,29 @@ def test_rows_of_the_mixture_are_tokens_times_choices() -> None:
     with Watch():
         config.network()(torch.randn(2, 5, 32))  # type: ignore[attr-defined]
     assert shapes == [(20, 48), (20, 48), (20, 32)]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.skipif(not TRACES_REGIONS_ONCE, reason="this Dynamo traces every call of a region")
+@pytest.mark.parametrize("name", CHANGES)
+def test_blocks_that_are_regions_are_traced_once(name: str) -> None:
+    model, batch = made(small(name, blocks_are_regions=True, num_layers=4))
+    seen: list[tuple[int, int]] = []
+
+    def backend(gm: fx.GraphModule, inputs: object) -> object:
+        calls = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+        seen.append((len(calls), len({call.args[0].target for call in calls})))
+        return gm.forward
+
+    torch.compile(model, backend=backend, fullgraph=True)(*batch)
+    assert seen == [(4, 1)]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("name", CHANGES)
+def test_blocks_that_are_regions_are_explained_alike(name: str) -> None:
+    found = []
+    for are_regions in (False, True):
+        model, batch = made(small(name, blocks_are_regions=are_regions, num_layers=7))
+        found.append(chunkc.explain(model, *batch, hardware="rtx3090", memory_budget="1GiB"))
+    assert found[0] == found[1]

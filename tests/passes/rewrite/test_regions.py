@@ -10,7 +10,9 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc.passes.rewrite.regions import write_out_regions
+from chunkc.passes.graphs.graphs import is_compute, module_path
+from chunkc.passes.rewrite.regions import renamed_modules, write_out_regions
+from chunkc.tracing.names import GraphNames, UserNames
 
 region = torch.compiler.nested_compile_region
 
@@ -71,3 +73,25 @@ def test_models_with_regions_train(grad: bool) -> None:
         found.sum().backward()
         torch.testing.assert_close([p.grad for p in model.parameters()], list(gradients))
     assert chunkc.report(compiled).minimum_budget_nbytes
+
+
+def test_renamed_modules() -> None:
+    traced = ["", "blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.scale", "head.weight"]
+    called = ["", "blocks.3.up.weight", "blocks.3.up.bias", "blocks.3.scale", "head.weight"]
+    assert renamed_modules(traced, called) == {"blocks.0": "blocks.3"}
+    assert renamed_modules(traced, traced) == {}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_operations_are_named_after_the_modules_of_their_call() -> None:
+    model = Regions()
+    names: list[str] = []
+
+    def backend(gm: fx.GraphModule, inputs: Any) -> Any:
+        GraphNames(gm).take(inputs, UserNames.seen_from(model))
+        write_out_regions(gm)
+        names.extend(dict.fromkeys(module_path(node) for node in gm.graph.nodes if is_compute(node)))
+        return gm.forward
+
+    torch.compile(model, backend=backend)(torch.randn(4, 16))
+    assert [name for name in names if name] == ["layers.0", "layers.1", "layers.2"]
