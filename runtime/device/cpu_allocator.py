@@ -15,9 +15,11 @@ ninja needed), and stays installed until the process ends.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import re
 import shutil
+import sys
 import sysconfig
 import threading
 from collections.abc import Iterator
@@ -135,12 +137,15 @@ def _build() -> str:
         )
     # torch's cache is keyed by name, and the C++ interface may differ between versions of torch.
     name = "chunkc_cpu_allocator_" + re.sub(r"\W", "_", torch.__version__)
-    with _ninja_on_path():
+    name += f"_py{sys.version_info.major}{sys.version_info.minor}"
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()) / name
+    with _ninja_on_path(), _only_builder(folder):
         try:
             return cpp_extension.load(
                 name=name,
                 sources=[str(_SOURCE)],
                 extra_cflags=["-O2"],
+                build_directory=str(folder),
                 with_cuda=False,
                 is_python_module=False,
             )
@@ -149,6 +154,20 @@ def _build() -> str:
                 f"the extension that limits CPU memory did not build with {compiler!r}; the compiler's "
                 "output is in the error above this one"
             ) from error
+
+
+@contextmanager
+def _only_builder(folder: Path) -> Iterator[None]:
+    """Wait until no other process builds in the folder.
+
+    torch's own lock is a file that a process which was killed leaves behind, and for which all later ones wait for
+    ever. The kernel's lock ends with its process; whoever has it knows that torch's file is a dead process's.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "chunkc.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)
+        yield
 
 
 @contextmanager

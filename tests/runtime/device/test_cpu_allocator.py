@@ -264,3 +264,29 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(UnsupportedError, match="no-such-compiler"):
         cpu_allocator.install()
+
+
+@pytest.mark.second_tier
+@pytest.mark.timeout(120)
+def test_a_builder_that_was_killed_stops_nobody(tmp_path: Path) -> None:
+    """torch's lock is a file, which outlives the process that made it."""
+    script = (
+        "from pathlib import Path\n"
+        "from chunkc.runtime.device import cpu_allocator as meter\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        "load = meter.cpp_extension.load\n"
+        "def killed(**options):\n"
+        "    (Path(options['build_directory']) / 'lock').touch()\n"
+        "    raise SystemExit\n"
+        "meter.cpp_extension.load = killed\n"
+        "try:\n"
+        "    meter.install()\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "assert len(list(folder.glob('*/lock'))) == 1\n"
+        "meter.cpp_extension.load = load\n"
+        "meter.install()\n"
+        "assert not list(folder.glob('*/lock'))\n"
+    )
+    outcome = run_python(script, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    assert outcome.returncode == 0, outcome.stderr
