@@ -144,6 +144,7 @@ def compile_graph(
     owned = [p for p in parameters if p is not None]
     end_where_laid_out_otherwise(owned)
     transport = transport_of({n: p for n, p in zip(names, parameters, strict=True) if p is not None})
+    options = options if transport is None else options.over_ranks
     session = session_for(owned, options, source, device)
     join(session, transport, options)
     session.known.more_graphs_may_follow |= is_part
@@ -276,7 +277,8 @@ def choose(context: CompileContext) -> None:
         form = leanest_form(captured, context.options.activations, layout)
         needs = needs_of_step(form, session.trained, layout, external)
         num_graphs, trained = session.num_graphs + 1, session.trained | captured.trained
-        raise session.known.named(error, layout, needs, num_graphs, trained, begins=True) from None
+        activations = context.options.activations
+        raise session.known.named(error, layout, activations, needs, num_graphs, trained, begins=True) from None
 
 
 def plan_and_verify(context: CompileContext) -> None:

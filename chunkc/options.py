@@ -125,6 +125,11 @@ class Options(BaseModel):
         return self.model_copy(update={"home": self.home_kind})
 
     @property
+    def over_ranks(self) -> Options:
+        """The options as they apply to a model that ranks train together: what it saves stays, so far."""
+        return self.model_copy(update={"activations": "keep"}) if self.activations == "auto" else self
+
+    @property
     def can_skip_segmentation(self) -> bool:
         """Whether a graph may be compiled whole: it would save all that it has, and read that at once."""
         return self.whole_graph == "auto" and self.activations not in ("offload", "rerun")

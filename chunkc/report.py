@@ -26,7 +26,7 @@ class Report:
         unplanned_nbytes: those tensors' bytes in the run of the measured peak.
         minimum_budget_nbytes: the smallest budget that works for all graphs compiled so far, in segments where that
             takes less; an upper bound of it for a graph that Inductor has compiled whole.
-        home_nbytes: bytes of home memory.
+        home_nbytes: bytes of home memory, with those of saved values that are offloaded.
         measured_with_home_nbytes: the measured peak of compute tier and home, counting home bytes in use at the time.
             With several processes and a home in RAM, it is less than the sum of both peaks: gradients take no home
             memory while a model has none.
@@ -136,7 +136,7 @@ def _report(session: Session) -> Report:
         predicted_peak_nbytes=session.records.predicted_peak_nbytes,
         measured_peak_nbytes=session.records.peak_nbytes,
         minimum_budget_nbytes=session.minimum_nbytes,
-        home_nbytes=store.arena.nbytes,
+        home_nbytes=store.arena.nbytes + session.saved_room.nbytes,
         chunk_size_nbytes=store.layout.chunk_nbytes,
         num_chunks=len(store.layout.groups),
         num_resident_chunks=len(store.resident),

@@ -36,7 +36,8 @@ def mlp() -> nn.Module:
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
     torch._dynamo.reset()
-    options = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never"} | options
+    fixed = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
+    options = fixed | options
     return torch.compile(model, backend="chunkc", options=options)
 
 

@@ -50,6 +50,7 @@ def _by_default(model: nn.Module) -> nn.Module:
 
 def _by_chunkc(column: Column, budget_nbytes: int) -> Callable[[nn.Module], nn.Module]:
     options = {"memory_budget": budget_nbytes, "codegen": column.codegen, "whole_graph": "never"}
+    options["activations"] = "keep"
     return lambda model: torch.compile(model, backend="chunkc", options=options)  # type: ignore[return-value]
 
 

@@ -184,6 +184,7 @@ def _by_chunkc(subject: Subject, column: Column, *, smallest_only: bool) -> Valu
 
 def _in_budget(subject: Subject, column: Column, budget_nbytes: int) -> Values | None:
     options = {"memory_budget": budget_nbytes, "codegen": column.codegen, "whole_graph": "never"}
+    options["activations"] = "keep"
 
     def compile_it(model: nn.Module) -> nn.Module:
         return torch.compile(model, backend="chunkc", options=options)  # type: ignore[return-value]

@@ -91,6 +91,7 @@ def run(spec: RunSpec, emit: Emit) -> None:
             "memory_budget": spec.memory_budget_nbytes,
             "home": spec.home,
             "whole_graph": "never",
+            "activations": "keep",
         }
         compiled = torch.compile(model, backend="chunkc", options=options)
         optimizer = _adamw(chunkc.optim.AdamW, model, spec)

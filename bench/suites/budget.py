@@ -317,7 +317,7 @@ def spec_of(
 ) -> SubjectSpec:
     """A system that is held to `limit_nbytes`; `options` are further ones of chunkc's."""
     is_held = device == "cuda" or system not in (FSDP2, DEEPSPEED)
-    own = {"memory_budget": plan_budget(device, limit_nbytes), "codegen": codegen, **options}
+    own = {"memory_budget": plan_budget(device, limit_nbytes), "codegen": codegen, "activations": "keep", **options}
     return SubjectSpec(
         model,
         batch_size,

@@ -60,7 +60,8 @@ def run(context: Context) -> Iterator[Section]:
 
 def _section(context: Context, size: Size, case: str, home: str | None, cache: Path, advance: Progress) -> Section:
     model, batch_size = SIZES[size.name]
-    options: dict[str, Any] = {"whole_graph": "never", "codegen": size.codegen, "memory_budget": 2**40}
+    options: dict[str, Any] = {"whole_graph": "never", "codegen": size.codegen, "activations": "keep"}
+    options["memory_budget"] = 2**40
     if home is not None:
         options |= {"memory_budget": size.budget_nbytes, "home": home}
     spec = SubjectSpec(model, batch_size, CHUNKC, options, is_placed=home is not None)

@@ -77,6 +77,7 @@ def _section(context: Context, size: Size, home: str, cache: Path, advance: Prog
 
     def spec(budget_nbytes: int, *, is_limited: bool = True) -> SubjectSpec:
         options = {"memory_budget": budget_nbytes, "home": home, "whole_graph": "never", "codegen": size.codegen}
+        options["activations"] = "keep"
         limit_nbytes = budget_nbytes if is_limited else None
         return SubjectSpec(
             model, batch_size, CHUNKC, options, is_metered=True, is_placed=True, limit_nbytes=limit_nbytes

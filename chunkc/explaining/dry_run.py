@@ -99,7 +99,7 @@ class Training:
     updates: Updates
     home: str
     hardware: Hardware
-    activations: Activations = "keep"
+    activations: Activations
 
     def updated_in_backward(
         self, planner_state: PlannerState, groups: Collection[int], present: Set[str] = frozenset()

@@ -139,6 +139,7 @@ def explain(
     hardware = hardware or own_hardware or "cpu"
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     machine = with_ranks(machine, world_size, mesh)
+    options = options_on(machine, options)
     show = show or (lambda what: None)
     show("tracing the model")
     dynamic = has_dynamic_dimensions((args, kwargs))
@@ -179,8 +180,8 @@ def minimum_budget(
     those of the optimizer in `choice`."""
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
     form = {"codegen": codegen, "activations": activations, "loss_tile_rows": loss_tile_rows, "strict": strict}
-    options = parse_options({**asked, **form})
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
+    options = options_on(machine, parse_options({**asked, **form}))
     chosen = choice.of(model)
     formats_of = chosen.state_format_of
     step = step_on(machine, model, args, kwargs, options, state_format_of=formats_of, zero_stage=zero_stage)
@@ -256,6 +257,11 @@ def step_on(
             "models in one graph: leave the marks out, and explain each size for itself"
         )
     return on_hardware(hardware, step, options, zero_stage)
+
+
+def options_on(hardware: Hardware, options: Options) -> Options:
+    """Return the options as they apply on the hardware: to one process, or to ranks that train together."""
+    return options if hardware.num_devices == 1 else options.over_ranks
 
 
 def on_hardware(hardware: Hardware, step: OfflineStep, options: Options, zero_stage: ZeroStage | None) -> OfflineStep:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from chunkc.explaining.explain import budget_of, step_on, training_in
+from chunkc.explaining.explain import budget_of, options_on, step_on, training_in
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.explaining.updates import Updates
@@ -58,7 +58,7 @@ class SizedStep:
     templates: Templates
     layout: ChunkLayout
     lines: Mapping[sympy.Symbol, Line]
-    activations: Activations = "keep"
+    activations: Activations
 
     def minimum_nbytes(self, size: int) -> int | None:
         """Return the smallest budget that works, in bytes; None if this size makes another graph.
@@ -130,6 +130,7 @@ def _capture(
     Raises:
         UnsupportedError: as `Scaling`.
     """
+    options = options_on(hardware, options)
     model, args, kwargs = build(traced_size)
     other_model, *other = build(traced_size + 1)
     if _layouts(model) != _layouts(other_model):

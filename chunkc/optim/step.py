@@ -143,8 +143,9 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
         try:
             decision = decide(planner_state, UpdateDue(in_order, external_nbytes, num_stages, transient))
         except BudgetError as error:
+            now = planner_state
             raise session.known.named(
-                error, planner_state.layout, Needs(), planner_state.num_graphs, planner_state.trained
+                error, now.layout, now.activations, Needs(), now.num_graphs, now.trained
             ) from None
         if decision.request is None:
             stay(session, decision.planner_state)

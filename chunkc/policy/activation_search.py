@@ -58,6 +58,15 @@ def activation_plans(captured: Captured, activations: Activations, layout: Chunk
     return tuple(dict.fromkeys((KEEP_ALL, least) if activations == "keep" else (least,)))
 
 
+def may_keep(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> bool:
+    """Whether a graph may keep saved values. One of several may if the model's other graphs could do the same: these
+    come later, and have only the room that is left."""
+    if captured.graph_fraction == 1:
+        return True
+    needed = fixed_nbytes(layout, frozenset()) + needed_nbytes(profile(captured, layout).passes, layout)
+    return needed + captured.other_graphs_nbytes <= budget_nbytes
+
+
 # --- some values offloaded, some recomputed, and residents in the room that this leaves ---
 
 
@@ -117,11 +126,8 @@ class SearchSpace:
 
     @cached_property
     def may_keep(self) -> bool:
-        """Whether the graph may keep saved values. One of several may if the model's other graphs could do the same:
-        these come later, and have only the room that is left."""
-        captured, kept = self._captured, profile(self._captured, self._layout).passes
-        needed = fixed_nbytes(self._layout, frozenset()) + needed_nbytes(kept, self._layout)
-        return captured.graph_fraction == 1 or needed + captured.other_graphs_nbytes <= self._whole_budget_nbytes
+        """Whether the graph may keep saved values (see `may_keep`)."""
+        return may_keep(self._captured, self._layout, self._whole_budget_nbytes)
 
     def _most_resident(self, needed: Callable[[frozenset[int]], int]) -> int:
         """Return how many groups can be resident, given the bytes that the graph needs in addition to them."""

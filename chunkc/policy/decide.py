@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import overload
 
 from chunkc.ir.errors import BudgetError
+from chunkc.ir.items import KEEP_ALL, ActivationPlan
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.passes.planning.residency import (
@@ -36,7 +37,7 @@ from chunkc.passes.planning.residency import (
     remaining_residents,
 )
 from chunkc.passes.planning.updates import check_update, remaining_replicated_in_update, remaining_residents_in_update
-from chunkc.policy.activation_search import SearchSpace, activation_plans, first_or_quickest, leanest_form
+from chunkc.policy.activation_search import SearchSpace, activation_plans, first_or_quickest, may_keep
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.first_fit import first_that_fits
 from chunkc.policy.state import (
@@ -94,8 +95,6 @@ def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
     allowed = now.resident | (frozenset(group.index for group in new) - layout.cut)
     may_replicate = now.layout.replicated_by_choice.union(group.index for group in new if group.may_replicate)
     all_may_be_resident = len(allowed) == len(layout.groups)
-    least = profile(leanest_form(captured, now.activations, layout), layout).all
-    check_minimum(least, layout, now.budget_nbytes, 0, all_may_be_resident=all_may_be_resident)
     after = replace(now, layout=layout, num_graphs=now.num_graphs + 1, trained=now.trained | captured.trained)
 
     # A group with a parameter that gets no gradient here is not updated in this backward, and keeps the others'
@@ -170,7 +169,8 @@ def _choose_activations(
     allowed: frozenset[int],
     decision: Callable[[PhaseContext], StepDecision],
 ) -> StepDecision:
-    """Decide with the first activation plan that fits, or under "auto" with the quickest.
+    """Decide with the first activation plan that fits, or under "auto" with the quickest: where all values can be kept
+    and all groups can be resident, that is known without a search.
 
     Args:
         allowed: groups that may be resident.
@@ -179,6 +179,12 @@ def _choose_activations(
     if context.activation_plan is not None:
         return decision(context)
     layout, hardware, space = replace(now.layout, transient=context.transient), now.hardware, None
+    kept: StepDecision | None = None
+    if now.activations == "auto" and may_keep(captured, layout, now.budget_nbytes):
+        with suppress(BudgetError):
+            kept = decision(replace(context, activation_plan=KEEP_ALL))
+            if kept.planner_state.resident == allowed:  # no other plan can be quicker: none is made
+                return kept
     if now.activations == "auto" and hardware is not None:
         sizes, with_shadow_copies = (now.budget_nbytes, external_nbytes), bool(context.undoable)
         consumed = frozenset(group for group, _ in context.updates) - context.undoable - layout.cut
@@ -186,9 +192,14 @@ def _choose_activations(
             captured, layout, allowed, *sizes, hardware, consumed=consumed, with_shadow_copies=with_shadow_copies
         )
 
-    def seconds(decided: StepDecision, most_s: float) -> float:
+    def decided(activation_plan: ActivationPlan) -> StepDecision:
+        if kept is not None and not activation_plan:
+            return kept
+        return decision(replace(context, activation_plan=activation_plan))
+
+    def seconds(found: StepDecision, most_s: float) -> float:
         assert hardware is not None
-        request, resident = decided.request, decided.planner_state.resident
+        request, resident = found.request, found.planner_state.resident
         form, room_nbytes = request.context.applied_to(captured), now.budget_nbytes - request.external_nbytes
         planned, updates, undoable = request.planner_state.layout, dict(context.updates), context.undoable
         return step_s(form, planned, resident, hardware, room_nbytes, updates, most_s, undoable=undoable)
@@ -196,9 +207,9 @@ def _choose_activations(
     return first_or_quickest(
         activation_plans(captured, now.activations, layout),
         space,
-        lambda activation_plan: decision(replace(context, activation_plan=activation_plan)),
+        decided,
         seconds,
-        lambda decided: decided.planner_state.resident,
+        lambda found: found.planner_state.resident,
     )
 
 

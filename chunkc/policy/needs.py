@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.ir.program import BACKWARD, FORWARD
+from chunkc.options import Activations
 from chunkc.passes.planning.residency import everything, fixed_nbytes, needed_nbytes
 from chunkc.passes.planning.updates import smallest_tiles, update_positions
+from chunkc.policy.activation_search import leanest_form
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.state import PhaseContext
 
@@ -96,33 +98,56 @@ class ExternalBytes:
 class StepNeeds:
     """The most that a step has needed so far, in its form and in segments.
 
+    Runs are only noted as they happen: what a step needs at least, with its leanest activation plan, takes a search,
+    which is made when somebody asks.
+
     Attributes:
         whole: the step is not cut into segments; in segments it may need less.
     """
 
-    def __init__(self, in_segments: Callable[[], Captured] | None = None) -> None:
-        """Begin without needs. `in_segments`: describes a whole step cut into segments."""
-        self.most = Needs()
-        self.whole = in_segments is not None
-        self._in_segments = in_segments
-        self._runs: dict[tuple[str, PhaseContext], int] = {}
+    def __init__(self, captured: Captured | None = None, in_segments: Callable[[], Captured] | None = None) -> None:
+        """Begin without needs.
 
-    def ran(self, phase: str, context: PhaseContext, external_nbytes: int) -> None:
-        """Record a run of a phase, with its context and external bytes."""
-        self._runs[phase, context] = max(external_nbytes, self._runs.get((phase, context), 0))
+        Args:
+            captured: the step's graph; None: all needs are added by hand.
+            in_segments: describes a whole step cut into segments.
+        """
+        self.whole = in_segments is not None
+        self._added = Needs()
+        self._captured, self._in_segments = captured, in_segments
+        self._runs: dict[tuple[str, PhaseContext, frozenset[int]], int] = {}
+
+    def add(self, needs: Needs) -> None:
+        """Add needs that are no run's of the graph."""
+        self._added |= needs
+
+    def ran(self, phase: str, context: PhaseContext, transient: frozenset[int], external_nbytes: int) -> None:
+        """Record a run of a phase, with its context, the groups that its plan has as transient, and external bytes."""
+        key = phase, replace(context, activation_plan=None), transient
+        self._runs[key] = max(external_nbytes, self._runs.get(key, 0))
 
     def has_run(self, phase: str) -> bool:
-        return any(ran == phase for ran, _ in self._runs)
+        return any(ran == phase for ran, _, _ in self._runs)
 
-    def least(self, layout: ChunkLayout) -> Needs:
+    def most(self, layout: ChunkLayout, activations: Activations) -> Needs:
+        """Return the most that the runs need, in the step's form."""
+        return self._added if self._captured is None else self._added | self._of(self._captured, layout, activations)
+
+    def least(self, layout: ChunkLayout, activations: Activations) -> Needs:
         """Return the most that the runs need, in the form that takes less: a step is whole only where nothing moves."""
+        most = self.most(layout, activations)
         if self._in_segments is None:
-            return self.most
-        in_segments, needs = self._in_segments(), Needs()
-        for (phase, context), external_nbytes in self._runs.items():
-            step = profile(context.applied_to(in_segments), layout)
+            return most
+        needs = self._of(self._in_segments(), layout, activations)
+        return Needs(needs.moving_nbytes, min(needs.all_resident_nbytes, most.all_resident_nbytes))
+
+    def _of(self, captured: Captured, layout: ChunkLayout, activations: Activations) -> Needs:
+        """Return the most that the runs need in a form of the graph, with its leanest activation plan."""
+        leanest, needs = leanest_form(captured, activations, layout), Needs()
+        for (phase, context, transient), external_nbytes in self._runs.items():
+            step = profile(context.applied_to(leanest), replace(layout, transient=transient))
             needs |= Needs.of(step.forward if phase == FORWARD else step.backward, layout, external_nbytes)
-        return Needs(needs.moving_nbytes, min(needs.all_resident_nbytes, self.most.all_resident_nbytes))
+        return needs
 
 
 class SessionNeeds:
@@ -137,22 +162,22 @@ class SessionNeeds:
         self._steps: weakref.WeakSet[StepNeeds] = weakref.WeakSet()
         self._named_nbytes = 0
 
-    def note(self, step: StepNeeds, needs: Needs) -> None:
-        """Add to the needs of a step, which counts from now on."""
-        step.most |= needs
+    def note(self, step: StepNeeds) -> None:
+        """Let a step count from now on."""
         self._steps.add(step)
 
-    def minimum_nbytes(self, layout: ChunkLayout) -> int:
+    def minimum_nbytes(self, layout: ChunkLayout, activations: Activations) -> int:
         """Return the smallest budget that works for all steps so far, and no less than an error has named."""
         needs = Needs()
         for step in self._steps:
-            needs |= step.least(layout)
+            needs |= step.least(layout, activations)
         return max(self._named_nbytes, needs.minimum_nbytes(layout) if needs != Needs() else 0)
 
     def named(
         self,
         error: BudgetError,
         layout: ChunkLayout,
+        activations: Activations,
         needs: Needs,
         num_graphs: int,
         trained: Collection[str],
@@ -168,7 +193,8 @@ class SessionNeeds:
             begins: a forward lacks room.
         """
         for step in self._steps:
-            needs |= Needs(0, step.most.all_resident_nbytes) if step.whole else step.most
+            most = step.most(layout, activations)
+            needs |= Needs(0, most.all_resident_nbytes) if step.whole else most
         self._named_nbytes = max(self._named_nbytes, error.minimum_nbytes, needs.minimum_nbytes(layout))
         evaluates = not trained and any(spec.trainable for spec in layout.specs().values())
         grown = begins and any(step.has_run(BACKWARD) for step in self._steps)

@@ -18,9 +18,9 @@ from chunkc.ir.items import KEEP_ALL
 from chunkc.ir.plan import Plan
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.policy.activation_search import leanest_form
-from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import decide
-from chunkc.policy.needs import ExternalBytes, Needs, StepNeeds, needs_of_step, update_needs
+from chunkc.policy.needs import ExternalBytes, StepNeeds, needs_of_step, update_needs
 from chunkc.policy.plans import step_plan
 from chunkc.policy.state import (
     EMPTY_CONTEXT,
@@ -63,13 +63,11 @@ class PlannedPhase:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step under the requested plan, with `external_nbytes` of external values; `needs`: of each phase, without
-    these."""
+    """A step under the requested plan, with `external_nbytes` of external values."""
 
     request: StepRequest
     plan: Plan
     phases: Mapping[str, PlannedPhase]
-    needs: Mapping[str, Needs]
     external_nbytes: int
 
 
@@ -84,13 +82,7 @@ def planned_step(session: Session, captured: Captured, request: StepRequest) -> 
     log_plan(made.plan, made.graphs)
     runs = {name: segment.run for name, segment in captured.segments.items()}
     phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in made.graphs.items()}
-    layout = request.planner_state.layout
-    leanest = replace(request.context, activation_plan=None).applied_to(
-        leanest_form(captured, options.activations, layout)
-    )
-    step = profile(leanest, layout)
-    needs = {FORWARD: Needs.of(step.forward, layout), BACKWARD: Needs.of(step.backward, layout)}
-    return PlannedStep(request, made.plan, phases, needs, request.external_nbytes)
+    return PlannedStep(request, made.plan, phases, request.external_nbytes)
 
 
 def plan_key(session: Session, key: Key) -> Key:
@@ -118,7 +110,8 @@ class CompiledGraph:
         self._noted_update = StepNeeds()
         layout, always_nbytes = self.session.store.layout, self.session.live.constants_nbytes()
         needs = update_needs(self.captured, self.captured.trained, layout).plus(always_nbytes)
-        self.session.known.note(self._noted_update, needs)
+        self._noted_update.add(needs)
+        self.session.known.note(self._noted_update)
         used = {name for program in self.captured.programs.values() for name in program.parameters.values()}
         self._all_names = frozenset(used | self.captured.trained)
         self._names = sorted(self._all_names)
@@ -252,7 +245,8 @@ class CompiledGraph:
         planned_form = context.applied_to(form if context.activation_plan is None else in_segments)
         needs = needs_of_step(planned_form, planner_state.trained, planner_state.layout, external)
         num_graphs, trained, begins = planner_state.num_graphs, planner_state.trained, phase == FORWARD
-        return self.session.known.named(error, planner_state.layout, needs, num_graphs, trained, begins=begins)
+        layout, activations = planner_state.layout, planner_state.activations
+        return self.session.known.named(error, layout, activations, needs, num_graphs, trained, begins=begins)
 
     # --- running ---
 
@@ -453,8 +447,9 @@ class CompiledGraph:
         """
         session = self.session
         for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
-            session.known.note(step.noted, planned.needs[due].plus(planned.external_nbytes))
-            step.noted.ran(due, planned.request.context, planned.external_nbytes)
+            request = planned.request
+            step.noted.ran(due, request.context, request.planner_state.layout.transient, planned.external_nbytes)
+        session.known.note(step.noted)
         present = session.resident_gradients()
         plan = planned.plan.beginning_with(present).with_less_external(gone_nbytes)
         part = next(part for part in plan.phases if part.phase == phase)

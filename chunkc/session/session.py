@@ -272,7 +272,7 @@ class Session:
     @property
     def minimum_nbytes(self) -> int:
         """The smallest budget that fits every graph compiled so far, with the external bytes of their runs."""
-        return self.known.minimum_nbytes(self.store.layout)
+        return self.known.minimum_nbytes(self.store.layout, self.options.activations)
 
     def note_estimates(self, calls: Iterable[EstimatedOperator]) -> tuple[EstimatedOperator, ...]:
         """Keep the operators with a guess for their scratch memory. Return those that are new."""

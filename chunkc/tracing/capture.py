@@ -140,7 +140,6 @@ def capture_graph(
         num_outputs=len(returned(gm.graph)),
         codegen=codegen,
         loss_tile_rows=loss_tile_rows,
-        repeatable=repeatable,
     )
     capture, wrappers = TracedGraphs(may_repeat=repeatable), _wrapper_inputs(gm, inputs)
     (gm,) = passes.run(passes.DYNAMO, (gm,), context)

@@ -35,8 +35,8 @@ from chunkc.passes.rewrite.runner import C, Graphs, Pass, disabled, run_passes
 from chunkc.passes.rewrite.unrolling import NotAlike, unroll
 from chunkc.passes.segments.cuts import (
     clone_parameter_views,
-    copy_changing,
     materialise_returned_placeholders,
+    with_copies_of_changing,
     with_dropouts_from_masks,
 )
 from chunkc.torch_private.aot import LazyGraphModule
@@ -58,7 +58,7 @@ class TraceContext:
         parameter_names: per input of Dynamo's graph, the parameter's name; None for an input that is none.
         without_gradient: per input, whether it is a parameter or buffer of a module and needs no gradient.
         num_outputs: of Dynamo's graph.
-        codegen, loss_tile_rows, repeatable: as in `capture_graph`.
+        codegen, loss_tile_rows: as in `capture_graph`.
         repeats: equal blocks, most of which the graph that AOTAutograd traces leaves out; None: it has all.
         new_buffers, num_user_outputs: as of `TracedGraphs`.
         whole_losses: why losses stay whole that should be tiled, as `loss_tiles` found.
@@ -69,7 +69,6 @@ class TraceContext:
     num_outputs: int
     codegen: str
     loss_tile_rows: int | None
-    repeatable: bool
     repeats: Repeats | None = None
     new_buffers: tuple[int, ...] = ()
     num_user_outputs: int | None = None
@@ -100,8 +99,8 @@ class CutContext:
     """The inputs of passes over phases that are cut into segments next, besides the phases, and their findings.
 
     Attributes:
-        by_placeholder, num_user_outputs: as of `TracedGraphs`.
-        repeats_operators: whether a backward may repeat operations of the forward.
+        by_placeholder, num_user_outputs, new_buffers, may_repeat: as of `TracedGraphs`.
+        repeats_operators: whether a backward may repeat single operations of the forward.
         read_as: parameters that the phases read as casts -> the kind of their chunks, as `casts` found.
     """
 
@@ -109,6 +108,8 @@ class CutContext:
     num_user_outputs: int | None
     layout: ChunkLayout
     repeats_operators: bool
+    may_repeat: bool = False
+    new_buffers: tuple[int, ...] = ()
     read_as: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -221,12 +222,6 @@ def _copy_parameter_views(graphs: Graphs, context: TraceContext) -> Graphs:
     return graphs
 
 
-def _copy_changing(graphs: Graphs, context: TraceContext) -> Graphs:
-    if context.repeatable and len(graphs) > 1:
-        copy_changing(graphs[0].graph, context.new_buffers)
-    return graphs
-
-
 def _complete_random_states(graphs: Graphs, context: TraceContext) -> Graphs:
     fix_lengths_of_random_states(graphs[0].graph)
     for module in graphs[1:]:
@@ -240,6 +235,12 @@ def _read_casts(graphs: Graphs, context: CutContext) -> Graphs:
         return graphs
     given = [place for place, name in context.by_placeholder.items() if name in context.read_as]
     return tuple(with_casts_given(module, given) for module in graphs)
+
+
+def _copy_changing(graphs: Graphs, context: CutContext) -> Graphs:
+    if not (context.may_repeat and context.new_buffers and len(graphs) > 1):
+        return graphs
+    return with_copies_of_changing(graphs[0], context.new_buffers), *graphs[1:]
 
 
 def _dropouts_from_masks(graphs: Graphs, context: CutContext) -> Graphs:
@@ -287,7 +288,6 @@ TRACED: tuple[Pass[TraceContext], ...] = (
     Pass("collective_waits", _wait_at_once, required="a collective and its wait are one segment"),
     Pass("gradient_copies", _copy_gradients, required="a gradient has a chunk of its own, and may be no input"),
     Pass("parameter_view_copies", _copy_parameter_views, required="no view of a slot may cross a cut"),
-    Pass("changing_copies", _copy_changing, required="a repeated operation must read what it has read before"),
     Pass("random_states", _complete_random_states, required="bytes are counted off the values that it notes"),
 )
 """Passes over the forward and the backward that AOTAutograd returns."""
@@ -295,6 +295,7 @@ TRACED: tuple[Pass[TraceContext], ...] = (
 CUT: tuple[Pass[CutContext], ...] = (
     # In any order.
     Pass("casts", _read_casts),
+    Pass("changing_copies", _copy_changing, required="a repeated operation must read what it has read before"),
     Pass("dropout_masks", _dropouts_from_masks),
 )
 """Passes over phases that are cut into segments next; not over a graph that is compiled whole."""

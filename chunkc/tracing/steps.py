@@ -63,7 +63,7 @@ class SizedStep:
     agreed: Recent[tuple[str, ...], SizedStep] = field(default_factory=lambda: Recent(MAX_AGREED))
 
     def __post_init__(self, described_in_segments: Callable[[], Captured] | None) -> None:
-        self.noted = StepNeeds(described_in_segments)
+        self.noted = StepNeeds(self.captured, described_in_segments)
 
     @property
     def captured(self) -> Captured:
@@ -76,7 +76,7 @@ class SizedStep:
             self.forms, self.admitted = Forms(captured), None
             self.plans = Recent(MAX_PLANS)
             self.history = None
-            self.noted = StepNeeds()
+            self.noted = StepNeeds(captured)
 
     def begin_anew(self, history: str) -> None:
         """Forget all plans."""

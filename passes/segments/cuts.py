@@ -38,7 +38,7 @@ RUN_BY_ATEN = frozenset({torch.ops.aten.embedding_dense_backward.default})
 additions, in an order, and so with a rounding, that varies from run to run; ATen's kernel always adds in one order."""
 
 _OF_CHANGING = "copy_of_changing"
-"""Mark of the copies that `copy_changing` makes: they are a segment of their own, which is not repeated."""
+"""Mark of the copies that `with_copies_of_changing` makes: they are a segment of their own, which is not repeated."""
 
 
 def runs_by_aten(node: fx.Node) -> bool:
@@ -84,12 +84,13 @@ def _clone_chain(graph: fx.Graph, view: fx.Node, views: Sequence[fx.Node], befor
     return copy(view)
 
 
-def copy_changing(graph: fx.Graph, places: Sequence[int]) -> None:
+def with_copies_of_changing(module: fx.GraphModule, places: Sequence[int]) -> fx.GraphModule:
     """Let operations read copies of inputs that the graph itself changes; all copies are made first.
 
     Then the readers of such an input, such as a batch norm of its running mean, may be repeated in the backward: they
     read the same values.
     """
+    graph = copy_of(module.graph)
     inputs = placeholders(graph)
     read = [node for node in map(inputs.__getitem__, places) if any(map(is_compute, node.users))]
     with graph.inserting_after(inputs[-1]):
@@ -98,6 +99,7 @@ def copy_changing(graph: fx.Graph, places: Sequence[int]) -> None:
             copy.meta |= {"val": torch.empty_like(node.meta["val"]), _OF_CHANGING: True}
             for user in [user for user in node.users if user is not copy and is_compute(user)]:
                 user.replace_input_with(node, copy)
+    return LazyGraphModule(module, graph)
 
 
 def with_dropouts_from_masks(module: fx.GraphModule) -> fx.GraphModule:

@@ -61,7 +61,7 @@ def test_new_shapes_are_planned_and_not_compiled(
     )
     plans = counted(monkeypatch, graph, "step_plan")
     model, plain = two_models()
-    options = {"codegen": "eager", "memory_budget": budget, "whole_graph": whole_graph}
+    options = {"codegen": "eager", "memory_budget": budget, "whole_graph": whole_graph, "activations": "keep"}
     call = torch.compile(model, backend="chunkc", options=options)
     after_two = 0
     for index, num_rows in enumerate((4, 6, 3, 8, 6, 5, 2, 7, 13 if budget == HUGE else 9, 3)):
@@ -84,7 +84,9 @@ def test_new_shapes_are_planned_and_not_compiled(
 
 def test_forwards_of_several_shapes_before_their_backwards() -> None:
     model, plain = two_models()
-    call = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": 4_000_000})
+    call = torch.compile(
+        model, backend="chunkc", options={"codegen": "eager", "memory_budget": 4_000_000, "activations": "keep"}
+    )
     for _ in range(2):
         for module in (call, plain):
             losses = [module(rows(n)) for n in (4, 6, 3)]
@@ -110,7 +112,7 @@ def test_a_shape_that_does_not_fit_raises_and_changes_nothing() -> None:
 def test_residents_make_room_for_a_larger_shape() -> None:
     """What stayed for small batches moves home where a large one needs the room, and results stay the same bits."""
     model, plain = two_models()
-    options = {"codegen": "eager", "memory_budget": 3_600_000}
+    options = {"codegen": "eager", "memory_budget": 3_600_000, "activations": "keep"}
     call = torch.compile(model, backend="chunkc", options=options)
     residents = []
     for num_rows in (3, 4, 20, 3):

@@ -48,7 +48,7 @@ def train(codegen: str, budget_nbytes: int, *, keeping: bool) -> tuple[list[tupl
     torch.manual_seed(0)
     foreign_nbytes = cpu_allocator.current_nbytes()
     model = Stack()
-    options = {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "auto"}
+    options = {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "auto", "activations": "keep"}
     call = torch.compile(model, backend="chunkc", options=options)
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
     steps, results, kept = [], [], []

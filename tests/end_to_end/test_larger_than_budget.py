@@ -80,7 +80,7 @@ torch.manual_seed(0)
 home = "disk:" + directory
 model = chunkc.place(Deep(), home=home)
 budget = 16 * sum(p.numel() for p in model.parameters()) // 3
-options = {"memory_budget": budget, "home": home, "codegen": codegen, "whole_graph": "never"}
+options = {"memory_budget": budget, "home": home, "codegen": codegen, "whole_graph": "never", "activations": "keep"}
 compiled = torch.compile(model, backend="chunkc", options=options)
 optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
 readings, losses, leaked = [], [], []

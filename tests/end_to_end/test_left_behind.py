@@ -37,6 +37,7 @@ class Stack(nn.Module):
 directory, ending = sys.argv[1:]
 model = chunkc.place(Stack(), home="disk:" + directory)
 options = {"memory_budget": 200_000, "home": "disk:" + directory, "codegen": "eager", "whole_graph": "never"}
+options["activations"] = "keep"
 compiled = torch.compile(model, backend="chunkc", options=options)
 optimizer = chunkc.optim.AdamW(model.parameters())
 for _ in range(2):

@@ -95,7 +95,7 @@ def recorded(*modules: Any) -> Iterator[Recording]:
 
 
 def options_of(budget_nbytes: int, whole_graph: str) -> dict[str, Any]:
-    return {"codegen": "eager", "memory_budget": budget_nbytes, "whole_graph": whole_graph}
+    return {"codegen": "eager", "memory_budget": budget_nbytes, "whole_graph": whole_graph, "activations": "keep"}
 
 
 def trained(name: str, options: dict[str, Any]) -> tuple[Recording, list[Request], Session]:

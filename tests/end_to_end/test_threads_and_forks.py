@@ -235,7 +235,7 @@ def test_threads_train_models_that_share_a_session(short_switch_interval: None, 
     results = []
     for together in (False, True):
         torch._dynamo.reset()
-        options = {"memory_budget": 700_000, "codegen": "eager", "whole_graph": "never"}
+        options = {"memory_budget": 700_000, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
         models = [build(seed) for seed in range(3)]
         compiled = [torch.compile(model, backend="chunkc", options=options) for model in models]
         seen: dict = {}

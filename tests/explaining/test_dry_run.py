@@ -66,7 +66,7 @@ MODELS = {
 
 @cache
 def captured(name: str, whole_graph: str) -> tuple[OfflineStep, PredictedStep]:
-    options = parse_options({"codegen": "eager", "whole_graph": whole_graph})
+    options = parse_options({"codegen": "eager", "whole_graph": whole_graph, "activations": "keep"})
     model, inputs = MODELS[name]()
     step = step_on(CPU, model, (), inputs, options)
     return step, PredictedStep(step, options, training_in(CPU, step.graphs), Updates())

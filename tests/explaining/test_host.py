@@ -19,7 +19,7 @@ def explain(**options: object) -> tuple[Explanation, HostNeeds]:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_LAYERS)), nn.Flatten(0))
         x = torch.ones(4, WIDTH)
-    found = chunkc.explain(model, x, memory_budget="2MiB", chunk_size="256KiB", **options)
+    found = chunkc.explain(model, x, memory_budget="2MiB", chunk_size="256KiB", activations="keep", **options)
     assert found.host is not None
     return found, found.host
 

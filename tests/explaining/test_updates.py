@@ -27,7 +27,7 @@ def explained(
     with torch.device("meta"):
         model, x = Stack(6, width=1024, bias=False), torch.empty(4096, 1024)
     return chunkc.explain(
-        model, x, memory_budget=memory_budget, hardware=hardware, whole_graph="never",
+        model, x, memory_budget=memory_budget, hardware=hardware, whole_graph="never", activations="keep",
         update_on=update_on, overlap=overlap, **options,
     )  # fmt: skip
 

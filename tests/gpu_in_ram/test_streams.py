@@ -57,7 +57,7 @@ def compiled_model(budget_nbytes: int) -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
     model = chunkc.place(nn.Sequential(*layers), device="cuda")
-    options = {"memory_budget": budget_nbytes, "codegen": "eager", "whole_graph": "never"}
+    options = {"memory_budget": budget_nbytes, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
     return torch.compile(model, backend="chunkc", options=options)  # type: ignore[return-value]
 
 

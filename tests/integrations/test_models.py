@@ -163,7 +163,7 @@ def test_trains_and_answers_as_plain_pytorch(name: str) -> None:
     def run(budget: int) -> tuple[nn.Module, list[Any]]:
         torch._dynamo.reset()
         model = chunkc.place(built(MODELS[name]))
-        options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"}
+        options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
         compiled = torch.compile(model, backend="chunkc", options=options)
         with limited(budget):
             return model, trained(model, compiled, chunkc.optim.AdamW, (8, 8, 8))
@@ -220,7 +220,7 @@ def test_lengths_that_vary() -> None:
     def run(budget: int) -> list[Any]:
         torch._dynamo.reset()
         model = chunkc.place(built(Attention))
-        options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"}
+        options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
         compiled = torch.compile(model, backend="chunkc", options=options)
         with limited(budget):
             return trained(model, compiled, chunkc.optim.AdamW, lengths)
@@ -262,7 +262,7 @@ def test_generates_between_steps_with_its_cache(settings: dict[str, Any]) -> Non
     def run(budget: int) -> tuple[nn.Module, list[Any]]:
         torch._dynamo.reset()
         model = chunkc.place(gpt())
-        options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never"}
+        options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
         model.compile(backend="chunkc", options=options)
         with limited(budget):
             return model, steps_and_texts(model, chunkc.optim.AdamW, **settings)

@@ -15,7 +15,7 @@ import chunkc
 from chunkc.ir.layout import PARAM
 
 WIDTH, DEPTH, BLOCK = 128, 8, 64
-OPTIONS: dict[str, Any] = {"whole_graph": "never", "debug": True}
+OPTIONS: dict[str, Any] = {"whole_graph": "never", "debug": True, "activations": "keep"}
 
 
 class Int8(nn.Module):

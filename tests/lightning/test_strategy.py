@@ -25,7 +25,7 @@ from chunkc.runtime.device import cpu_allocator
 BUDGET = 700_000
 """Bytes: the model, its gradients and states take 1 MB."""
 
-OPTIONS: dict[str, Any] = {"codegen": "eager", "whole_graph": "never"}
+OPTIONS: dict[str, Any] = {"codegen": "eager", "whole_graph": "never", "activations": "keep"}
 QUIET: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
 
 

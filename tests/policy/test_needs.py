@@ -54,10 +54,11 @@ def never_described() -> Captured:
 @pytest.mark.parametrize("external_nbytes", [0, 1000])
 def test_the_minimum_of_one_graph_is_the_planners(external_nbytes: int) -> None:
     known, noted = SessionNeeds(), StepNeeds()
-    assert known.minimum_nbytes(LAYOUT) == 0
-    known.note(noted, Needs.of(POSITIONS, LAYOUT).plus(external_nbytes))
+    assert known.minimum_nbytes(LAYOUT, "keep") == 0
+    noted.add(Needs.of(POSITIONS, LAYOUT).plus(external_nbytes))
+    known.note(noted)
     wanted = check_minimum(POSITIONS, LAYOUT, 1 << 40, external_nbytes, all_may_be_resident=True)
-    assert known.minimum_nbytes(LAYOUT) == wanted
+    assert known.minimum_nbytes(LAYOUT, "keep") == wanted
     assert Needs.of(POSITIONS, LAYOUT, external_nbytes) == Needs.of(POSITIONS, LAYOUT).plus(external_nbytes)
     assert Needs.of((), LAYOUT) == Needs()
 
@@ -66,29 +67,36 @@ def test_what_is_cut_over_ranks_moves_in_every_budget() -> None:
     """Where ranks are many, all that one has at home takes less room than a whole chunk."""
     layout = laid_out(replace(spec("a.weight", 64), shards=Shards((1024,), 16, 0)))
     known, noted, positions = SessionNeeds(), StepNeeds(), (position(100, 0),)
-    known.note(noted, Needs.of(positions, layout))
-    assert known.minimum_nbytes(layout) == check_minimum(positions, layout, 1 << 40, 0)
+    noted.add(Needs.of(positions, layout))
+    known.note(noted)
+    assert known.minimum_nbytes(layout, "keep") == check_minimum(positions, layout, 1 << 40, 0)
 
 
 def test_what_stays_for_good_counts_in_every_graph() -> None:
     """Also what a later graph has brought."""
     known, noted = SessionNeeds(), StepNeeds()
-    known.note(noted, Needs.of(POSITIONS, LAYOUT))
+    noted.add(Needs.of(POSITIONS, LAYOUT))
+    known.note(noted)
     wider = laid_out(spec("c.bias", 8), before=LAYOUT)
-    assert known.minimum_nbytes(wider) - known.minimum_nbytes(LAYOUT) == 8 * 4 * 4 + 4  # with gradient, states, step
+    assert (
+        known.minimum_nbytes(wider, "keep") - known.minimum_nbytes(LAYOUT, "keep") == 8 * 4 * 4 + 4
+    )  # with gradient, states, step
 
 
 def test_an_error_names_all_that_is_known_and_no_less_than_one_before() -> None:
     known, noted = SessionNeeds(), StepNeeds()
-    known.note(noted, Needs.of(POSITIONS, LAYOUT, 5000))
-    most = known.minimum_nbytes(LAYOUT)
-    first = known.named(refused(10), LAYOUT, Needs(), num_graphs=1, trained=TRAINED)
+    noted.add(Needs.of(POSITIONS, LAYOUT, 5000))
+    known.note(noted)
+    most = known.minimum_nbytes(LAYOUT, "keep")
+    first = known.named(refused(10), LAYOUT, "keep", Needs(), num_graphs=1, trained=TRAINED)
     assert (first.minimum_nbytes, first.covers) == (most, "")
-    second = known.named(refused(most + 7), LAYOUT, Needs(), num_graphs=2, trained=TRAINED)
+    second = known.named(refused(most + 7), LAYOUT, "keep", Needs(), num_graphs=2, trained=TRAINED)
     assert (second.minimum_nbytes, second.covers) == (most + 7, "the 2 graphs compiled so far")
-    third = known.named(refused(most + 1), LAYOUT, Needs.of(POSITIONS, LAYOUT, 2), num_graphs=2, trained=TRAINED)
-    assert third.minimum_nbytes == most + 7 == known.minimum_nbytes(LAYOUT)
-    fourth = known.named(refused(10), LAYOUT, Needs.of(POSITIONS, LAYOUT, 9000), num_graphs=2, trained=TRAINED)
+    third = known.named(
+        refused(most + 1), LAYOUT, "keep", Needs.of(POSITIONS, LAYOUT, 2), num_graphs=2, trained=TRAINED
+    )
+    assert third.minimum_nbytes == most + 7 == known.minimum_nbytes(LAYOUT, "keep")
+    fourth = known.named(refused(10), LAYOUT, "keep", Needs.of(POSITIONS, LAYOUT, 9000), num_graphs=2, trained=TRAINED)
     assert fourth.minimum_nbytes == most + 4000
 
 
@@ -96,7 +104,8 @@ def test_a_first_graph_that_is_a_part_says_so() -> None:
     known = SessionNeeds()
     known.more_graphs_may_follow = True
     assert (
-        known.named(refused(10), LAYOUT, Needs(), num_graphs=1, trained=TRAINED).covers == "the graph compiled so far"
+        known.named(refused(10), LAYOUT, "keep", Needs(), num_graphs=1, trained=TRAINED).covers
+        == "the graph compiled so far"
     )
 
 
@@ -107,9 +116,10 @@ def test_a_whole_graph_may_need_less_than_all_its_chunks_at_once() -> None:
         (position(50, 0), position(50, 1)),
     )
     for is_whole, positions in ((True, whole), (False, cut)):
-        known, noted = SessionNeeds(), StepNeeds(never_described if is_whole else None)
-        known.note(noted, Needs.of(positions, LAYOUT))
-        error = known.named(refused(1), LAYOUT, Needs.of(cut, LAYOUT), num_graphs=1, trained=TRAINED)
+        known, noted = SessionNeeds(), StepNeeds(None, never_described if is_whole else None)
+        noted.add(Needs.of(positions, LAYOUT))
+        known.note(noted)
+        error = known.named(refused(1), LAYOUT, "keep", Needs.of(cut, LAYOUT), num_graphs=1, trained=TRAINED)
         assert error.minimum_nbytes == check_minimum(cut, LAYOUT, 1 << 40, 0)
 
 
@@ -118,20 +128,24 @@ def test_a_whole_step_would_need_less_in_segments() -> None:
     segments = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
     cut = Captured(forward_program(), backward_program(), segments, MODULES, whole=False)
     step = profile(cut, STEP_LAYOUT)
-    known, noted = SessionNeeds(), StepNeeds(lambda: cut)
-    known.note(noted, Needs(1 << 40, 1 << 40))
+    known, noted = SessionNeeds(), StepNeeds(None, lambda: cut)
+    noted.add(Needs(1 << 40, 1 << 40))
+    known.note(noted)
     for phase, external_nbytes in ((FORWARD, 5), (FORWARD, 0), (BACKWARD, 1000), (BACKWARD, 7)):
-        noted.ran(phase, EMPTY_CONTEXT, external_nbytes)
+        noted.ran(phase, EMPTY_CONTEXT, frozenset(), external_nbytes)
     needs = Needs.of(step.forward, STEP_LAYOUT, 5) | Needs.of(step.backward, STEP_LAYOUT, 1000)
-    assert known.minimum_nbytes(STEP_LAYOUT) == needs.minimum_nbytes(STEP_LAYOUT)
-    known.note(unbounded := StepNeeds(lambda: cut), Needs(1 << 40, 1))
-    unbounded.ran(BACKWARD, EMPTY_CONTEXT, 1000)
-    assert unbounded.least(STEP_LAYOUT).all_resident_nbytes == 1, "whole it may need less, too"
+    assert known.minimum_nbytes(STEP_LAYOUT, "keep") == needs.minimum_nbytes(STEP_LAYOUT)
+    unbounded = StepNeeds(None, lambda: cut)
+    unbounded.add(Needs(1 << 40, 1))
+    known.note(unbounded)
+    unbounded.ran(BACKWARD, EMPTY_CONTEXT, frozenset(), 1000)
+    assert unbounded.least(STEP_LAYOUT, "keep").all_resident_nbytes == 1, "whole it may need less, too"
 
 
 def test_a_step_that_is_gone_is_forgotten() -> None:
     known, noted = SessionNeeds(), StepNeeds()
-    known.note(noted, Needs.of(POSITIONS, LAYOUT))
+    noted.add(Needs.of(POSITIONS, LAYOUT))
+    known.note(noted)
     del noted
     gc.collect()
-    assert known.minimum_nbytes(LAYOUT) == 0
+    assert known.minimum_nbytes(LAYOUT, "keep") == 0

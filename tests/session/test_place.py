@@ -53,7 +53,7 @@ def values(model: nn.Module) -> dict[str, Any]:
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
     torch._dynamo.reset()
-    options = {"memory_budget": "1MiB", "codegen": "eager", "whole_graph": "never"} | options
+    options = {"memory_budget": "1MiB", "codegen": "eager", "whole_graph": "never", "activations": "keep"} | options
     return torch.compile(model, backend="chunkc", options=options)
 
 

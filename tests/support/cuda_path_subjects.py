@@ -70,7 +70,7 @@ class Subject:
         self.tier = self.session.store.tier
         if isinstance(self.tier, QueuedTier):
             self.tier.store = self.session.store
-        options = {"memory_budget": budget_nbytes, "whole_graph": "never", "codegen": codegen}
+        options = {"memory_budget": budget_nbytes, "whole_graph": "never", "codegen": codegen, "activations": "keep"}
         self.compiled = torch.compile(self.model, backend="chunkc", options=options)
 
     def train(self, optimizer: Any, steps: int = STEPS, scaler: Any = None) -> list[Any]:

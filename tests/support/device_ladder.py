@@ -53,7 +53,7 @@ def train(
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     model = chunkc.place(case.build().to(dtype), device=device, home=home)
-    options = {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never"}
+    options = {"memory_budget": budget_nbytes, "codegen": codegen, "whole_graph": "never", "activations": "keep"}
     compiled = torch.compile(model, backend="chunkc", options=options)
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3, **optimizer_options)
     scaler = torch.amp.GradScaler(device, init_scale=loss_scale or 1.0, enabled=loss_scale is not None)

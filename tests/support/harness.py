@@ -180,20 +180,23 @@ def compile_case(
     case: Case, *, memory_budget: int, home: str = "cpu", codegen: str = "eager", seed: int = 0,
     place: bool = True, device: str = "cpu", backend: Any = "chunkc", **options: Any,
 ) -> tuple[nn.Module, nn.Module]:  # fmt: skip
-    """The model, placed in its home unless `place` is false, and the same model compiled by chunkc."""
+    """The model, placed in its home unless `place` is false, and the same model compiled by chunkc. What forwards save
+    stays unless `activations` says otherwise, so that budgets say where chunks move."""
     torch._dynamo.reset()
     gc.collect()
     model = case.build(seed)
     if place:
         sizes = {"chunk_size": options["chunk_size"]} if "chunk_size" in options else {}
         model = chunkc.place(model, device=device, home=home, **sizes)
-    options |= {"memory_budget": memory_budget, "home": home, "codegen": codegen}
+    options = {"activations": "keep"} | options | {"memory_budget": memory_budget, "home": home, "codegen": codegen}
     return model, torch.compile(model, backend=backend, options=options)
 
 
 def segmented(model: nn.Module, memory_budget: int | str, **options: Any) -> Any:
-    """The model compiled by chunkc: eager code, cut into segments even where everything fits; or what `options` say."""
-    options = {"memory_budget": memory_budget, "codegen": "eager", "whole_graph": "never"} | options
+    """The model compiled by chunkc: eager code, cut into segments even where everything fits, with all that a forward
+    saves kept; or what `options` say."""
+    fixed = {"memory_budget": memory_budget, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
+    options = fixed | options
     return torch.compile(model, backend="chunkc", options=options)
 
 

@@ -59,7 +59,8 @@ def build(mode: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **opt
         return model, model
     if mode == "placed":
         chunkc.place(model, chunk_size=options.get("chunk_size", "auto"))
-    options = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never"} | options
+    fixed = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
+    options = fixed | options
     return model, torch.compile(model, backend="chunkc", options=options)
 
 

@@ -95,7 +95,10 @@ def arguments_for(folder: Path, cls: Any = TrainingArguments, **changes: Any) ->
         "use_cpu": True, "learning_rate": 1e-3, "prediction_loss_only": True, "max_grad_norm": 0.5,
     }  # fmt: skip
     if issubclass(cls, TrainingArguments):
-        settings |= {"memory_budget": BUDGET, "backend_options": {"codegen": "eager", "whole_graph": "never"}}
+        settings |= {
+            "memory_budget": BUDGET,
+            "backend_options": {"codegen": "eager", "whole_graph": "never", "activations": "keep"},
+        }
     return cls(**settings | changes)
 
 

@@ -108,7 +108,7 @@ def saved_by(model: nn.Module, x: torch.Tensor) -> tuple[list[fx.Node], set[fx.N
 
     def partition_fn(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Graphs:
         frozen = [not parameter.requires_grad for parameter in parameters] + [False]
-        capture = TraceContext([*names, None], frozen, 1, "eager", None, repeatable=False, num_user_outputs=1)
+        capture = TraceContext([*names, None], frozen, 1, "eager", None, num_user_outputs=1)
         forward, backward = run(PARTITION, (joint,), JointContext(capture, inputs, kwargs))
         found.update(forward=forward, num_outputs=kwargs["num_fwd_outputs"])
         return forward, backward

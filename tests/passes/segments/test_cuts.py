@@ -13,10 +13,10 @@ from torch import fx
 from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned, storage_keys
 from chunkc.passes.segments.cuts import (
     clone_parameter_views,
-    copy_changing,
     cut,
     home_views,
     materialise_returned_placeholders,
+    with_copies_of_changing,
     with_dropouts_from_masks,
 )
 from chunkc.passes.segments.segments import SegmentTable, extract
@@ -202,8 +202,8 @@ def test_inputs_that_change_are_read_from_copies_made_first_in_a_segment_of_thei
 
     gm = trace(function, *args)
     expected = gm(*args)
+    gm = with_copies_of_changing(gm, [1, 2, 3])
     _, mean, variance, idle = placeholders(gm.graph)
-    copy_changing(gm.graph, [1, 2, 3])
     assert returned(gm.graph)[2] is idle
     assert {op_name(user) for user in (*mean.users, *variance.users)} == {"aten.clone"}
     runs = cut(gm.graph, groups={}, gradient_groups={}, whole=whole)
