@@ -31,6 +31,11 @@ def least_budget_nbytes(model: ModelChoice, batch_size: int, device: str, codege
         module = construct(model, is_checkpointed=True)
         x = torch.zeros(batch_size, model.length, dtype=torch.int64)
     return minimum_budget(
-        module, x, x, hardware=hardware_here(device), codegen=codegen, memory_budget=_NONE_FITS_NBYTES,
+        module,
+        x,
+        x,
+        hardware=hardware_here(device),
+        codegen=codegen,
+        memory_budget=_NONE_FITS_NBYTES,
         activations="keep",
-    )  # fmt: skip
+    )

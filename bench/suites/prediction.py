@@ -126,9 +126,15 @@ def _explained(case: Case, hardware: Hardware, budget_nbytes: int, libraries: in
         x = torch.zeros(case.batch_size, case.model.length, dtype=torch.int64)
     try:
         found = chunkc.explain(
-            model, x, x, memory_budget=budget_nbytes, hardware=hardware, codegen=case.codegen, whole_graph="never",
+            model,
+            x,
+            x,
+            memory_budget=budget_nbytes,
+            hardware=hardware,
+            codegen=case.codegen,
+            whole_graph="never",
             activations="keep",
-        )  # fmt: skip
+        )
     except ChunkcError as error:
         return {}, f"{hardware.name}: {first_line(error)}"
     peaks: dict[str, int] = {}

@@ -128,9 +128,13 @@ class Builder:
         if whole:
             return self.capture.graphs(), {}
         context = CutContext(
-            self.capture.by_placeholder, self.capture.num_user_outputs, self.layout, self._repeats_operators,
-            self.capture.may_repeat, self.capture.new_buffers,
-        )  # fmt: skip
+            self.capture.by_placeholder,
+            self.capture.num_user_outputs,
+            self.layout,
+            self._repeats_operators,
+            self.capture.may_repeat,
+            self.capture.new_buffers,
+        )
         return passes.run(passes.CUT, self.capture.graphs(), context), context.read_as
 
     def described(self, whole: bool, estimated: bool = False, shapes: Shapes = AS_TRACED) -> Captured:
