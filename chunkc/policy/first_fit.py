@@ -29,7 +29,11 @@ def first_that_fits(candidates: Iterable[Candidate], decision_for: Callable[[Can
         except HostFull as error:
             full = str(error)
     try:
-        least = min(refused, key=lambda error: error.minimum_nbytes)
-        raise least.with_alternative(full) if full else least
+        raise _least(refused, full)
     finally:
-        refused.clear()  # an error keeps this frame, and would keep itself
+        refused.clear()  # an error keeps this frame, and would keep itself, and with it the session, by a local name
+
+
+def _least(refused: list[BudgetError], full: str) -> BudgetError:
+    least = min(refused, key=lambda error: error.minimum_nbytes)
+    return least.with_alternative(full) if full else least
