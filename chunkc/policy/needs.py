@@ -99,7 +99,7 @@ class StepNeeds:
     """The most that a step has needed so far, in its form and in segments.
 
     Runs are only noted as they happen: what a step needs at least, with its leanest activation plan, takes a search,
-    which is made when somebody asks.
+    which is made when a report or an error asks.
 
     Attributes:
         whole: the step is not cut into segments; in segments it may need less.

@@ -161,7 +161,7 @@ def _only_builder(folder: Path) -> Iterator[None]:
     """Wait until no other process builds in the folder.
 
     torch's own lock is a file that a process which was killed leaves behind, and for which all later ones wait for
-    ever. The kernel's lock ends with its process; whoever has it knows that torch's file is a dead process's.
+    ever. The kernel's lock ends with its process: under it, torch's file is a dead process's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "chunkc.lock").open("w") as lock:
