@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ from torch.utils import _pytree as pytree
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.graphs.attention_cuda import Capability, Kernel, attention_kernel, may_take_cudnn
 from chunkc.passes.graphs.graphs import copy_of, output_node, placeholders, storage_key, value_of
+from chunkc.passes.rewrite.repeats import collected, value_text
 from chunkc.torch_private.aot import LazyGraphModule
-from chunkc.torch_private.fake import FakeTensorMode, detect_fake_mode
+from chunkc.torch_private.fake import FakeTensor, FakeTensorMode, detect_fake_mode, disable_current_modes, like
 
 aten = torch.ops.aten
 
@@ -235,6 +237,7 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     values: dict[fx.Node, Any] = {}
     storages: dict[int, Tensor] = {}
+    results = _Results()
     for node in graph.nodes:
         if node.op == "placeholder" and _is_rng_state(node):  # which has another name in the graph that saved it
             value = _generator_bytes()
@@ -248,7 +251,7 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
             if any(isinstance(leaf, torch.device) for leaf in (*node.args, *node.kwargs.values())):
                 node.args, node.kwargs = fx.node.map_aggregate((node.args, node.kwargs), _device)
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            value = _run(node, args, kwargs, values)
+            value = results.of(node, args, kwargs, values)
         values[node] = value
         node.meta["val"] = value
     return {node.name: value for node, value in values.items()}
@@ -256,6 +259,57 @@ def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _is_rng_state(node: fx.Node) -> bool:
     return any(user.target is _RESTORES and user.args[0] is node for user in node.users)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """A result of an operator.
+
+    Attributes:
+        leaves, spec: the result, flattened.
+        owners: of each leaf: the place of the first tensor among the arguments in whose storage it is; or of the first
+            leaf in a storage that the operator made, as -1 - place.
+    """
+
+    leaves: Sequence[FakeTensor]
+    spec: pytree.TreeSpec
+    owners: Sequence[int]
+
+    def repeated(self, given: Sequence[Tensor]) -> Any:
+        """Make the result that the operator has for other arguments of the same form."""
+        made: list[Tensor] = []
+        with disable_current_modes():
+            for leaf, owner in zip(self.leaves, self.owners, strict=True):
+                place = -1 - owner
+                base = given[owner] if owner >= 0 else made[place] if place < len(made) else None
+                made.append(like(leaf, base))
+        return pytree.tree_unflatten(made, self.spec)
+
+
+class _Results:
+    """Finds operators' results. Those of equal layers are asked for once: a fake tensor takes its time for each."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, _Result] = {}
+
+    def of(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: dict[fx.Node, Any]) -> Any:
+        """Return the value of a node; see `_run`."""
+        if not isinstance(node.target, torch._ops.OpOverload) or node.target._schema.is_mutable:
+            return _run(node, args, kwargs, values)
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        keys = [storage_key(tensor) for tensor in given]
+        shared = tuple(map(keys.index, keys))
+        form = (node.target, repr(collected(node)[0]), value_text((args, kwargs)), shared)
+        if (known := self._known.get(form)) is not None:
+            return known.repeated(given)
+        former = node.args
+        value = _run(node, args, kwargs, values)
+        leaves, spec = pytree.tree_flatten(value)
+        if node.args is former and all(type(leaf) is FakeTensor for leaf in leaves):  # else it reads a copy now
+            own = [storage_key(leaf) for leaf in leaves]
+            owners = [keys.index(key) if key in keys else -1 - own.index(key) for key in own]
+            self._known[form] = _Result(leaves, spec, owners)
+        return value
 
 
 def _run(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any], values: dict[fx.Node, Any]) -> Any:

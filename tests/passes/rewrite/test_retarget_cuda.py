@@ -14,8 +14,10 @@ from zoo import LADDER
 
 from chunkc.explaining.offline import OfflineGraph, capture_offline
 from chunkc.models import MODELS
-from chunkc.passes.graphs.graphs import placeholders, returned, tensors_of
+from chunkc.passes.graphs.graphs import placeholders, returned, storage_key, tensors_of
 from chunkc.passes.memory.segment_memory import eager_memory
+from chunkc.passes.rewrite import retarget_cuda
+from chunkc.passes.rewrite.repeats import value_text
 from chunkc.passes.rewrite.retarget_cuda import on_cuda
 
 aten = torch.ops.aten
@@ -253,3 +255,35 @@ def test_built_in_models_of_two_layers(name: str, checkpointing: bool) -> None:
         model = spec.build(activation_checkpointing=checkpointing)
         args, kwargs = spec.example(1, None if spec.seq_len is None else 32)
     describe(captured(model, *args, **kwargs))
+
+
+def forms(modules: tuple[fx.GraphModule, ...]) -> list[object]:
+    """Every value's form, and which storages values share."""
+    values = [tensor for module in modules for node in module.graph.nodes for tensor in tensors_of(node)]
+    number: dict[int, int] = {}
+    return [
+        (value_text(value), value.untyped_storage().nbytes(), number.setdefault(storage_key(value), len(number)))
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_operators_of_equal_layers_are_asked_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = replace(MODELS[name], config=replace(MODELS[name].config, num_layers=3))  # type: ignore[call-arg]
+    with torch.device("meta"):
+        model = spec.build()
+        args, kwargs = spec.example(1, None if spec.seq_len is None else 32)
+    graph = captured(model, *args, **kwargs)
+    asked: list[fx.Node] = []
+
+    def noted(node: fx.Node, *others: Any) -> Any:
+        if isinstance(node.target, torch._ops.OpOverload):
+            asked.append(node)
+        return run(node, *others)
+
+    run = retarget_cuda._run
+    monkeypatch.setattr(retarget_cuda, "_run", noted)
+    repeated, num_asked = forms(moved(graph)), len(asked)
+    monkeypatch.setattr(retarget_cuda._Results, "of", lambda results, *given: noted(*given))
+    assert repeated == forms(moved(graph))
+    assert num_asked < (len(asked) - num_asked) / 2
