@@ -267,8 +267,8 @@ class _Result:
 
     Attributes:
         leaves, spec: the result, flattened.
-        owners: of each leaf: the place of the first tensor among the arguments in whose storage it is; or of the first
-            leaf in a storage that the operator made, as -1 - place.
+        owners: of each leaf: the place of the first argument that shares its storage; or of the first leaf in a storage
+            that the operator made, as -1 - place.
     """
 
     leaves: Sequence[FakeTensor]
