@@ -139,16 +139,17 @@ def _build() -> str:
     name = "chunkc_cpu_allocator_" + re.sub(r"\W", "_", torch.__version__)
     name += f"_py{sys.version_info.major}{sys.version_info.minor}"
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()) / name
-    with _ninja_on_path(), _only_builder(folder):
+    with _ninja_on_path():
         try:
-            return cpp_extension.load(
-                name=name,
-                sources=[str(_SOURCE)],
-                extra_cflags=["-O2"],
-                build_directory=str(folder),
-                with_cuda=False,
-                is_python_module=False,
-            )
+            with _only_builder(folder):
+                return cpp_extension.load(
+                    name=name,
+                    sources=[str(_SOURCE)],
+                    extra_cflags=["-O2"],
+                    build_directory=str(folder),
+                    with_cuda=False,
+                    is_python_module=False,
+                )
         except (RuntimeError, OSError) as error:
             raise UnsupportedError(
                 f"the extension that limits CPU memory did not build with {compiler!r}; the compiler's "

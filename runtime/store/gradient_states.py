@@ -279,7 +279,7 @@ class Gradients:
     def find_autograd_owned(self) -> frozenset[str]:
         """Find and note the parameters with a `.grad` that must stay the same tensor, so that autograd adds to it.
 
-        Such a gradient is one tensor for several parameters, so that the order of additions is PyTorch's, at home and
+        Such a gradient is one tensor for several parameters, added to in the order that PyTorch adds in, at home and
         on the compute tier; or it is the user's own tensor, with references or views in user code. A home view that was
         handed out becomes one if it has external views when the chunk gets another home.
 

@@ -268,7 +268,7 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 @pytest.mark.second_tier
 @pytest.mark.timeout(120)
-def test_a_builder_that_was_killed_stops_nobody(tmp_path: Path) -> None:
+def test_a_lock_that_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     """torch's lock is a file, which outlives the process that made it."""
     script = (
         "from pathlib import Path\n"
