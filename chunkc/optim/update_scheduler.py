@@ -82,7 +82,8 @@ class BegunUpdate:
 
     Attributes:
         label: the group as its user knows it.
-        noted: its parameters.
+        tasks: its parameters.
+        noted: these, as they were when it began.
         tiles: an update's tiles in slots that are still to come.
         at_home: the CPU's update; None: the device's.
         begun: whether the device's has begun: it may be interrupted before.
@@ -90,6 +91,7 @@ class BegunUpdate:
     """
 
     label: str
+    tasks: Sequence[Task]
     noted: Sequence[NotedParameter] = ()
     update: TileUpdate | None = None
     tiles: set[Tile] = field(default_factory=set)
@@ -152,11 +154,12 @@ class SessionUpdates:
         Updates at home begin again after the next step.
 
         Args:
-            loaded: forget other updates that have begun, too, since other states were loaded.
+            loaded: abandon other updates that have begun, since other states were loaded.
         """
-        self.take_back()
         if loaded:
-            self.end_step()
+            self.abandon()
+        else:
+            self.take_back()
         self._tasks, self._at_home, self._looked_up = None, frozenset(), None
         self._residents, self._residents_of, self._numbers = {}, None, {}
 
@@ -369,7 +372,7 @@ class SessionUpdates:
         ranges = [(tile.begin, tile.end) for tile in tiles if tile.stage == 0]
         scale = optimizer.assumed_scale.on(store.tier.device) if undoable else NO_SCALE
         update = optimizer.updater(store.tier.device).of_group(GroupWork(index, spans, ranges, scale))
-        begun = BegunUpdate(label_of(self._session, index), update=update, tiles=set(tiles))
+        begun = BegunUpdate(label_of(self._session, index), tasks, update=update, tiles=set(tiles))
         if undoable:
             store.shadow_copies.begin(index)
             begun.noted, begun.begun = [self._note(task) for task in tasks], True
@@ -385,7 +388,7 @@ class SessionUpdates:
     def _update_resident(self, index: int) -> None:
         """Enqueue the update of a resident group behind what has computed its gradients, which it gives back."""
         tasks, numbers = self._resident_tasks()[index], self._numbers
-        begun = BegunUpdate(label_of(self._session, index), begun=True, enqueued=False)
+        begun = BegunUpdate(label_of(self._session, index), tasks, begun=True, enqueued=False)
         self.begun[index] = begun  # before the update begins: it may be interrupted
         optimizer, note = self._optimizer, self._note
 
@@ -429,7 +432,7 @@ class SessionUpdates:
         label = label_of(session, group)
         update = HomeUpdate(job, label, store.slots.home_marks(group))
         noted = [self._note(task) for task in tasks]
-        self.begun[group] = BegunUpdate(label, noted, at_home=update)  # before it begins: it may be interrupted
+        self.begun[group] = BegunUpdate(label, tasks, noted, at_home=update)  # before it begins: it may be interrupted
         store.updates.enter(group, update)
         return True
 
@@ -494,6 +497,27 @@ class SessionUpdates:
             tasks = self._tasks[index]
             store.commit_shadow_copies(index, {task.name: optimizer.kept_states_of(task.parameter) for task in tasks})
 
+    def abandon(self) -> None:
+        """Forget updates that have begun, since no step will end them; undo those that can be undone.
+
+        Gradients of the others count as consumed, wherever they are: no later step may apply them a second time, and no
+        backward add to them.
+        """
+        self.take_back()
+        for index, begun in self.begun.items():
+            if self.has_begun(index):
+                for task in begun.tasks:
+                    if task.parameter.grad is not None:
+                        task.parameter.grad = ConsumedGradient(task.parameter, task.name)
+            else:
+                self._take_counts_back(begun)
+        self.end_step()
+
+    def _take_counts_back(self, begun: BegunUpdate) -> None:
+        """Take back the steps that were counted for an update that was interrupted before it began."""
+        for noted in begun.noted:
+            self._optimizer.states_of(noted.parameter)["step"].sub_(1)
+
     def end_step(self) -> None:
         """Leave what has begun to the optimizer's step, so that the next updates may begin."""
         self.begun.clear()
@@ -513,8 +537,7 @@ class SessionUpdates:
                 del by_group[index]
                 continue
             if not self.has_begun(index):
-                for noted in begun.noted:  # steps that were counted for it are still to come
-                    self._optimizer.states_of(noted.parameter)["step"].sub_(1)
+                self._take_counts_back(begun)
                 del self.begun[index]
                 continue
             tasks = {id(task.parameter): task for task in by_group.pop(index, ())}
@@ -626,7 +649,7 @@ class UpdateScheduler:
 
         Raises:
             UnsupportedError: gradients or parameters were changed since, or a gradient was consumed by a former step.
-                Nothing counts as begun any more.
+                Nothing counts as begun any more, and gradients of what had begun as consumed.
             OptionsError: hyperparameters were changed.
             StreamError: an update was interrupted.
         """
@@ -644,7 +667,8 @@ class UpdateScheduler:
                 if isinstance(task.parameter.grad, ConsumedGradient):
                     raise task.parameter.grad.refusal()
         except (UnsupportedError, OptionsError, StreamError):
-            self.end()
+            for _, updates in self._items():
+                updates.abandon()
             raise
         in_place[:] = tasks_in_place.values()
         return {session: frozenset(updates.begun) for session, updates in self._items() if updates.begun}

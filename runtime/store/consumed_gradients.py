@@ -88,8 +88,8 @@ def consumed_error(name: str) -> UnsupportedError:
     """Make the error of operations on a consumed gradient."""
     return UnsupportedError(
         f'the gradient of {name} was consumed: with overlap="backward" the backward has updated {name} itself and not '
-        "kept the gradient. Call optimizer.step(), then optimizer.zero_grad() (set_to_none=True), before the next "
-        'backward; to clip, unscale or read gradients, use overlap="none"'
+        "kept the gradient. Call optimizer.step(), before any states are loaded, then optimizer.zero_grad() "
+        '(set_to_none=True), before the next backward; to clip, unscale or read gradients, use overlap="none"'
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -149,6 +150,51 @@ def test_what_has_begun_is_not_updated_again_after_a_new_group(make: Callable[[s
         return made.state()
 
     assert not differences(train("backward"), train("none"))
+
+
+def load_states(made: Any) -> None:
+    made.optimizer.load_state_dict(copy.deepcopy(made.optimizer.state_dict()))
+
+
+def step_in_vain(made: Any) -> None:
+    (group,) = made.optimizer.param_groups
+    group["lr"] *= 2
+    with pytest.raises(chunkc.OptionsError, match="hyper-parameters of layers"):
+        made.optimizer.step()
+    group["lr"] /= 2
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("act", [load_states, step_in_vain])
+@pytest.mark.parametrize(
+    "make", [subject, slot_cases.Subject, partial(slot_cases.Subject, spare_nbytes=slot_cases.WITHOUT_GRADIENTS)]
+)
+def test_what_has_begun_is_not_updated_again_once_it_is_forgotten(
+    make: Callable[[str], Any], act: Callable[[Any], None]
+) -> None:
+    """PyTorch would update what the backward has updated already: until it is loaded anew, that is refused."""
+
+    def train(made: Any, *steps: int) -> None:
+        for step in steps:
+            made.backward(step)
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+
+    train(made := make("backward"), 0)
+    saved = copy.deepcopy((made.model.state_dict(), made.optimizer.state_dict()))
+    made.backward(1)
+    act(made)
+    before = made.state()
+    for again in (made.optimizer.step, lambda: made.backward(2)):
+        with pytest.raises(chunkc.UnsupportedError, match=r"gradient of layers.*was consumed.*before any states"):
+            again()
+    assert not differences(made.state(), before)
+    made.model.load_state_dict(saved[0])
+    made.optimizer.load_state_dict(saved[1])
+    made.optimizer.zero_grad()
+    train(made, 1, 2)
+    train(whole := make("none"), 0, 1, 2)
+    assert not differences(made.state(), whole.state())
 
 
 def test_a_new_group_and_a_loaded_state_begin_anew() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -79,6 +80,13 @@ def add_a_second_backward(made: Subject, step: int) -> torch.Tensor:
     return made.backward(step + 10)
 
 
+def load_other_states(made: Subject, step: int) -> None:
+    saved = copy.deepcopy(made.optimizer.state_dict())
+    for state in saved["state"].values():
+        state["exp_avg"] *= 0.5
+    made.optimizer.load_state_dict(saved)
+
+
 def read_it_all(made: Subject, step: int) -> torch.Tensor:
     """Between backward and step all is as the last step has left it, but for the gradients."""
     saved = made.optimizer.state_dict()
@@ -98,6 +106,7 @@ ACTS = [
     drop_a_gradient,
     change_the_rate,
     add_a_second_backward,
+    load_other_states,
     read_it_all,
 ]
 
