@@ -263,6 +263,11 @@ def scans_and_sorts(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten.bucketize.Scalar, value, sequence)
         for values in (sequence[3], sequence):
             yield call(aten.searchsorted.Tensor, sequence, values, sorter=torch.arange(10))
+            yield call(aten.searchsorted.Tensor, sequence, values.float())
+            yield call(aten.bucketize.Tensor, values.double(), sequence)
+    for values in layouts(dtype, 60, 70):
+        yield call(aten.bucketize.Tensor, values, torch.arange(20)[::2])
+        yield call(aten.searchsorted.Tensor, torch.arange(70.0).expand(60, 70), values)
     yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0))
     yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0), out_int32=True)
     yield call(aten.histc.default, torch.rand(1000), 16, 0.0, 1.0)

@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.memory.scratch import cuda_cub
 from chunkc.passes.memory.scratch.cuda_reduction import MULTIPROCESSORS
-from chunkc.passes.memory.scratch.cuda_rules import Call, cast, contiguous, is_dense, nbytes_of
+from chunkc.passes.memory.scratch.cuda_rules import Call, cast, contiguous, is_dense, largest, nbytes_of, reduction
+from chunkc.passes.memory.scratch.indexing import search_casts
 
 _FEW_INDICES = 3072
 _ROWS_PER_PART = 10
@@ -66,11 +67,6 @@ def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
     wide = [4 * call.arguments["num_weights"] * width] if grad.itemsize < 4 else []
     added = [begins, size * num_parts, *wide]
     return added if num_blocks < least else largest(sums, added)
-
-
-def largest(*moments: list[int]) -> list[int]:
-    """Bytes at that of several moments at which an operator takes most."""
-    return max(moments, key=lambda parts: sum(map(rounded_nbytes, parts)))
 
 
 def _num_bits(largest_key: int) -> int:
@@ -141,6 +137,17 @@ def scatter_reduce(call: Call) -> list[int]:
         result = call.outputs[0]
         counted = [nbytes_of(call.tensor("src")), nbytes_of(result), result.numel()]
     return [*counted, *scatter(call)]
+
+
+def search(call: Call) -> list[int]:
+    """`Bucketization.cu`, `BucketizationUtils.h`: a number comes to the device; contiguous copies, then casts to the
+    dtype of both. Before that, the two ends of a sorter."""
+    number, casts = search_casts(call.arguments)
+    sorter, ends = call.arguments.get("sorter"), []
+    if sorter is not None:
+        found = sorter.new_empty(()), sorter.new_empty(())
+        ends = [sorter.itemsize] * 2 + reduction(Call(torch.ops.aten.aminmax.default, (sorter,), {}, found))
+    return [number, *largest([*contiguous(call), *casts], ends)]
 
 
 def gather(call: Call) -> list[int]:

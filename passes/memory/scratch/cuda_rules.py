@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.graphs.attention_cuda import Capability
+from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION
 from chunkc.passes.memory.scratch.cuda_convolution import own_shards
 from chunkc.passes.memory.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
@@ -208,7 +209,7 @@ def safe_softmax(call: Call) -> list[int]:
     num_rows = result.numel() // size if size else 0
     summing = reduction_nbytes(num_rows, size, over_fastest=True, itemsize=1) if num_rows else []
     cast = [nbytes_of(result)] if source.dtype != result.dtype else []
-    return max([result.numel(), num_rows, result.itemsize, *summing], [*contiguous(call), *cast], key=sum)
+    return largest([result.numel(), num_rows, result.itemsize, *summing], [*contiguous(call), *cast])
 
 
 def layer_norm_backward(call: Call) -> list[int]:
@@ -392,6 +393,11 @@ def uniform_outputs(call: Call) -> dict[int, int]:
 
 def _has_no_gaps(tensor: Tensor) -> bool:
     return tensor.untyped_storage().nbytes() <= (tensor.numel() + tensor.storage_offset()) * tensor.itemsize
+
+
+def largest(*moments: list[int]) -> list[int]:
+    """Bytes at that of several moments at which an operator takes most."""
+    return max(moments, key=lambda parts: sum(map(rounded_nbytes, parts)))
 
 
 def is_dense(tensor: Tensor) -> bool:

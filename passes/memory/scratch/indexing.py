@@ -6,6 +6,8 @@ Sources: ATen's `TensorAdvancedIndexing.cpp` and `ScatterGatherKernel.cpp`; chec
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,18 +78,23 @@ def index_add_rule(call: Call) -> int:
 
 
 def search_rule(call: Call) -> int:
-    """`searchsorted`, `bucketize`: contiguous copies; a number as a tensor, in the dtype of both, and the sequence cast
-    to it; the two ends of a sorter, before the result exists."""
-    sequence, values = call["boundaries" if "boundaries" in call.arguments else "sorted_sequence"], call["self"]
-    sorter = call.arguments.get("sorter")
-    number = casts = 0
-    if not isinstance(values, Tensor):
-        common = torch.result_type(sequence, values)
-        number = number_nbytes(values)
-        casts = common.itemsize if number_dtype(values) != common else 0
-        casts += nbytes_of(sequence, common.itemsize) if sequence.dtype != common else 0
-    ends = 2 * 8 - nbytes_of(call.outputs[0]) if sorter is not None else 0
-    return number + max(casts + contiguous_copy_nbytes(*call.tensors), ends)
+    """`searchsorted`, `bucketize`: contiguous copies, then casts. Before that, the two ends of a sorter."""
+    number, casts = search_casts(call.arguments)
+    copies = sum(nbytes_of(tensor) for tensor in call.tensors if not tensor.is_contiguous())
+    ends = 2 * 8 - nbytes_of(call.outputs[0]) if call.arguments.get("sorter") is not None else 0
+    return number + max(contiguous_copy_nbytes(*call.tensors), copies + sum(casts), ends)
+
+
+def search_casts(arguments: Mapping[str, Any]) -> tuple[int, list[int]]:
+    """Bytes of a number that is searched for as a tensor, and of what is searched and searched for in the dtype of both
+    (`BucketizationUtils.h`)."""
+    sequence, values = arguments["boundaries" if "boundaries" in arguments else "sorted_sequence"], arguments["self"]
+    common = torch.result_type(sequence, values)
+    is_tensor = isinstance(values, Tensor)
+    given = [(sequence.numel(), sequence.dtype)]
+    given.append((values.numel(), values.dtype) if is_tensor else (1, number_dtype(values)))
+    casts = [numel * common.itemsize for numel, dtype in given if dtype != common]
+    return 0 if is_tensor else number_nbytes(values), casts
 
 
 def membership_rule(call: Call) -> int:

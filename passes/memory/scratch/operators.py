@@ -150,7 +150,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     ),
     (Operator(rules.scan_rule, cuda_sorting.scan), "logcumsumexp cumsum cumprod cummax cummin"),
     (Operator(rules.contiguous_rule, cuda_rules.contiguous), "log_sigmoid_forward"),
-    (Operator(indexing.search_rule, cuda_rules.contiguous), "bucketize searchsorted"),
+    (Operator(indexing.search_rule, cuda_indexing.search), "bucketize searchsorted"),
     (
         Operator(rules.contiguous_rule),
         """
