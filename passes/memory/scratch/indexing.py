@@ -80,15 +80,25 @@ def index_add_rule(call: Call) -> int:
 def search_rule(call: Call) -> int:
     """`searchsorted`, `bucketize`: contiguous copies, then casts. Before that, the two ends of a sorter."""
     number, casts = search_casts(call.arguments)
-    copies = sum(nbytes_of(tensor) for tensor in call.tensors if not tensor.is_contiguous())
-    ends = 2 * 8 - nbytes_of(call.outputs[0]) if call.arguments.get("sorter") is not None else 0
-    return number + max(contiguous_copy_nbytes(*call.tensors), copies + sum(casts), ends)
+    sorter = call.arguments.get("sorter")
+    held, peak = 0, 2 * 8 - nbytes_of(call.outputs[0]) if sorter is not None else 0
+    for tensor in (call["self"], _sequence(call.arguments), sorter):
+        if isinstance(tensor, Tensor) and not tensor.is_contiguous():
+            peak = max(peak, held + contiguous_copy_nbytes(tensor))
+            held += nbytes_of(tensor)
+    return number + max(peak, held + sum(casts))
+
+
+def _sequence(arguments: Mapping[str, Any]) -> Tensor:
+    found = arguments["boundaries" if "boundaries" in arguments else "sorted_sequence"]
+    assert isinstance(found, Tensor)
+    return found
 
 
 def search_casts(arguments: Mapping[str, Any]) -> tuple[int, list[int]]:
     """Bytes of a number that is searched for as a tensor, and of what is searched and searched for in the dtype of both
     (`BucketizationUtils.h`)."""
-    sequence, values = arguments["boundaries" if "boundaries" in arguments else "sorted_sequence"], arguments["self"]
+    sequence, values = _sequence(arguments), arguments["self"]
     common = torch.result_type(sequence, values)
     is_tensor = isinstance(values, Tensor)
     given = [(sequence.numel(), sequence.dtype)]
