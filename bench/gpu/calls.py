@@ -70,6 +70,7 @@ class Step:
 
     Attributes:
         share_s: at most, of the call's seconds; what is not used is left to those behind.
+        takes_spare: also what the steps before it have left of theirs.
         command: arguments of Python. `@out` is a suite's file, `@limit` the seconds that it has, `@facts` the facts.
         variables: of the environment.
         tool: a program that runs Python, with its arguments; a step whose tool is not installed is left out.
@@ -82,6 +83,7 @@ class Step:
     command: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
     tool: tuple[str, ...] = ()
+    takes_spare: bool = False
     is_needed: bool = False
     margin_s: float = STACKS_S
 
@@ -135,8 +137,8 @@ def calls(machine: Machine) -> dict[str, Call]:
                 ),
                 tests("gpu", 45, of_a_gpu, others),
                 tests("kernels", 85, "tests/kernels", others, *shared),
-                tests("training", 150, "tests/gpu/test_train.py", others, *shared),
-                suite("adam", 105, "adam"),
+                tests("training", 150, "tests/gpu/test_train.py", others, *shared, takes_spare=True),
+                suite("adam", 105, "adam", takes_spare=True),
                 tests("scratch", 60, "tests/gpu/test_scratch.py", others, *shared),
                 # Without what is compiled: under the sanitizer Dynamo compiles nothing.
                 tests(
@@ -172,7 +174,7 @@ def calls(machine: Machine) -> dict[str, Call]:
                     variables={"CHUNKC_VARIANTS": "2"},
                     tool=("compute-sanitizer", "--error-exitcode", "9"),
                 ),
-                suite("ranks", 60, "ranks", variables=RANKS),
+                suite("ranks", 60, "ranks", variables=RANKS, takes_spare=True),
                 tests("files", 460, "tests/runtime/device/test_gpu.py tests/gpu/test_train.py", in_place),
             ),
         ),
@@ -255,10 +257,15 @@ class Runner:
     log: Path
     broken: Mapping[str, str] = field(default_factory=dict)
 
-    def run(self, step: Step) -> Done:
-        """Run it, its output in the log; show the end of that."""
-        scale = max(1.0, self.scale) if step.is_needed else self.scale  # looking takes as long as it takes
-        at_most_s = min(step.share_s * scale, self.end_s - time.monotonic() - 1)
+    def share_s(self, step: Step) -> float:
+        """What of this call's seconds is the step's own."""
+        return step.share_s * (
+            max(1.0, self.scale) if step.is_needed else self.scale
+        )  # looking takes as long as it takes
+
+    def run(self, step: Step, spare_s: float = 0.0) -> Done:
+        """Run it, its output in the log; show the end of that. Steps before it have left `spare_s` of their time."""
+        at_most_s = min(self.share_s(step) + spare_s * step.takes_spare, self.end_s - time.monotonic() - 1)
         if step.tool and shutil.which(step.tool[0]) is None:
             return Done(step.name, note=f"{step.tool[0]} is not installed")
         if at_most_s < LEAST_S:
@@ -315,10 +322,13 @@ class Runner:
 
 def run_call(runner: Runner, steps: Sequence[Step]) -> None:
     """Run steps in order; the results are there after each."""
-    may_begin = True
+    may_begin, spare_s = True, 0.0
     for step in steps:
         can_run = may_begin or step.name == "facts"
-        done = runner.run(step) if can_run else Done(step.name, note="not begun: see the first step in the log")
+        done = (
+            runner.run(step, spare_s) if can_run else Done(step.name, note="not begun: see the first step in the log")
+        )
+        spare_s = max(0.0, spare_s + runner.share_s(step) - done.seconds)
         may_begin &= not (step.is_needed and done.code == LACKS)
         runner.results.steps.append(done)
         runner.results.write()

@@ -100,6 +100,23 @@ def test_steps_end_each_in_their_own_way_and_the_others_come_home(tmp_path: Path
     assert report.main([str(tmp_path / "first.json")]) == 0
 
 
+def test_what_steps_leave_of_their_time_is_for_those_that_take_it(tmp_path: Path):
+    steps = [
+        _code("brief", "", 100.0),
+        _code("own", "", 10.0),
+        _code("more", "", 10.0, takes_spare=True),
+        _code("absent", "", 40.0, tool=("no-such-tool",)),
+        _code("most", "", 10.0, takes_spare=True),
+    ]
+    gpu_calls.run_call(_runner(tmp_path, 1000.0), steps)
+    limits_s = dict(re.findall(r"== (\w+) \(at most (\d+) s\)", (tmp_path / "first.log").read_text()))
+    assert limits_s["own"] == "10"
+    left_s = [float(limits_s[name]) for name in ("more", "most")]
+    spent_s = sum(step["seconds"] for step in _written(tmp_path)["steps"])
+    assert 120 - spent_s - 1 <= left_s[0] <= 120
+    assert 170 - spent_s - 1 <= left_s[1] <= 170
+
+
 @pytest.mark.second_tier
 @pytest.mark.parametrize(("how", "code"), [("crash", -signal.SIGKILL), ("hang", CUT_SHORT)])
 def test_a_step_that_is_broken_for_rehearsal_leaves_what_it_wrote(tmp_path: Path, how: str, code: int):
