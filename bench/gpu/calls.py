@@ -138,7 +138,7 @@ def calls(machine: Machine) -> dict[str, Call]:
                 tests("gpu", 45, of_a_gpu, others),
                 tests("kernels", 85, "tests/kernels", others, *shared),
                 tests("training", 150, "tests/gpu/test_train.py", others, *shared, takes_spare=True),
-                suite("adam", 105, "adam", takes_spare=True),
+                suite("adam", 105, "adam"),
                 tests("scratch", 60, "tests/gpu/test_scratch.py", others, *shared),
                 # Without what is compiled: under the sanitizer Dynamo compiles nothing.
                 tests(
