@@ -21,8 +21,8 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 OPTIONS = {"memory_budget": 2**30, "codegen": "eager"}
 
 
-def compiled(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(model, backend="chunkc", options=OPTIONS)
+def compiled(model: nn.Module, **arguments: Any) -> Callable[..., Any]:
+    return torch.compile(model, backend="chunkc", options=OPTIONS, **arguments)
 
 
 class Net(nn.Module):
@@ -180,3 +180,25 @@ def test_a_nested_input_is_refused_by_name_and_its_tensors_are_not() -> None:
     torch._dynamo.reset()
     inside = {"rows": rows.values(), "offsets": rows.offsets().clone()}
     torch.testing.assert_close(compiled(model)(inside), model.up(rows.values()))
+
+
+def test_nested_tensors_of_other_lengths_are_refused_or_traced_one_by_one() -> None:
+    """Where no step serves all of their lengths, each has to be traced by Dynamo."""
+
+    def trained(call: Any, model: Jagged, *lengths: int) -> None:
+        offsets = torch.tensor([0, *lengths]).cumsum(0)
+        rows = torch.randn(int(offsets[-1]), 8)
+        out = call({"rows": rows, "offsets": offsets})
+        torch.testing.assert_close(out, model.up(rows))
+        out.sum().backward()
+
+    model = Jagged()
+    call = compiled(model)
+    trained(call, model, 3, 5)
+    trained(call, model, 4, 6)
+    with pytest.raises(chunkc.UnsupportedError, match=r"nested tensor is made.*dynamic=False"):
+        trained(call, model, 2, 2, 5)
+    torch._dynamo.reset()
+    call = compiled(model, dynamic=False)
+    for lengths in ((3, 5), (4, 6), (2, 2, 5)):
+        trained(call, model, *lengths)

@@ -32,11 +32,13 @@ class FakeCopy:
     Attributes:
         names: of its parameters, by identity.
         elsewhere_numel: name -> elements that only other ranks have, for parameters of layers that are cut over ranks.
+        values: identity of a fake tensor that is no parameter -> the tensor for which it stands.
     """
 
     model: nn.Module
     names: Mapping[int, str]
     elsewhere_numel: Mapping[str, int] = field(default_factory=dict)
+    values: Mapping[int, Tensor] = field(default_factory=dict)
 
     @property
     def is_tensor_parallel(self) -> bool:
@@ -89,6 +91,12 @@ def fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
     return made
 
 
+def values_by_fake(given: Iterable[Any], made: Iterable[Any]) -> dict[int, Tensor]:
+    """Identity of each fake tensor in `made` -> the tensor at its place in `given`, where that has values."""
+    pairs = ((value, stand_in) for value, stand_in in zip(given, made, strict=True) if isinstance(value, Tensor))
+    return {id(made): value for value, made in pairs if not isinstance(value, FakeTensor) and not value.is_meta}
+
+
 def _owns_its_storage(tensor: Tensor) -> bool:
     """Whether the tensor is as large as its storage. A view is traced with a storage of fixed size, so a view of the
     whole storage is traced as the tensor that it is a view of."""
@@ -104,9 +112,11 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> FakeCopy:
     memo: dict[int, Any] = {}
     readers: dict[int, Callable[[Any], Tensor]] = {}
     elsewhere: dict[int, int] = {}
+    values: dict[int, Tensor] = {}
     for tensor in _tensors(model):
         if not isinstance(tensor, nn.Parameter):
-            memo.setdefault(id(tensor), fake(tensor, mode))
+            made = memo.setdefault(id(tensor), fake(tensor, mode))
+            values |= values_by_fake([tensor], [made])
         elif id(tensor) not in memo:
             own = fake(local(tensor), mode)
             made = memo[id(tensor)] = nn.Parameter(own.detach(), requires_grad=tensor.requires_grad)
@@ -127,7 +137,7 @@ def fake_copy(model: nn.Module, mode: FakeTensorMode) -> FakeCopy:
         if reading:
             let_read(module, reading)
     names = {id(parameter): name for name, parameter in copied.named_parameters()}
-    return FakeCopy(copied, names, {names[at]: numel for at, numel in elsewhere.items() if at in names})
+    return FakeCopy(copied, names, {names[at]: numel for at, numel in elsewhere.items() if at in names}, values)
 
 
 def _tensors(model: nn.Module) -> list[Tensor]:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from chunkc.distributed.whole_parameters import with_own_meshes, with_whole_parameters
 from chunkc.explaining.error_attribution import MODEL_CALL, module_that_raises
-from chunkc.explaining.fake_copies import FakeCopy, fake, fake_copy, may_move, mode_of
+from chunkc.explaining.fake_copies import FakeCopy, fake, fake_copy, may_move, mode_of, values_by_fake
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
 from chunkc.explaining.untraceable import NeedsValuesError, explained_error, why_no_graph
 from chunkc.ir.errors import UnsupportedError
@@ -34,6 +34,7 @@ from chunkc.policy.graph_fraction import graph_fraction
 from chunkc.session.declared_states import state_format_of
 from chunkc.session.movable import is_chunkable
 from chunkc.session.session import spec_of
+from chunkc.torch_private.causal_masks import explained_with
 from chunkc.torch_private.dynamo import patched, remove_from_cache, source_name, unwrapped
 from chunkc.tracing.capture import TracedGraphs, capture_graph, unique_name
 from chunkc.tracing.names import GraphNames, UserNames, without_wrapper
@@ -142,7 +143,10 @@ def capture_offline(
     fake_model = copied.model if trains is None else copied.model.train(trains)
     named = {without_wrapper(name): parameter for name, parameter in model.named_parameters()}
     unmovable = {name for name, parameter in named.items() if not may_move(parameter)}
-    fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), (tuple(args), dict(kwargs)))
+    given = (tuple(args), dict(kwargs))
+    fake_args, fake_kwargs = pytree.tree_map_only(Tensor, lambda t: fake(t, mode), given)
+    values = values_by_fake(pytree.tree_leaves(given), pytree.tree_leaves((fake_args, fake_kwargs)))
+    answers = explained_with({**copied.values, **values})
     states = {name: state_format_of(parameter) for name, parameter in named.items()}
     recorder = _Recorder(codegen, loss_tile_rows, repeatable, copied, unmovable, states)
     many_recompiles = patched(
@@ -159,7 +163,7 @@ def capture_offline(
             return module_that_raises(fake_model, lambda: fake_model(*fake_args, **fake_kwargs))
 
     try:
-        with _default_device(), mode, many_recompiles, torch.random.fork_rng():
+        with _default_device(), mode, many_recompiles, torch.random.fork_rng(), answers:
             compiled(*fake_args, **fake_kwargs)
             step = recorder.step()
             if len(step.calls) > 1:  # storages between graphs are those of a step in which nothing is traced

@@ -28,7 +28,7 @@ from chunkc.torch_private.aot import (
 )
 from chunkc.torch_private.dynamo import is_of_a_module, source_name
 from chunkc.torch_private.engine import without_autocast
-from chunkc.torch_private.fake import is_traceable_wrapper_subclass
+from chunkc.torch_private.fake import TracingContext, is_traceable_wrapper_subclass
 from chunkc.torch_private.versions import warn_if_newer
 from chunkc.tracing import passes
 from chunkc.tracing.decompositions import decompositions
@@ -127,9 +127,12 @@ def capture_graph(
         What Dynamo is to call, and the graphs. Parameters' views are copied to their readers in them.
 
     Raises:
-        UnsupportedError: the graph changes inputs that share memory, or has an operator with an effect of its own.
+        UnsupportedError: the graph changes inputs that share memory, has an operator with an effect of its own, or
+            makes nested tensors and is traced outside of Dynamo.
     """
     warn_if_newer()
+    if TracingContext.try_get() is None:
+        _refuse_nested_tensors(gm.graph)
     # Nothing below keeps the inputs: PyTorch 2.11 keeps these functions with the graph.
     context = TraceContext(
         parameter_names,
@@ -260,6 +263,22 @@ def _refuse_what_no_plan_describes(graph: fx.Graph) -> None:
             raise UnsupportedError(
                 f"the higher-order operator {node.target}{where} calls graphs of its own, which no plan describes; "
                 "write that part of the model without it, or keep it out of the graph with torch.compiler.disable"
+            )
+
+
+def _refuse_nested_tensors(graph: fx.Graph) -> None:
+    """Refuse to trace anew, outside of Dynamo, what makes a nested tensor: only Dynamo has symbols for its lengths.
+
+    Raises:
+        UnsupportedError: the graph makes one.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and str(getattr(node.target, "__module__", "")).startswith("torch.nested"):
+            where = f" in {module_path(node)}" if module_path(node) else ""
+            raise UnsupportedError(
+                f"a nested tensor is made{where}, which Dynamo alone can trace, and a call has other shapes or "
+                "parameters than those that it traced; say torch.compile(..., dynamic=False), by which it traces each "
+                "shape, or compute on padded tensors"
             )
 
 

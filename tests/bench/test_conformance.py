@@ -240,12 +240,6 @@ def test_values_are_compared_to_the_bit() -> None:
         assert training.same_bits(training.kept(value), torch.zeros(value.shape))
 
 
-KNOWN_FAULTS = {
-    ("calls/float32", "op/linalg.ldl_factor"),  # one byte inside of `_linalg_check_errors`, which no compiled graph has
-}
-"""Predicted too low, as docs/results.md says."""
-
-
 @pytest.mark.second_tier
 @pytest.mark.skipif(not HAS_DATABASES, reason="needs expecttest")
 def test_a_tenth_of_the_databases(tmp_path: Path) -> None:
@@ -256,5 +250,5 @@ def test_a_tenth_of_the_databases(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert len(lines) > 50, done.stderr
     failures = {(line["column"], line["case"]): line["reason"] for line in lines if line["outcome"] in table.FAULTS}
-    assert not {work: reason for work, reason in failures.items() if work not in KNOWN_FAULTS}
+    assert not failures
     assert sum(line["outcome"] == TRAINED for line in lines) > 110

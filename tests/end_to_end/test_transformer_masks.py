@@ -25,16 +25,18 @@ MASKS = {
 
 
 class Model(nn.Module):
-    """An encoder before a decoder; masks are arguments, or, if none is given, made inside."""
+    """An encoder before a decoder; masks are arguments, or the model's own, or made inside."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.mask: Tensor | None = None
         torch.manual_seed(0)
         arguments: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 32, **arguments), 2)
         self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(WIDTH, 2, 32, **arguments), 1)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        mask = self.mask if mask is None else mask
         if mask is None:
             mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
         memory = self.encoder(x, mask=mask)
@@ -118,6 +120,27 @@ def test_inductor_compiles_it(name: str) -> None:
             call(rows(), MASKS["wider"])
     else:
         torch.testing.assert_close(call(rows(), CAUSAL), model(rows(), CAUSAL))
+
+
+@pytest.mark.parametrize("mask", [None, "attribute", *MASKS])
+def test_an_explanation_answers_as_training_does(mask: str | None) -> None:
+    """On fake tensors: of masks that are arguments, belong to the model, or are made inside."""
+    given = (MASKS[mask],) if mask in MASKS else ()
+
+    def made() -> Model:
+        model = Model()
+        model.mask = CAUSAL if mask == "attribute" else None
+        return model
+
+    explained = chunkc.explain(made(), rows(), *given, memory_budget=2**30, codegen="eager")
+    with pytest.raises(chunkc.BudgetError) as error:
+        compiled(made(), memory_budget=explained.minimum_budget_nbytes - 1)(rows(), *given)
+    assert error.value.minimum_nbytes == explained.minimum_budget_nbytes
+
+
+def test_an_explanation_says_that_it_needs_the_values_of_a_mask() -> None:
+    with pytest.raises(chunkc.UnsupportedError, match=r"needs the values of tensors.*encoder \(TransformerEncoder\)"):
+        chunkc.explain(Model(), rows(), CAUSAL.to("meta"), memory_budget=2**30, codegen="eager")
 
 
 def test_other_backends_break_the_graph_as_before() -> None:

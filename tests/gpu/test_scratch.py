@@ -177,6 +177,7 @@ READS_VALUES = {
     "aten::normal": "that no deviation is below zero",
     "aten::histc": "the range",
     "aten::searchsorted": "that no position of a sorter is beyond the sequence",
+    "aten::_linalg_check_errors": "that all are zero",
 }
 """These ask kernels for it before they begin, and refuse what is there where kernels do nothing: on the GPU made of
 RAM, whose arithmetic begins with whole operators."""

@@ -154,11 +154,33 @@ def with_number(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.glu_backward.default, torch.ones(5, 3).to(dtype), y, -1)
         yield call(aten.log_sigmoid_backward.default, x, y, x)
         yield call(aten.polygamma.default, 1, y)
+    for name in words("eq_ ne_ lt_ le_ gt_ ge_"):
+        for y in (x, torch.ones(5, 6, dtype=torch.int64), mask):
+            yield call(getattr(aten, name).Scalar, y.clone(), 0.5)
+            for other in (x, torch.ones(6, dtype=torch.float64), mask):
+                yield call(getattr(aten, name).Tensor, y.clone(), other)
+    for other in (x, torch.ones(6).double()):
+        yield call(aten.copysign_.Tensor, x.clone(), other)
+        if dtype == torch.float32:
+            yield call(aten.ldexp_.default, x.clone(), other)
+            yield call(aten.ldexp.Tensor, x, other)
+    for number in (2, 0.5):
+        yield call(aten.copysign_.Scalar, x.clone(), number)
+        yield call(aten.xlogy_.Scalar_Other, x.clone(), number)
+    yield call(aten.heaviside_.default, x.clone(), x)
+    yield call(aten.gcd_.default, torch.ones(5, 6, dtype=torch.int64), torch.ones(5, 6, dtype=torch.int64))
     yield call(aten.add_.Tensor, torch.ones(5, 6).to(dtype), torch.ones(5, 6, dtype=torch.float32))
     yield call(aten.add_.Tensor, torch.ones(5, 6).to(dtype), 1)
     yield call(aten.mul_.Tensor, torch.ones(5, 6).to(dtype), torch.ones(6).to(dtype))
     for name in words("add sub mul div remainder fmod floor_divide pow"):
         yield call(getattr(aten, name + "_").Scalar, torch.ones(5, 6).to(dtype), 2)
+    for integers in (torch.ones(5, 6, dtype=torch.int64), torch.ones(5, 6, dtype=torch.int32)):
+        for name in words("__lshift__ __rshift__ __ilshift__ __irshift__"):
+            yield call(getattr(aten, name).Scalar, integers.clone(), 2)
+            yield call(getattr(aten, name).Tensor, integers.clone(), integers)
+        for name in words("bitwise_left_shift bitwise_right_shift"):
+            yield call(getattr(aten, name).Tensor_Scalar, integers, 2)
+            yield call(getattr(aten, name).Scalar_Tensor, 2, integers)
     yield call(aten.polygamma.default, 2, torch.ones(5, 5, dtype=torch.int64))
     yield call(aten.copy_.default, torch.ones(5, 6), x)
     yield call(aten.fill_.Scalar, torch.ones(5, 6), 1.0)
@@ -193,7 +215,8 @@ def reductions(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten.sum.dim_IntList, x, dim, dtype=torch.float64)
             yield call(aten.mean.dim, x, dim, dtype=torch.float32)
             yield call(aten.nansum.default, x, dim)
-            yield call(aten.linalg_vector_norm.default, x, 1, dim)
+            for order in (0, 0.5, 1, 3, float("inf"), -float("inf")):
+                yield call(aten.linalg_vector_norm.default, x, order, dim)
             yield call(aten.linalg_vector_norm.default, x, 2, dim, dtype=torch.float32)
             yield call(aten.norm.ScalarOpt_dim, x, 2, dim)
         for d in (0, 1, -1):
@@ -294,6 +317,7 @@ def shaping(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.repeat_interleave.self_int, x, 2, 0)
         yield call(aten.slice_scatter.default, x, torch.randn(24, 2).to(dtype), 1, 1, 3)
         yield call(aten.select_scatter.default, x, torch.randn(24).to(dtype), 1, 1)
+        yield call(aten.diagonal_scatter.default, x, torch.randn(24).to(dtype))
         yield call(aten.copy.default, x, torch.randn(24, 40))
         yield call(aten.copy.default, x, torch.randn(40).to(dtype))
         yield call(aten._unsafe_view.default, x.contiguous(), [960])
@@ -310,6 +334,13 @@ def shaping(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.bernoulli.p, x, 0.3)
         yield call(aten.native_dropout.default, x, 0.3, True)
         yield call(aten.native_dropout_backward.default, torch.randn(24, 40).to(dtype), x > 0, 1.4)
+    for x in layouts(dtype, 80, 90):  # large enough for a transposed matrix to be copied in blocks
+        yield call(aten.clone.default, x)
+        yield call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        yield call(aten._to_copy.default, x, memory_format=torch.contiguous_format)
+        for target in (torch.zeros(80, 90).to(dtype), torch.zeros(90, 80).to(dtype).t()):
+            yield call(aten.copy_.default, target, x)
+            yield call(aten.copy.default, target, x)
     y = torch.randn(2, 3, 8, 8).to(dtype)
     yield call(aten.select_backward.default, y, [2, 3, 4, 8, 8], 2, 1)
     yield call(aten.slice_backward.default, y, [2, 3, 8, 20], 3, 2, 18, 2)
@@ -604,6 +635,26 @@ def products(dtype: torch.dtype) -> Iterator[Call]:
 
 
 @family
+def complex_products(dtype: torch.dtype) -> Iterator[Call]:
+    """Of matrices that are conjugated, or transposed, or both, as gradients have them."""
+    if dtype != torch.float32:
+        return
+
+    def numbers(*shape: int) -> list[Tensor]:
+        x, other = torch.randn(shape, dtype=torch.complex64), torch.randn(*shape[:-2], shape[-1], shape[-2])
+        y = other.to(torch.complex64)
+        return [x, x.conj(), y.mT, y.mH]
+
+    for rows in (3, 12):
+        for left, right in itertools.product(numbers(rows, 7), numbers(7, 9)):
+            yield call(aten.mm.default, left, right)
+            yield call(aten.addmm.default, torch.randn(9, dtype=torch.complex64), left, right)
+        for left, right in itertools.product(numbers(2, rows, 7), numbers(2, 7, 9)):
+            yield call(aten.bmm.default, left, right)
+            yield call(aten.baddbmm.default, torch.randn(2, rows, 9, dtype=torch.complex64), left, right)
+
+
+@family
 def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
     if dtype != torch.float32:
         return
@@ -637,6 +688,13 @@ def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten._fft_r2c.default, real, dims, 0, False)
             yield call(aten._fft_c2c.default, numbers, dims, 0, True)
             yield call(aten._fft_c2r.default, numbers, dims, 2, 2 * (numbers.shape[dims[-1]] - 1))
+    for shape in ((), (1,), (5,), (2, 3)):
+        yield call(aten._linalg_check_errors.default, torch.zeros(shape, dtype=torch.int32), "inv", is_matrix=not shape)
+    numbers = torch.randn(24, 40, dtype=torch.complex64)
+    for order in (0.5, 2, float("inf"), -float("inf")):
+        yield call(aten.linalg_vector_norm.default, numbers, order, [1])
+        yield call(aten.linalg_vector_norm.default, numbers, order, dtype=torch.complex128)
+        yield call(aten.norm.Scalar, numbers, order)
     yield call(aten._conj.default, torch.randn(4, 16, dtype=torch.complex64))
     yield call(aten._conj_physical.default, torch.randn(4, 16, dtype=torch.complex64))
     yield call(aten.mm.default, torch.randn(4, 16, dtype=torch.complex64), torch.randn(16, 3, dtype=torch.complex64))

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from chunkc.passes.memory.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
 from chunkc.passes.memory.scratch.measured import looked_up
 from chunkc.passes.memory.scratch.operators import find
-from chunkc.passes.memory.scratch.rules import Call, is_view, nothing_rule, pointwise_rule
+from chunkc.passes.memory.scratch.rules import Call, is_elementwise, is_view, nothing_rule, pointwise_rule
 
 
 def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int) -> int:
@@ -86,7 +86,7 @@ def _rule(target: torch._ops.OpOverload) -> Callable[[Call], int] | None:
         return known
     if is_view(target):
         return nothing_rule
-    return pointwise_rule if torch.Tag.pointwise in target.tags else None
+    return pointwise_rule if is_elementwise(target) else None
 
 
 def _bind(target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.memory.scratch.cuda_rules import Call, nothing
 from chunkc.passes.memory.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
 from chunkc.passes.memory.scratch.operators import find
-from chunkc.passes.memory.scratch.rules import is_view
+from chunkc.passes.memory.scratch.rules import is_elementwise, is_view
 
 
 def cuda_scratch_nbytes(
@@ -70,6 +70,6 @@ def is_known_on_cuda(target: torch._ops.OpOverload) -> bool:
 def _rule(target: torch._ops.OpOverload) -> Callable[[Call], list[int]] | None:
     if (known := find(target).cuda) is not None:
         return known
-    if is_view(target) or target.namespace == "prims" or torch.Tag.pointwise in target.tags:
+    if is_view(target) or target.namespace == "prims" or is_elementwise(target):
         return nothing
     return None

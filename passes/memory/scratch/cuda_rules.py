@@ -78,13 +78,20 @@ def reduction(call: Call) -> list[int]:
     if given is None and call.name in _MADE_CONTIGUOUS:
         copies = contiguous(call)
     if call.name in _CAST_FIRST and not (source.dtype in LOW_PRECISION and call.outputs[0].dtype == torch.float32):
-        copies += cast(source, call.outputs[0].dtype)
+        dtype = call.outputs[0].dtype
+        copies += cast(source, dtype.to_complex() if source.is_complex() else dtype)
     return [*parts, *copies]
 
 
 def count_nonzero(call: Call) -> list[int]:
     """`ATen/native/TensorAdvancedIndexing.cpp`: which are not zero, and that once more in int64, which is added up."""
     return [call.inputs[0].numel(), 8 * call.inputs[0].numel(), *reduction(call)]
+
+
+def check(call: Call) -> list[int]:
+    """`ATen/native/BatchLinearAlgebra.cpp`, `_linalg_check_errors`: whether any number is not zero."""
+    info = call.tensor("info")
+    return [info.numel(), 1, *reduction(Call(torch.ops.aten.any.default, (info,), {}, info.new_empty(())))]
 
 
 def histogram(call: Call) -> list[int]:
@@ -146,9 +153,10 @@ def is_finite(call: Call) -> list[int]:
 
 
 def ldexp(call: Call) -> list[int]:
-    """`ATen/native/BinaryOps.cpp`: the power of two."""
+    """`ATen/native/BinaryOps.cpp`: the power of two; `ATen/native/Pow.cpp`: the two."""
     other = call.tensor("other")
-    return [other.numel() * max(4, other.itemsize)]
+    itemsize = max(4, other.itemsize)
+    return [other.numel() * itemsize, itemsize]
 
 
 def clamp(call: Call) -> list[int]:

@@ -36,6 +36,12 @@ def cholesky_factor_rule(call: Call) -> int:
     return nbytes_of(call["self"]) if 1 in call["self"].shape[-2:] else 0
 
 
+def check_rule(call: Call) -> int:
+    """`_linalg_check_errors`: whether any of the matrices' numbers is not zero."""
+    info = call["info"]
+    return info.numel() + 1
+
+
 def pivots_rule(call: Call) -> int:
     """Determinant, `solve`: pivots and a diagonal."""
     return 16 * _num_rows(call.tensors[0]) + 512

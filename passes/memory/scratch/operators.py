@@ -383,6 +383,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(linear_algebra.cholesky_factor_rule, inexact=exceptions.LAPACK), "linalg_cholesky_ex"),
     (Operator(linear_algebra.ldl_rule, inexact=exceptions.WORKSPACE), "linalg_ldl_factor_ex"),
     (Operator(linear_algebra.lu_unpack_rule, inexact=exceptions.LAPACK), "lu_unpack"),
+    (Operator(linear_algebra.check_rule, cuda_rules.check), "_linalg_check_errors"),
     (Operator(linear_algebra.lu_rule, inexact=exceptions.LAPACK), "linalg_lu"),
     (Operator(linear_algebra.matrix_exp_rule, inexact=exceptions.POWERS), "linalg_matrix_exp"),
     (Operator(fourier.transform_rule), "_fft_r2c _fft_c2c"),

@@ -51,6 +51,20 @@ def operand_copy_nbytes(operand: Tensor) -> int:
     return 0 if by_rows or by_columns else nbytes_of(operand)
 
 
+def conjugate_copy_nbytes(factor: Tensor, num_columns: int) -> int:
+    """Bytes of the copy that the product of two matrices makes of a conjugated one: none where BLAS transposes it, and
+    conjugates it then.
+
+    Args:
+        num_columns: of the product. What has a single one is computed by columns, all else by rows.
+    """
+    (rows, columns), (row_stride, column_stride) = factor.shape, factor.stride()
+    by_rows = column_stride == 1 and row_stride >= max(1, columns)
+    by_columns = row_stride == 1 and column_stride >= max(1, rows)
+    is_as_computed = by_columns if num_columns == 1 else by_rows
+    return nbytes_of(factor) if is_as_computed or not (by_rows or by_columns) else 0
+
+
 def _attention_blocks(num_queries: int, num_keys: int) -> tuple[int, int]:
     """Rows of queries and of keys that one thread handles at a time."""
     rows = 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32

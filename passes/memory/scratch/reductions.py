@@ -5,6 +5,7 @@ Source: ATen's `ReduceOps.cpp`, `TensorCompare.cpp`, `Sorting.cpp` and `TensorIt
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
@@ -98,8 +99,14 @@ def variance_rule(call: Call) -> int:
 
 
 def norm_rule(call: Call) -> int:
+    """A cast. Of complex numbers, the largest and the least magnitude take all of them, as complex numbers first."""
     source, result = call["self"], call.outputs[0]
-    return nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
+    if not source.is_complex():
+        return nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
+    cast = nbytes_of(source, 2 * result.itemsize) if source.itemsize != 2 * result.itemsize else 0
+    order = call.arguments.get("ord", call.arguments.get("p"))
+    is_extreme = isinstance(order, float) and math.isinf(order)
+    return cast + (nbytes_of(source, 3 * result.itemsize) if is_extreme else 0)
 
 
 def logsumexp_rule(call: Call) -> int:

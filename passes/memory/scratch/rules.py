@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from chunkc.passes.memory.scratch.iterator import common_dtype, number_dtype, nu
 from chunkc.passes.memory.scratch.products import (
     attention_backward_nbytes,
     attention_nbytes,
+    conjugate_copy_nbytes,
     gemm_nbytes,
     operand_copy_nbytes,
     uses_onednn,
@@ -82,15 +84,23 @@ _WRAPS_NUMBERS = frozenset(
         "bitwise_xor.Scalar_Tensor",
         "bitwise_left_shift.Tensor_Scalar",
         "bitwise_right_shift.Tensor_Scalar",
+        "bitwise_left_shift.Scalar_Tensor",
+        "bitwise_right_shift.Scalar_Tensor",
         "remainder.Scalar_Tensor",
         "special_zeta.other_scalar",
+        "__lshift__.Scalar",
+        "__rshift__.Scalar",
+        "__ilshift__.Scalar",
+        "__irshift__.Scalar",
     ]
 )
 
 
 def numbers_nbytes(call: Call, common: torch.dtype) -> int:
     """Bytes of the 0-dim tensors that Python numbers become, each cast to the common dtype."""
-    name = call.target._schema.name.removesuffix("_")  # `mul_` makes a tensor of a number as `mul` does
+    name = call.target._schema.name
+    if not name.endswith("__"):
+        name = name.removesuffix("_")  # `mul_` makes a tensor of a number as `mul` does
     wraps = f"{name}.{call.target._overloadname}" in _WRAPS_NUMBERS and call.target._schema.name != "aten::pow_"
     nbytes = 0
     for parameter in call.target._schema.arguments:
@@ -119,6 +129,18 @@ def is_view(target: torch._ops.OpOverload) -> bool:
     """Whether all that an operator returns is a view of its arguments, as its schema says."""
     returns = target._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+@cache
+def is_elementwise(target: torch._ops.OpOverload) -> bool:
+    """Whether torch tags an operator as elementwise, or the one that does the same out of place."""
+    if torch.Tag.pointwise in target.tags:
+        return True
+    namespace, _, name = target._schema.name.partition("::")
+    name = f"__{name[3:]}" if name.startswith("__i") and name.endswith("__") else name.removesuffix("_")
+    packet = getattr(getattr(torch.ops, namespace), name, None) if target._schema.is_mutable else None
+    found = getattr(packet, target._overloadname or "default", None)
+    return isinstance(found, torch._ops.OpOverload) and torch.Tag.pointwise in found.tags
 
 
 def nothing_rule(call: Call) -> int:
@@ -201,10 +223,15 @@ def scaled_rule(call: Call) -> int:
 
 
 def ldexp_rule(call: Call) -> int:
-    """A power of two for every exponent; with the number 2, before there is a result."""
-    result = call.outputs[0]
-    powers = nbytes_of(call["other"], result.itemsize)
-    return max(powers, powers + 8 + result.itemsize - nbytes_of(result))
+    """A power of two for every exponent; with the number 2, before there is a result. Then their product."""
+    exponents, result = call["other"], call.outputs[0]
+    dtype, in_place = torch.result_type(exponents, 2.0), call.target._schema.is_mutable
+    powers = exponents.new_empty((), dtype=dtype, device="meta").expand(exponents.shape)
+    factors = [call["self"], powers, *([result] if in_place else [])]
+    common = common_dtype(factors[:2], [], call.outputs)
+    casts = sum(nbytes_of(factor, common.itemsize) for factor in factors if factor.dtype != common)
+    number = number_nbytes(2.0) + (dtype.itemsize if dtype != torch.float64 else 0)
+    return nbytes_of(powers) + max(casts, number - (0 if in_place else nbytes_of(result)))
 
 
 def isinf_rule(call: Call) -> int:
@@ -248,11 +275,13 @@ def shuffle_rule(call: Call) -> int:
 
 
 def copy_rule(call: Call) -> int:
-    """A transposed matrix's block; a number, which tracing puts in a tensor's place, becomes one first."""
+    """The block of a transposed matrix that is written row by row; a number, which tracing puts in a tensor's place,
+    becomes one first."""
     if not call.tensors:
         return sum(map(number_nbytes, numbers_in([call["self"]])))
     source = call.tensors[-1]
-    return copy_block_nbytes(source) if all(out.dtype == source.dtype for out in call.outputs) else 0
+    in_rows = all(out.dtype == source.dtype and out.is_contiguous() for out in call.outputs)
+    return copy_block_nbytes(source) if in_rows else 0
 
 
 def scan_rule(call: Call) -> int:
@@ -284,9 +313,13 @@ def matrix_product_rule(call: Call) -> int:
     right = next(arguments[name] for name in ("mat2", "batch2", "vec", "tensor", "other") if name in arguments)
     rows = left.shape[-2] if left.dim() > 1 else 1
     columns = right.shape[-1] if right.dim() > 1 else 1
-    nbytes = sum(map(operand_copy_nbytes, (left, right, *call.outputs)))
+    conjugated = [factor for factor in (left, right) if factor.is_conj()]
+    others = (factor for factor in (left, right, *call.outputs) if not factor.is_conj())
+    nbytes = sum(map(operand_copy_nbytes, others))
     if left.dim() == 3 and left.shape[0] and not uses_onednn(left.dtype):
         nbytes //= left.shape[0]  # one product after the other
+    is_one = left.dim() == right.dim() == 2
+    nbytes += sum(conjugate_copy_nbytes(factor, columns) if is_one else nbytes_of(factor) for factor in conjugated)
     if left.numel() == 0:
         return nbytes + 2 * SCALAR_NBYTES  # nothing to multiply: what is left is beta times the addend
     return nbytes + gemm_nbytes(left.dtype, rows, left.shape[-1], columns, call.num_threads)
