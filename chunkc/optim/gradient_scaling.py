@@ -24,7 +24,7 @@ from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
 from chunkc.optim.update_mode import UpdateMode
 from chunkc.runtime.store.consumed_gradients import GradientPlaceholder
 from chunkc.runtime.store.gradient_sums import clock, request_sums
-from chunkc.runtime.store.shards import local_shard_of
+from chunkc.runtime.store.shards import local_shard_of, local_shards_in
 from chunkc.session.session import Session, managing, sessions_of
 from chunkc.torch_private.grad_scaler import OverflowsElsewhere
 
@@ -250,8 +250,7 @@ class ClipsGradients(Optimizer):
         return statuses == {SAME}
 
     def _all_parameters(self) -> Iterator[torch.Tensor]:
-        groups = self.__dict__["param_groups"]  # does not count as reading them, see `param_groups`
-        return (local_shard_of(parameter) for group in groups for parameter in group["params"])
+        return local_shards_in(self.__dict__["param_groups"])  # does not count as reading them, see `param_groups`
 
     def _gradients(self, *, read: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the parameters that have a gradient, with it.

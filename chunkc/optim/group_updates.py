@@ -22,7 +22,7 @@ from chunkc.optim.over_ranks import sums_of_group
 from chunkc.optim.rule import GroupWork, OverRanks, ResidentTensor, Spans, TileUpdate
 from chunkc.optim.states import initialise
 from chunkc.optim.update_task import SteppingOptimizer, Task
-from chunkc.runtime.store.shards import local_shard_of
+from chunkc.runtime.store.shards import local_shards_in
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.session import Session
 
@@ -166,8 +166,7 @@ def update_in_place(
     """
     states = [optimizer.state_on_tier(task.parameter, task.group) for task in tasks]
     if numbers is None:
-        parameters = (local_shard_of(p) for group in optimizer.param_groups for p in group["params"])
-        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        numbers = {parameter: number for number, parameter in enumerate(local_shards_in(optimizer.param_groups))}
     hypers: dict[tuple[int, int], Any] = {}
 
     def hyper_at(group: Mapping[str, Any], step: int) -> Any:

@@ -20,7 +20,7 @@ from chunkc.optim.states import converted, empty_state
 from chunkc.optim.update_task import SteppingOptimizer
 from chunkc.runtime.storage.maps import drop_pages, evict_pages
 from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, unassigned_memory_of_parameter
-from chunkc.runtime.store.shards import local_shard_of
+from chunkc.runtime.store.shards import local_shards_in
 from chunkc.session.session import managing
 
 
@@ -52,7 +52,7 @@ def checked_state_dict(optimizer: LoadingOptimizer, state_dict: Mapping[str, Any
     """
     groups = _checked_groups(optimizer, state_dict["param_groups"])
     ids = {number: group for group in groups for number in group["params"]}
-    parameters = [local_shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = list(local_shards_in(optimizer.param_groups))
     states = state_dict["state"]
     unknown = [number for number in states if number not in ids]
     if unknown:

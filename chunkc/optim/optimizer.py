@@ -32,7 +32,7 @@ from chunkc.optim.states import Dtypes, has_states, make_states_on_tier, names_a
 from chunkc.optim.step import Due, prepare_step, take_over_changes, update_chunks
 from chunkc.optim.update_mode import DEVICE, NONE, UpdateMode
 from chunkc.optim.update_scheduler import UpdateScheduler
-from chunkc.runtime.store.shards import leaf_of, local_shard_of
+from chunkc.runtime.store.shards import leaf_of, local_shards_in
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.declared_states import declare_states, declared_states
 from chunkc.session.pending_readers import await_readers
@@ -200,7 +200,7 @@ class ChunkedOptimizer(ClipsGradients):
         return self._updaters[device, by_triton]
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [local_shard_of(parameter) for group in self.param_groups for parameter in group["params"]]
+        return list(local_shards_in(self.param_groups))
 
     def lay_out(self, parameters: Iterable[torch.Tensor]) -> None:
         """Make sure that chunks of these parameters have room for the states that this optimizer keeps.
@@ -283,7 +283,7 @@ class ChunkedOptimizer(ClipsGradients):
         if self._made:
             try:
                 if not self.follow(self.param_groups):
-                    self._lay_out_states([local_shard_of(p) for p in self.param_groups[-1]["params"]])
+                    self._lay_out_states(list(local_shards_in(self.param_groups[-1:])))
             except OptionsError:
                 self.param_groups.pop()
                 raise

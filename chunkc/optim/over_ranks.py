@@ -20,7 +20,7 @@ from chunkc.optim.split_masters import NotedContents, put_masters_together
 from chunkc.optim.update_task import ParameterGroups, SteppingOptimizer
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.store.consumed_gradients import LocalGradient
-from chunkc.runtime.store.shards import LocalShard, block_of, leaf_of, local_shard_of, shard_like
+from chunkc.runtime.store.shards import LocalShard, block_of, leaf_of, local_shard_of, local_shards_in, shard_like
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.torch_private.dtensor import local_of, with_local
 
@@ -58,12 +58,7 @@ def note_step(optimizer: SteppingOptimizer) -> None:
 
 
 def _parts_of(optimizer: ParameterGroups) -> list[LocalShard]:
-    return [
-        part
-        for group in optimizer.param_groups
-        for p in group["params"]
-        if isinstance(part := local_shard_of(p), LocalShard)
-    ]
+    return [part for part in local_shards_in(optimizer.param_groups) if isinstance(part, LocalShard)]
 
 
 def refuse_over_ranks(name: str, moments: str) -> None:

@@ -25,7 +25,7 @@ from chunkc.ir.strides import dense_strides
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.split import join_master, split_master
 from chunkc.optim.states import flat, flat_like, put_back, tensor_of
-from chunkc.runtime.store.shards import local_shard_of
+from chunkc.runtime.store.shards import local_shards_in
 
 _PIECE_NUM_ELEMENTS = 1 << 16
 """Elements that are converted at a time: temporary tensors take memory of the compute tier."""
@@ -138,8 +138,7 @@ def load(noted: NotedContents, master: object, parameter: torch.Tensor, lower: t
 def put_masters_together(noted: NotedContents, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Replace lower bits by fp32 masters: a hook of `Optimizer.state_dict`."""
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
-    parameters = [local_shard_of(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in zip(ids, parameters, strict=True):
+    for index, parameter in zip(ids, local_shards_in(optimizer.param_groups), strict=True):
         state = state_dict["state"].get(index, {})
         if MASTER_LOW in state:
             rest = {kind: value for kind, value in state.items() if kind != MASTER_LOW}

@@ -24,14 +24,13 @@ from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms,
 from chunkc.optim.rule import GroupWork, TileUpdate
 from chunkc.optim.update_mode import NONE, groups_at_home
 from chunkc.optim.update_scheduler import UpdateScheduler
-from chunkc.optim.update_task import SteppingOptimizer, Task
+from chunkc.optim.update_task import SteppingOptimizer, Task, tasks_of
 from chunkc.policy.decide import decide
 from chunkc.policy.needs import Needs
 from chunkc.policy.plans import UpdatePlan, update_plan
 from chunkc.policy.state import UpdateDue, UpdateRequest
 from chunkc.runtime.execution.executor import Executable, Measurement, Run, lower
 from chunkc.runtime.store.consumed_gradients import gradient_of
-from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.changes import detect_changes, gradients_left_to_autograd
 from chunkc.session.residency import stay
 from chunkc.session.session import Session, managing
@@ -64,23 +63,22 @@ def due_of(optimizer: SteppingOptimizer) -> Due:
     due = Due({}, [], [], [])
     tasks: list[Task] = []
     checked: set[torch.dtype] = set()
-    for group in optimizer.param_groups:
-        for parameter in map(local_shard_of, group["params"]):
-            if parameter.grad is None:
-                continue
-            check_memory(optimizer, parameter, parameter.grad)
-            if parameter.dtype not in checked:  # it may have been frozen when the optimizer was made
-                optimizer.check_dtype(parameter)
-                checked.add(parameter.dtype)
-            session, name = managing(parameter) or (None, "")
-            tasks.append(task := Task(parameter, name, group))
-            if session is None:
-                if gradient_of(parameter) is not None:
-                    check_in_place(optimizer, parameter, parameter.grad)
-                due.in_place.append(task)
-            else:
-                by_group = due.chunked.setdefault(session, {})
-                by_group.setdefault(session.store.views.group_index(name), []).append(task)
+    for session, task in tasks_of(optimizer):
+        parameter = task.parameter
+        if parameter.grad is None:
+            continue
+        check_memory(optimizer, parameter, parameter.grad)
+        if parameter.dtype not in checked:  # it may have been frozen when the optimizer was made
+            optimizer.check_dtype(parameter)
+            checked.add(parameter.dtype)
+        tasks.append(task)
+        if session is not None and session.store.views.is_managed(task.name):
+            by_group = due.chunked.setdefault(session, {})
+            by_group.setdefault(session.store.views.group_index(task.name), []).append(task)
+        else:
+            if gradient_of(parameter) is not None:
+                check_in_place(optimizer, parameter, parameter.grad)
+            due.in_place.append(task)
     due.changing.extend(task.parameter for task in tasks)
     aliased = set(map(id, aliased_by_gradients(optimizer, due.changing)))
     due.aliased.extend(task for task in tasks if id(task.parameter) in aliased)

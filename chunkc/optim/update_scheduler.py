@@ -47,14 +47,13 @@ from chunkc.optim.group_updates import (
 from chunkc.optim.memory_checks import check_in_place
 from chunkc.optim.rule import GroupWork, Spans, TileUpdate
 from chunkc.optim.update_mode import groups_at_home
-from chunkc.optim.update_task import SteppingOptimizer, Task
+from chunkc.optim.update_task import SteppingOptimizer, Task, tasks_of
 from chunkc.passes.planning.update_placement import can_update_resident
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed_error, gradient_of
-from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.declared_states import declared
 from chunkc.session.pending_readers import await_readers
-from chunkc.session.session import Session, managing, owner, sessions_of
+from chunkc.session.session import Session, sessions_of
 
 _CPU = torch.device("cpu")
 
@@ -119,13 +118,14 @@ class SessionUpdates:
 
     def __init__(self, scheduler: UpdateScheduler, optimizer: SteppingOptimizer, session: Session) -> None:
         self._references = weakref.ref(scheduler), weakref.ref(optimizer), weakref.ref(session)
-        self._tasks: dict[int, list[Task]] | None = None  # by group; None: before the first step, or forgotten
+        self._moving: frozenset[int] | None = None  # groups to update at home or in slots; None: as `forget` leaves it
         self._at_home: frozenset[int] = frozenset()  # those of these groups that the CPU updates
-        self._looked_up: tuple[object, ...] | None = None  # layout and residents when `_tasks` was made before a step
-        self._residents: dict[int, list[Task]] = {}
-        self._residents_of: tuple[object, ...] | None = None  # layout and residents when `_residents` was made
+        self._looked_up: tuple[object, ...] | None = None  # layout and residents when `_moving` was found before a step
+        self._tasks: dict[int, list[Task]] = {}  # this optimizer's parameters, by chunk group
+        self._in_place: frozenset[int] = frozenset()  # resident groups that are all this optimizer's to update
         self._numbers: dict[torch.Tensor, int] = {}  # each parameter's index among all of the optimizer's
-        self._groups: list[object] = []  # parameter groups, each with its parameters, when tasks were made
+        self._tasks_of: tuple[object, ...] | None = None  # layout and residents when `_tasks` was made
+        self._groups: list[object] = []  # parameter groups, each with its parameters, when `_tasks` was made
         self.begun: dict[int, BegunUpdate] = {}
 
     @property
@@ -160,39 +160,41 @@ class SessionUpdates:
             self.abandon()
         else:
             self.take_back()
-        self._tasks, self._at_home, self._looked_up = None, frozenset(), None
-        self._residents, self._residents_of, self._numbers = {}, None, {}
+        self._moving, self._at_home, self._looked_up = None, frozenset(), None
+        self._tasks, self._tasks_of = {}, None
 
     def prepare(self, groups: frozenset[int], at_home: frozenset[int]) -> None:
         """Let updates of these groups begin in the next backward, those of `at_home` at home: states and kernels are
         ready."""
         self._looked_up = None
-        self._follow_param_groups()
-        if self._tasks is not None and self._tasks.keys() == groups and self._at_home == at_home:
+        if (self._moving, self._at_home) == (groups, at_home):
             return
-        session = self._session
-        self._tasks, self._at_home = self._tasks_of(groups), at_home
-        self._scheduler.watch(session)
-        session.in_backward.join(self)
+        self._moving, self._at_home = groups, at_home
+        self._scheduler.watch(self._session)
+        self._session.in_backward.join(self)
 
-    def _follow_param_groups(self) -> None:
-        """Make tasks anew if a caller has put other parameter groups, or other parameters, into `param_groups`."""
+    def _follow(self) -> None:
+        """Find tasks anew if the layout or its residents have changed, or a caller has put other parameter groups, or
+        other parameters, into `param_groups`."""
+        session, layout = self._session, self._session.store.layout
         groups = [entry for group in self._optimizer.param_groups for entry in (group, *group["params"])]
-        if len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups)):
+        tasks_of_now = layout.version, session.store.resident
+        are_same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
+        if are_same and self._tasks_of == tasks_of_now:
             return
-        self._groups, self._residents_of = groups, None
-        if self._tasks is not None:
-            self._tasks = self._tasks_of(self._tasks)
-
-    def _tasks_of(self, groups: Iterable[int]) -> dict[int, list[Task]]:
-        """Return the parameters of these groups that are this optimizer's."""
-        session, tasks = self._session, {index: list[Task]() for index in groups}
-        for group in self._optimizer.param_groups:
-            for parameter in map(local_shard_of, group["params"]):
-                managed_by, name = managing(parameter) or (None, "")
-                if managed_by is session and (index := session.store.views.group_index(name)) in tasks:
-                    tasks[index].append(Task(parameter, name, group))
-        return tasks
+        self._groups, self._tasks_of = groups, tasks_of_now
+        self._tasks, self._numbers, group_of = {}, {}, layout.group_of()
+        for number, (owned_by, task) in enumerate(tasks_of(self._optimizer)):
+            self._numbers[task.parameter] = number
+            if owned_by is session and (index := group_of.get(task.name)) is not None:
+                self._tasks.setdefault(index, []).append(task)
+        self._in_place = frozenset(
+            index
+            for index, tasks in self._tasks.items()
+            if index in session.store.resident
+            and self._is_whole(index, tasks)
+            and all(self._updates_in_place(task.parameter) for task in tasks)
+        )
 
     def expects(self, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
         """Return the stages of an update, the groups of these to update in slots, and those to update as residents."""
@@ -213,15 +215,15 @@ class SessionUpdates:
         are wrong, `step()` updates the group or raises.
         """
         optimizer, session = self._optimizer, self._session
-        self._follow_param_groups()
+        self._follow()
         is_resident = index in session.store.resident
-        tasks: Sequence[Task]
         if is_resident:
-            tasks = () if self.undoable else self._resident_tasks().get(index, ())
+            may_update = index in self._in_place and not self.undoable
         else:
             self._look_up()
-            tasks = self._tasks_in_slots(index)
-        if self._scheduler.accumulating or not tasks:
+            may_update = self._may_update_in_slots(index)
+        tasks = self._tasks.get(index, ())
+        if not (may_update and tasks) or self._scheduler.accumulating:
             return False
         if not all(task.parameter.requires_grad for task in tasks):
             return False
@@ -241,11 +243,11 @@ class SessionUpdates:
                 and not any(task.name in others for task in tasks)
                 and all(gradient_of(task.parameter) is None for task in tasks)
             )
-        if not self._is_whole(index, tasks):
+        names = [task.name for task in tasks]
+        if not (self._is_whole(index, tasks) and all(map(session.store.views.is_managed, names))):
             return False
         if self.undoable:
             return self._can_be_staged(index, tasks)
-        names = [task.name for task in tasks]
         if session.keepers.has(optimizer, names):
             return all(self._has_states(task) for task in tasks)
         return session.keepers.has_none(names) and all(self._can_make_states(task) for task in tasks)
@@ -257,7 +259,7 @@ class SessionUpdates:
         """
         store = self._session.store
         version = store.layout.version, store.resident
-        if self.undoable or (self._tasks is not None and self._looked_up in (None, version)):
+        if self.undoable or (self._moving is not None and self._looked_up in (None, version)):
             return
         optimizer, fixed = self._optimizer, store.resident | store.layout.cut
         groups = [group for group in store.layout.groups if group.trainable and group.index not in fixed]
@@ -265,34 +267,10 @@ class SessionUpdates:
         self.prepare(frozenset(group.index for group in groups) - home, frozenset())
         self._looked_up = version
 
-    def _tasks_in_slots(self, index: int) -> Sequence[Task]:
-        """Return a group's parameters if the next backward may update it in slots, else nothing."""
-        is_likely = self._optimizer.assumed_scale.is_likely
-        if self._scheduler.accumulating or not is_likely or index in self._at_home:
-            return ()
-        return (self._tasks or {}).get(index, ())
-
-    def _resident_tasks(self) -> Mapping[int, list[Task]]:
-        """Return the parameters of resident groups that are all this optimizer's to update, by group."""
-        session, optimizer = self._session, self._optimizer
-        layout, resident = session.store.layout, session.store.resident
-        if self._residents_of == (layout.version, resident):
-            return self._residents
-        tasks: dict[int, list[Task]] = {}
-        self._numbers, group_of = {}, layout.group_of()
-        for group in optimizer.param_groups:
-            for parameter in map(local_shard_of, group["params"]):
-                self._numbers[parameter] = len(self._numbers)
-                owned_by, name = owner(parameter) or (None, "")
-                if owned_by is session and (index := group_of.get(name)) in resident:
-                    tasks.setdefault(index, []).append(Task(parameter, name, group))
-        self._residents = {
-            index: of_group
-            for index, of_group in tasks.items()
-            if self._is_whole(index, of_group) and all(self._updates_in_place(task.parameter) for task in of_group)
-        }
-        self._residents_of = layout.version, resident
-        return self._residents
+    def _may_update_in_slots(self, index: int) -> bool:
+        """Whether the next backward may update a group in slots, as far as that depends on steps before."""
+        may_move = self._moving is not None and index in self._moving and index not in self._at_home
+        return may_move and self._optimizer.assumed_scale.is_likely
 
     def _updates_in_place(self, parameter: torch.Tensor) -> bool:
         """Whether this optimizer updates a resident parameter, and can; where it cannot, `step()` says why."""
@@ -340,10 +318,9 @@ class SessionUpdates:
         """Prepare a group for the backward that is about to run and update it: its parameters have no readers left,
         its states exist, and masters are of what parameters contain."""
         optimizer, session = self._optimizer, self._session
-        is_resident = group in session.store.resident
-        tasks = self._resident_tasks()[group] if is_resident else self._tasks_in_slots(group)
+        tasks = self._tasks[group]
         await_readers(task.parameter for task in tasks)
-        if not is_resident:
+        if group not in session.store.resident:
             session.store.updates.wait(group)
             names = [task.name for task in tasks]
             if not session.keepers.has(optimizer, names):
@@ -367,7 +344,7 @@ class SessionUpdates:
 
     def _begin_in_slots(self, index: int, tiles: Sequence[Tile]) -> BegunUpdate:
         optimizer, store, undoable = self._optimizer, self._session.store, self.undoable
-        tasks = self._tasks_in_slots(index)
+        tasks = self._tasks[index]
         spans = spans_of(optimizer, self._session, index, tasks, counted=not undoable)
         ranges = [(tile.begin, tile.end) for tile in tiles if tile.stage == 0]
         scale = optimizer.assumed_scale.on(store.tier.device) if undoable else NO_SCALE
@@ -387,7 +364,7 @@ class SessionUpdates:
 
     def _update_resident(self, index: int) -> None:
         """Enqueue the update of a resident group behind what has computed its gradients, which it gives back."""
-        tasks, numbers = self._resident_tasks()[index], self._numbers
+        tasks, numbers = self._tasks[index], self._numbers
         begun = BegunUpdate(label_of(self._session, index), tasks, begun=True, enqueued=False)
         self.begun[index] = begun  # before the update begins: it may be interrupted
         optimizer, note = self._optimizer, self._note
@@ -408,10 +385,10 @@ class SessionUpdates:
         """Begin the update at home of a group with complete gradients, if it is this optimizer's. Return whether it
         began."""
         optimizer, session, store = self._optimizer, self._session, self._session.store
-        self._follow_param_groups()
-        if group not in self._at_home or self._tasks is None:
+        self._follow()
+        if group not in self._at_home or group in store.resident:
             return False
-        tasks = [task for task in self._tasks[group] if task.parameter.grad is not None]
+        tasks = [task for task in self._tasks.get(group, ()) if task.parameter.grad is not None]
         if self._scheduler.accumulating or not tasks:
             return False
         if not session.keepers.has(optimizer, [task.name for task in tasks]):
@@ -467,13 +444,13 @@ class SessionUpdates:
 
     def validate(self, is_as_assumed: bool) -> None:
         """Undo the staged updates that would differ now: all, unless the scale of gradients is as was assumed."""
-        self._follow_param_groups()
+        self._follow()
         self.take_back([index for index in self.begun if not is_as_assumed or not self._stands(index)])
 
     def _stands(self, index: int) -> bool:
         """Whether nothing has changed since a staged update of a group began, and the update is complete."""
         begun, store = self.begun[index], self._session.store
-        tasks = {id(task.parameter): task for task in (self._tasks or {}).get(index, ())}
+        tasks = {id(task.parameter): task for task in self._tasks.get(index, ())}
         with_gradients = {key for key, task in tasks.items() if task.parameter.grad is not None}
         if index in store.resident or with_gradients != {id(noted.parameter) for noted in begun.noted}:
             return False
@@ -493,8 +470,7 @@ class SessionUpdates:
                 state = optimizer.states_of(noted.parameter)
                 optimizer.begin_update_of(noted.parameter, state)
                 state["step"].fill_(int(state["step"]) + 1)
-            assert self._tasks is not None  # `validate` took back the groups without
-            tasks = self._tasks[index]
+            tasks = self._tasks[index]  # `validate` took back the groups without
             store.commit_shadow_copies(index, {task.name: optimizer.kept_states_of(task.parameter) for task in tasks})
 
     def abandon(self) -> None:

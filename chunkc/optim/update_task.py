@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -13,6 +13,8 @@ from chunkc.optim.rule import Rule, Updater
 from chunkc.optim.split_masters import NotedContents
 from chunkc.optim.states import Dtypes
 from chunkc.optim.update_mode import UpdateMode
+from chunkc.runtime.store.shards import local_shard_of
+from chunkc.session.session import Session, owner
 
 
 class ParameterGroups(Protocol):
@@ -59,8 +61,17 @@ class SteppingOptimizer(ParameterGroups, Protocol):
 
 
 class Task(NamedTuple):
-    """A parameter to update, its name (empty outside of chunk groups), and its parameter group."""
+    """A parameter to update, its name in its session (empty: it is in none), and its parameter group."""
 
     parameter: torch.Tensor
     name: str
     group: Mapping[str, Any]
+
+
+def tasks_of(optimizer: ParameterGroups) -> Iterator[tuple[Session | None, Task]]:
+    """Iterate over an optimizer's parameters in order, each with its session; of those that are cut over ranks, this
+    rank's shards."""
+    for group in optimizer.param_groups:
+        for parameter in map(local_shard_of, group["params"]):
+            session, name = owner(parameter) or (None, "")
+            yield session, Task(parameter, name, group)

@@ -8,6 +8,7 @@ Dynamo, autograd and the user see the `DTensor`. The store, the optimizers and a
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, overload
 
@@ -117,6 +118,11 @@ class LocalShard(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary tensor."""
         return self.detach().__reduce_ex__(protocol)
+
+
+def local_shards_in(groups: Iterable[Mapping[str, Any]]) -> Iterator[torch.Tensor]:
+    """Iterate over this rank's shards of all parameters in an optimizer's parameter groups."""
+    return (local_shard_of(parameter) for group in groups for parameter in group["params"])
 
 
 @overload
