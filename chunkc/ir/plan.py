@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -59,6 +59,14 @@ class Tile:
 
     def __str__(self) -> str:
         return f"{self.group}[{self.begin}:{self.end}]" + (f".{self.stage}" if self.num_stages > 1 else "")
+
+
+def tiles_by_group(tiles: Iterable[Tile]) -> dict[int, list[Tile]]:
+    """Return tiles in their order, by chunk group."""
+    groups: dict[int, list[Tile]] = {}
+    for tile in tiles:
+        groups.setdefault(tile.group, []).append(tile)
+    return groups
 
 
 @dataclass(frozen=True)

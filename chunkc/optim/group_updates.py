@@ -6,7 +6,7 @@ do not move are updated in place (`update_in_place`). States that are missing ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +19,9 @@ from chunkc.ir.updates import update_stages
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.over_ranks import sums_of_group
-from chunkc.optim.rule import GroupWork, OverRanks, ResidentTensor, Spans, TileUpdate
+from chunkc.optim.rule import GroupWork, ResidentTensor, Spans, TileUpdate
 from chunkc.optim.states import initialise
-from chunkc.optim.update_task import SteppingOptimizer, Task
+from chunkc.optim.update_task import SteppingOptimizer, Task, UpdateTask
 from chunkc.runtime.store.shards import local_shards_in
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.session import Session
@@ -103,18 +103,22 @@ def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
 
 
 def home_update(
-    optimizer: SteppingOptimizer, session: Session, index: int, spans: Spans, scale: GradScale, *, staged: bool = False
+    optimizer: SteppingOptimizer, session: Session, task: UpdateTask, scale: GradScale, *, on_thread: bool = False
 ) -> Callable[[], None]:
     """Return the update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs.
 
+    A staged one writes to shadow copies, and leaves home as it is.
+
     Args:
-        staged: write to shadow copies instead, and leave home as it is.
+        on_thread: let it run on any thread: what it needs is compiled here, since Inductor may not be safe on others.
     """
-    numel, num_stages = session.store.layout.groups[index].numel, optimizer.rule.num_stages
-    work = GroupWork(index, spans, [(0, numel)], scale, rank_sums(optimizer, session.store, index))
-    update = optimizer.updater(_CPU, by_triton=False).of_group(work)
-    home, store = flat_home(session, index), session.store
-    shadows = store.shadow_copies.flat(store.layout, index, [k for k in home if k != GRAD]) if staged else {}
+    store, index, num_stages = session.store, task.group, optimizer.rule.num_stages
+    numel, home = store.layout.groups[index].numel, flat_home(session, index)
+    updater = optimizer.updater(_CPU, by_triton=False)
+    if on_thread:
+        updater.compile_ahead(home, task.spans, scale)
+    update = updater.of_group(_work(optimizer, store, task, [(0, numel)], scale))
+    shadows = store.shadow_copies.flat(store.layout, index, [k for k in home if k != GRAD]) if task.is_staged else {}
     flats = home | shadows
 
     def run() -> None:
@@ -126,17 +130,23 @@ def home_update(
     return run
 
 
-def compiled_home_update(
-    optimizer: SteppingOptimizer, session: Session, index: int, spans: Spans, scale: GradScale, *, staged: bool = False
-) -> Callable[[], None]:
-    """Return the same for any thread: what it needs is compiled here, since Inductor may not be safe on others."""
-    optimizer.updater(_CPU, by_triton=False).compile_ahead(flat_home(session, index), spans, scale)
-    return home_update(optimizer, session, index, spans, scale, staged=staged)
+def slot_update(
+    optimizer: SteppingOptimizer, store: ChunkStore, task: UpdateTask, tiles: Iterable[Tile], scale: GradScale
+) -> TileUpdate:
+    """Return the update of a group in slots, tile by tile, for `update_tile`."""
+    ranges = [(tile.begin, tile.end) for tile in tiles if tile.stage == 0]
+    return optimizer.updater(store.tier.device).of_group(_work(optimizer, store, task, ranges, scale))
 
 
-def rank_sums(optimizer: SteppingOptimizer, store: ChunkStore, index: int) -> OverRanks | None:
-    """Return the sum over ranks of a group's norms; None: the rule takes none, or this rank has whole tensors."""
-    return sums_of_group(store, index) if optimizer.rule.num_stages > 1 else None
+def _work(
+    optimizer: SteppingOptimizer,
+    store: ChunkStore,
+    task: UpdateTask,
+    ranges: Sequence[tuple[int, int]],
+    scale: GradScale,
+) -> GroupWork:
+    sums = sums_of_group(store, task.group) if optimizer.rule.num_stages > 1 else None
+    return GroupWork(task.group, task.spans, ranges, scale, sums)
 
 
 def update_tile(store: ChunkStore, update: TileUpdate, tile: Tile, *, whole: Sequence[str] = ()) -> None:

@@ -90,8 +90,8 @@ def order_of_norms(optimizer: SteppingOptimizer, prepared: Iterable[Any]) -> Fac
     """
     order = [
         [
-            sorted((index, *(task.name for task in tasks)) for index, tasks in part.by_group.items()),
-            sorted(part.at_home),
+            sorted((update.group, *(task.name for task in update.tasks)) for update in part.updates),
+            sorted(update.group for update in part.at_home),
         ]
         for part in prepared
     ]

@@ -14,17 +14,17 @@ import torch
 
 from chunkc.distributed.agreement import rendezvous
 from chunkc.ir.errors import BudgetError
-from chunkc.ir.plan import Tile
+from chunkc.ir.plan import Tile, tiles_by_group
 from chunkc.ir.program import UPDATE
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
-from chunkc.optim.group_updates import home_update, rank_sums, spans_of, update_tile
+from chunkc.optim.group_updates import home_update, slot_update, spans_of, update_tile
 from chunkc.optim.memory_checks import aliased_by_gradients, check_in_place, check_memory
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms
-from chunkc.optim.rule import GroupWork, TileUpdate
+from chunkc.optim.rule import TileUpdate
 from chunkc.optim.update_mode import NONE, groups_at_home
 from chunkc.optim.update_scheduler import UpdateScheduler
-from chunkc.optim.update_task import SteppingOptimizer, Task, tasks_of
+from chunkc.optim.update_task import SteppingOptimizer, Task, UpdateTask, Where, tasks_of
 from chunkc.policy.decide import decide
 from chunkc.policy.needs import Needs
 from chunkc.policy.plans import UpdatePlan, update_plan
@@ -158,15 +158,18 @@ class SessionStep:
     """A session's part of a step.
 
     Attributes:
-        by_group: the parameters to update, by chunk group.
-        at_home: groups that the CPU updates at home.
-        in_slots: the plan of the other groups; None: there are none.
+        updates: at home, and in slots.
+        in_slots: the plan of those in slots; None: there are none.
     """
 
     session: Session
-    by_group: Mapping[int, Sequence[Task]]
-    at_home: frozenset[int]
+    updates: Sequence[UpdateTask]
     in_slots: PreparedUpdate | None
+
+    @property
+    def at_home(self) -> list[UpdateTask]:
+        """The updates by the CPU, at home."""
+        return [update for update in self.updates if update.where is Where.HOME]
 
 
 def take_over_changes(parameters: Sequence[torch.Tensor]) -> None:
@@ -227,14 +230,19 @@ def _prepare(
         scheduler.in_session(session).prepare(frozenset(indices), home)
     if optimizer.overlap.undoable:
         store.shadow_copies.reserve(store.layout, indices)
-    for index in sorted(by_group):
+    by_group = dict(sorted(by_group.items()))
+    for index in by_group:
         store.updates.wait(index)
         session.keepers.keep(optimizer, index, [task.name for task in by_group[index]])
     for index in sorted(home - begun):
         store.reserve_states(index)
     in_slots = [index for index in by_group if index not in home]
     planned = prepare_updates(session, in_slots, num_stages=num_stages) if in_slots else None
-    return SessionStep(session, by_group, home - begun, planned)
+    updates = [
+        UpdateTask.of(session, index, tasks, Where.HOME if index in home else Where.SLOTS)
+        for index, tasks in by_group.items()
+    ]
+    return SessionStep(session, updates, planned)
 
 
 def update_chunks(
@@ -244,27 +252,26 @@ def update_chunks(
 
     The CPU begins when all that was computed before the step has arrived at home.
     """
-    session, home, overlaps = prepared.session, prepared.at_home, optimizer.overlap.mode != NONE
-    store = session.store
-    spans = {index: spans_of(optimizer, session, index, tasks) for index, tasks in prepared.by_group.items()}
+    session, at_home, overlaps = prepared.session, prepared.at_home, optimizer.overlap.mode != NONE
+    store, updates = session.store, {update.group: update for update in prepared.updates}
+    for update in prepared.updates:
+        update.spans = spans_of(optimizer, session, update.group, update.tasks)
     marks: list[Any] = []
-    if home:
+    if at_home:
         store.release_slots()
-        for index in sorted(home):
-            store.gradients.collect(index)
+        for update in at_home:
+            store.gradients.collect(update.group)
         marks += store.tier.mark()
     if overlaps:
-        scheduler.submit(session, {index: spans[index] for index in home}, scale, marks)
+        scheduler.submit(session, at_home, scale, marks)
     if prepared.in_slots is not None:
-        updater, tiles = optimizer.updater(store.tier.device), prepared.in_slots.tiles
-        ranges = {i: [(t.begin, t.end) for t in tiles if t.group == i and t.stage == 0] for i in spans if i not in home}
-        works = [GroupWork(i, spans[i], ranges[i], scale, rank_sums(optimizer, store, i)) for i in ranges if ranges[i]]
-        prepared.in_slots.run({work.index: updater.of_group(work) for work in works})
+        tiles_of = tiles_by_group(prepared.in_slots.tiles)
+        prepared.in_slots.run({i: slot_update(optimizer, store, updates[i], tiles_of[i], scale) for i in tiles_of})
     if overlaps:
-        scheduler.end_step(session, home)
+        scheduler.end_step(session, at_home)
         return
     for mark in marks:
         mark.wait()
-    if home and not is_skipped(scale := on_the_cpu(scale)):
-        for index in sorted(home):
-            home_update(optimizer, session, index, spans[index], scale)()
+    if at_home and not is_skipped(scale := on_the_cpu(scale)):
+        for update in at_home:
+            home_update(optimizer, session, update, scale)()

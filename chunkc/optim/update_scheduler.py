@@ -24,9 +24,8 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,16 +37,16 @@ from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_updates import (
-    compiled_home_update,
+    home_update,
     make_states,
+    slot_update,
     spans_of,
     update_in_place,
     update_tile,
 )
 from chunkc.optim.memory_checks import check_in_place
-from chunkc.optim.rule import GroupWork, Spans, TileUpdate
 from chunkc.optim.update_mode import groups_at_home
-from chunkc.optim.update_task import SteppingOptimizer, Task, tasks_of
+from chunkc.optim.update_task import NotedParameter, SteppingOptimizer, Task, UpdateTask, Where, tasks_of
 from chunkc.passes.planning.update_placement import can_update_resident
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed_error, gradient_of
@@ -61,53 +60,6 @@ _CHANGED_LATE = (
     'after its update had begun: overlap="backward" is for gradients that one compiled backward makes and nothing '
     'changes (no clipping, no unscaling, no use of the parameter outside compiled code); use overlap="forward"'
 )
-
-
-@dataclass(frozen=True)
-class NotedParameter:
-    """A parameter as it was when its update began."""
-
-    parameter: torch.Tensor
-    name: str
-    gradient: torch.Tensor
-    gradient_version: int
-    parameter_version: int
-    hyper: Any
-
-
-@dataclass(eq=False)
-class BegunUpdate:
-    """A group's update in the backward, kept from before it begins until the optimizer's step.
-
-    Attributes:
-        label: the group as its user knows it.
-        tasks: its parameters.
-        noted: these, as they were when it began.
-        tiles: an update's tiles in slots that are still to come.
-        at_home: the CPU's update; None: the device's.
-        begun: whether the device's has begun: it may be interrupted before.
-        enqueued: whether all of an update of a resident group is enqueued.
-    """
-
-    label: str
-    tasks: Sequence[Task]
-    noted: Sequence[NotedParameter] = ()
-    update: TileUpdate | None = None
-    tiles: set[Tile] = field(default_factory=set)
-    at_home: HomeUpdate | None = None
-    begun: bool = False
-    enqueued: bool = True
-
-    def check_complete(self) -> None:
-        """Raise if the backward did not come to the update's end. One at home that fails raises where it is awaited.
-
-        Raises:
-            StreamError: it did not.
-        """
-        if self.tiles or not self.enqueued:
-            raise StreamError(
-                f"the update of {self.label} was interrupted in the backward and is half done: load a checkpoint"
-            )
 
 
 class SessionUpdates:
@@ -126,7 +78,7 @@ class SessionUpdates:
         self._numbers: dict[torch.Tensor, int] = {}  # each parameter's index among all of the optimizer's
         self._tasks_of: tuple[object, ...] | None = None  # layout and residents when `_tasks` was made
         self._groups: list[object] = []  # parameter groups, each with its parameters, when `_tasks` was made
-        self.begun: dict[int, BegunUpdate] = {}
+        self.begun: dict[int, UpdateTask] = {}
 
     @property
     def _scheduler(self) -> UpdateScheduler:
@@ -244,7 +196,7 @@ class SessionUpdates:
                 and all(gradient_of(task.parameter) is None for task in tasks)
             )
         names = [task.name for task in tasks]
-        if not (self._is_whole(index, tasks) and all(map(session.store.views.is_managed, names))):
+        if not self._is_whole(index, tasks):
             return False
         if self.undoable:
             return self._can_be_staged(index, tasks)
@@ -337,47 +289,45 @@ class SessionUpdates:
         if tile.group in session.store.resident:
             self._update_resident(tile.group)
             return
-        begun = self.begun.get(tile.group) or self._begin_in_slots(tile.group, tiles)
-        assert begun.update is not None
-        update_tile(session.store, begun.update, tile, whole=(PARAM, GRAD))
-        begun.tiles.remove(tile)
+        update = self.begun.get(tile.group) or self._begin_in_slots(tile.group, tiles)
+        assert update.in_slots is not None
+        update_tile(session.store, update.in_slots, tile, whole=(PARAM, GRAD))
+        update.tiles.remove(tile)
 
-    def _begin_in_slots(self, index: int, tiles: Sequence[Tile]) -> BegunUpdate:
-        optimizer, store, undoable = self._optimizer, self._session.store, self.undoable
-        tasks = self._tasks[index]
-        spans = spans_of(optimizer, self._session, index, tasks, counted=not undoable)
-        ranges = [(tile.begin, tile.end) for tile in tiles if tile.stage == 0]
-        scale = optimizer.assumed_scale.on(store.tier.device) if undoable else NO_SCALE
-        update = optimizer.updater(store.tier.device).of_group(GroupWork(index, spans, ranges, scale))
-        begun = BegunUpdate(label_of(self._session, index), tasks, update=update, tiles=set(tiles))
-        if undoable:
+    def _begin_in_slots(self, index: int, tiles: Sequence[Tile]) -> UpdateTask:
+        optimizer, session, store = self._optimizer, self._session, self._session.store
+        update = UpdateTask.of(session, index, self._tasks[index], Where.SLOTS, is_staged=self.undoable)
+        update.spans = spans_of(optimizer, session, index, update.tasks, counted=not update.is_staged)
+        scale = optimizer.assumed_scale.on(store.tier.device) if update.is_staged else NO_SCALE
+        update.in_slots, update.tiles = slot_update(optimizer, store, update, tiles, scale), set(tiles)
+        if update.is_staged:
             store.shadow_copies.begin(index)
-            begun.noted, begun.begun = [self._note(task) for task in tasks], True
-            self.begun[index] = begun
-            return begun
-        stand_ins = {task.name: ConsumedGradient(task.parameter, task.name) for task in tasks}
-        begun.noted = [self._note(task, stand_ins[task.name]) for task in tasks]
-        self.begun[index] = begun  # before the update begins: it may be interrupted
-        begun.begun = True
+            update.noted, update.has_begun = [self._note(task) for task in update.tasks], True
+            self.begun[index] = update
+            return update
+        stand_ins = {task.name: ConsumedGradient(task.parameter, task.name) for task in update.tasks}
+        update.noted = [self._note(task, stand_ins[task.name]) for task in update.tasks]
+        self.begun[index] = update  # before the update begins: it may be interrupted
+        update.has_begun = True
         store.gradients.consume(index, stand_ins)
-        return begun
+        return update
 
     def _update_resident(self, index: int) -> None:
         """Enqueue the update of a resident group behind what has computed its gradients, which it gives back."""
-        tasks, numbers = self._tasks[index], self._numbers
-        begun = BegunUpdate(label_of(self._session, index), tasks, begun=True, enqueued=False)
-        self.begun[index] = begun  # before the update begins: it may be interrupted
-        optimizer, note = self._optimizer, self._note
+        update = UpdateTask.of(self._session, index, self._tasks[index], Where.RESIDENT)
+        update.has_begun, update.is_enqueued = True, False
+        self.begun[index] = update  # before the update begins: it may be interrupted
+        optimizer, note, numbers = self._optimizer, self._note, self._numbers
 
-        def update() -> None:
-            update_in_place(optimizer, tasks, NO_SCALE, numbers)
+        def run() -> None:
+            update_in_place(optimizer, update.tasks, NO_SCALE, numbers)
             noted = []
-            for task in tasks:
+            for task in update.tasks:
                 task.parameter.grad = stand_in = ConsumedGradient(task.parameter, task.name)
                 noted.append(note(task, stand_in))
-            begun.noted, begun.enqueued = noted, True
+            update.noted, update.is_enqueued = noted, True
 
-        self._session.store.tier.enqueue(update)
+        self._session.store.tier.enqueue(run)
 
     # --- updates at home ---
 
@@ -393,24 +343,24 @@ class SessionUpdates:
             return False
         if not session.keepers.has(optimizer, [task.name for task in tasks]):
             return False
-        undoable, assumed = self.undoable, optimizer.assumed_scale
-        if undoable and not (assumed.is_likely and self._can_be_staged(group, self._tasks[group])):
+        update = UpdateTask.of(session, group, tasks, Where.HOME, is_staged=self.undoable)
+        assumed = optimizer.assumed_scale
+        if update.is_staged and not (assumed.is_likely and self._can_be_staged(group, self._tasks[group])):
             return False
         await_readers(task.parameter for task in tasks)
         store.updates.wait(group)
         with torch.no_grad():
-            if undoable:
+            if update.is_staged:
                 for task in tasks:
                     optimizer.contents.follow(task.parameter, optimizer.states_of(task.parameter))
-            spans = spans_of(optimizer, session, group, tasks, counted=not undoable)
-        if undoable:
+            update.spans = spans_of(optimizer, session, group, tasks, counted=not update.is_staged)
+        if update.is_staged:
             store.shadow_copies.begin(group)
-        job = compiled_home_update(optimizer, session, group, spans, assumed.on(_CPU), staged=undoable)
-        label = label_of(session, group)
-        update = HomeUpdate(job, label, store.slots.home_marks(group))
-        noted = [self._note(task) for task in tasks]
-        self.begun[group] = BegunUpdate(label, tasks, noted, at_home=update)  # before it begins: it may be interrupted
-        store.updates.enter(group, update)
+        job = home_update(optimizer, session, update, assumed.on(_CPU), on_thread=True)
+        update.at_home = HomeUpdate(job, update.label, store.slots.home_marks(group))
+        update.noted = [self._note(task) for task in tasks]
+        self.begun[group] = update  # before it begins: it may be interrupted
+        store.updates.enter(group, update.at_home)
         return True
 
     # --- what becomes of begun updates ---
@@ -426,8 +376,8 @@ class SessionUpdates:
 
     def has_begun(self, index: int) -> bool:
         """Whether a noted update of a group has begun: it may have been interrupted before."""
-        begun = self.begun[index]
-        return begun.begun if begun.at_home is None else self._session.store.updates.has(index, begun.at_home)
+        update = self.begun[index]
+        return update.has_begun if update.at_home is None else self._session.store.updates.has(index, update.at_home)
 
     def take_back(self, groups: Collection[int] | None = None) -> None:
         """Undo the updates of these groups (None: of all) that have begun, if they can be undone.
@@ -449,15 +399,15 @@ class SessionUpdates:
 
     def _stands(self, index: int) -> bool:
         """Whether nothing has changed since a staged update of a group began, and the update is complete."""
-        begun, store = self.begun[index], self._session.store
+        update, store = self.begun[index], self._session.store
         tasks = {id(task.parameter): task for task in self._tasks.get(index, ())}
         with_gradients = {key for key, task in tasks.items() if task.parameter.grad is not None}
-        if index in store.resident or with_gradients != {id(noted.parameter) for noted in begun.noted}:
+        if index in store.resident or with_gradients != {id(noted.task.parameter) for noted in update.noted}:
             return False
         try:
-            for noted in begun.noted:
-                self._check_unchanged(noted, tasks[id(noted.parameter)])
-            begun.check_complete()
+            for noted in update.noted:
+                self._check_unchanged(noted, tasks[id(noted.task.parameter)])
+            update.check_complete()
         except (UnsupportedError, OptionsError, StreamError):
             return False
         return self.has_begun(index) and not store.replaced([task.name for task in tasks.values()])
@@ -465,10 +415,10 @@ class SessionUpdates:
     def commit(self) -> None:
         """Make staged updates count: shadow copies become home."""
         optimizer, store = self._optimizer, self._session.store
-        for index, begun in self.begun.items() if self.undoable else ():
-            for noted in begun.noted:
-                state = optimizer.states_of(noted.parameter)
-                optimizer.begin_update_of(noted.parameter, state)
+        for index, update in self.begun.items() if self.undoable else ():
+            for parameter, *_ in update.tasks:
+                state = optimizer.states_of(parameter)
+                optimizer.begin_update_of(parameter, state)
                 state["step"].fill_(int(state["step"]) + 1)
             tasks = self._tasks[index]  # `validate` took back the groups without
             store.commit_shadow_copies(index, {task.name: optimizer.kept_states_of(task.parameter) for task in tasks})
@@ -480,19 +430,19 @@ class SessionUpdates:
         backward add to them.
         """
         self.take_back()
-        for index, begun in self.begun.items():
+        for index, update in self.begun.items():
             if self.has_begun(index):
-                for task in begun.tasks:
+                for task in update.tasks:
                     if task.parameter.grad is not None:
                         task.parameter.grad = ConsumedGradient(task.parameter, task.name)
             else:
-                self._take_counts_back(begun)
+                self._take_counts_back(update)
         self.end_step()
 
-    def _take_counts_back(self, begun: BegunUpdate) -> None:
+    def _take_counts_back(self, update: UpdateTask) -> None:
         """Take back the steps that were counted for an update that was interrupted before it began."""
-        for noted in begun.noted:
-            self._optimizer.states_of(noted.parameter)["step"].sub_(1)
+        for task in update.tasks:
+            self._optimizer.states_of(task.parameter)["step"].sub_(1)
 
     def end_step(self) -> None:
         """Leave what has begun to the optimizer's step, so that the next updates may begin."""
@@ -508,29 +458,28 @@ class SessionUpdates:
         Raises:
             OptionsError, UnsupportedError, StreamError: see `UpdateScheduler.collect`.
         """
-        for index, begun in list(self.begun.items()):
+        for index, update in list(self.begun.items()):
             if self.undoable:  # `validate` has undone all others
                 del by_group[index]
                 continue
             if not self.has_begun(index):
-                self._take_counts_back(begun)
+                self._take_counts_back(update)
                 del self.begun[index]
                 continue
             tasks = {id(task.parameter): task for task in by_group.pop(index, ())}
-            for noted in begun.noted:
-                key = id(noted.parameter)
+            for noted in update.noted:
+                key = id(noted.task.parameter)
                 self._check_unchanged(noted, in_place.pop(key, None) or tasks.get(key))
                 tasks.pop(key, None)
             for task in tasks.values():
                 raise UnsupportedError(f"{task.name} got its gradient {_CHANGED_LATE}")
-            begun.check_complete()
+            update.check_complete()
 
     def _note(self, task: Task, gradient: torch.Tensor | None = None) -> NotedParameter:
         """Note a parameter as its update begins, with its gradient or that gradient's stand-in."""
         gradient = task.parameter.grad if gradient is None else gradient
         assert gradient is not None
-        version = task.parameter._version
-        return NotedParameter(task.parameter, task.name, gradient, gradient._version, version, self._hyper(task))
+        return NotedParameter(task, gradient, gradient._version, task.parameter._version, self._hyper(task))
 
     def _hyper(self, task: Task) -> Any:
         """Return the hyperparameters of a parameter's update in the backward."""
@@ -540,10 +489,11 @@ class SessionUpdates:
         return optimizer.hyper_now(task.group, task.parameter)
 
     def _check_unchanged(self, noted: NotedParameter, task: Task | None) -> None:
-        name, gradient = noted.name, noted.parameter.grad
+        parameter, name, _ = noted.task
+        gradient = parameter.grad
         if task is None or gradient is not noted.gradient or gradient._version != noted.gradient_version:
             raise UnsupportedError(f"the gradient of {name} was changed {_CHANGED_LATE}")
-        if noted.parameter._version != noted.parameter_version:
+        if parameter._version != noted.parameter_version:
             raise UnsupportedError(f"the parameter {name} was changed {_CHANGED_LATE}")
         if self._hyper(task) != noted.hyper:
             raise OptionsError(
@@ -681,22 +631,22 @@ class UpdateScheduler:
         """
         finish_all(session.store.updates for session in list(self._watched))
 
-    def submit(self, session: Session, spans: Mapping[int, Spans], scale: GradScale, after: Sequence[Any]) -> None:
+    def submit(self, session: Session, tasks: Sequence[UpdateTask], scale: GradScale, after: Sequence[Any]) -> None:
         """Begin the update of groups at home, those that the next forward needs soonest first.
 
         Waits for a loss scale: whether anything changes is known only when all gradients are.
         """
-        if not spans or is_skipped(scale := on_the_cpu(scale)):
+        if not tasks or is_skipped(scale := on_the_cpu(scale)):
             return
         optimizer = self._optimizer()
         assert optimizer is not None
         self.watch(session)
-        updates = session.store.updates
-        jobs = {index: compiled_home_update(optimizer, session, index, spans[index], scale) for index in spans}
-        for index in updates.in_order_of_use(list(spans)):
-            updates.begin(index, jobs[index], label=label_of(session, index), after=after)
+        updates, by_group = session.store.updates, {task.group: task for task in tasks}
+        jobs = {task.group: home_update(optimizer, session, task, scale, on_thread=True) for task in tasks}
+        for index in updates.in_order_of_use(list(jobs)):
+            updates.begin(index, jobs[index], label=by_group[index].label, after=after)
 
-    def end_step(self, session: Session, at_home: frozenset[int]) -> None:
+    def end_step(self, session: Session, at_home: Sequence[UpdateTask]) -> None:
         """Wait for the updates that may not go on after the step: all, or those of groups that code reads which is not
         compiled.
 
@@ -707,15 +657,10 @@ class UpdateScheduler:
         if not self._mode.in_forward:
             updates.finish()
             return
-        for index in sorted(at_home):
-            names = {s.spec.name for s in session.store.layout.groups[index].slices}
+        for task in at_home:
+            names = {s.spec.name for s in session.store.layout.groups[task.group].slices}
             if not names <= session.trained:
-                updates.wait(index)
-
-
-def label_of(session: Session, index: int) -> str:
-    """Return a group's title for the error of an update that fails."""
-    return f"chunk param:{index} ({session.store.layout.groups[index].title})"
+                updates.wait(task.group)
 
 
 def synchronize(model: nn.Module) -> None:

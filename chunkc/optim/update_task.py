@@ -1,18 +1,23 @@
-"""Describe what an optimizer updates, and the optimizer as its updates see it."""
+"""Describe the update of a chunk group, and the optimizer as its updates see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from chunkc.ir.errors import StreamError
+from chunkc.ir.plan import Tile
 from chunkc.ir.states import StateFormat
 from chunkc.optim.grad_scale import AssumedScale
-from chunkc.optim.rule import Rule, Updater
+from chunkc.optim.rule import Rule, Spans, TileUpdate, Updater
 from chunkc.optim.split_masters import NotedContents
 from chunkc.optim.states import Dtypes
 from chunkc.optim.update_mode import UpdateMode
+from chunkc.runtime.device.updates import HomeUpdate
 from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.session import Session, owner
 
@@ -75,3 +80,71 @@ def tasks_of(optimizer: ParameterGroups) -> Iterator[tuple[Session | None, Task]
         for parameter in map(local_shard_of, group["params"]):
             session, name = owner(parameter) or (None, "")
             yield session, Task(parameter, name, group)
+
+
+@dataclass(frozen=True)
+class NotedParameter:
+    """A parameter as it was when its update began."""
+
+    task: Task
+    gradient: torch.Tensor
+    gradient_version: int
+    parameter_version: int
+    hyper: Any
+
+
+class Where(Enum):
+    """The place of a group's update: in slots and on residents, by the device; at home, by the CPU."""
+
+    SLOTS = "slots"
+    RESIDENT = "resident"
+    HOME = "home"
+
+
+@dataclass(eq=False)
+class UpdateTask:
+    """The update of one chunk group, in an optimizer's step, or in a backward, where it is kept until that step.
+
+    Attributes:
+        group: the group's index.
+        label: the group as its user knows it.
+        tasks: the parameters that are updated.
+        is_staged: whether it writes shadow copies, which `step()` commits or rolls back.
+        spans: elements to update, once its steps are counted.
+        noted: of an update in a backward, the parameters as they were when it began.
+        in_slots: the update of a tile in slots.
+        tiles: those that are still to come in this backward.
+        at_home: the CPU's update in this backward.
+        has_begun: whether the device's has begun in this backward: it may be interrupted before.
+        is_enqueued: whether all of a resident group's is enqueued.
+    """
+
+    group: int
+    label: str
+    tasks: Sequence[Task]
+    where: Where
+    is_staged: bool = False
+    spans: Spans = ()
+    noted: Sequence[NotedParameter] = ()
+    in_slots: TileUpdate | None = None
+    tiles: set[Tile] = field(default_factory=set)
+    at_home: HomeUpdate | None = None
+    has_begun: bool = False
+    is_enqueued: bool = True
+
+    @staticmethod
+    def of(session: Session, group: int, tasks: Sequence[Task], where: Where, *, is_staged: bool = False) -> UpdateTask:
+        """Describe the update of a group of a session."""
+        label = f"chunk param:{group} ({session.store.layout.groups[group].title})"
+        return UpdateTask(group, label, tasks, where, is_staged)
+
+    def check_complete(self) -> None:
+        """Raise if the backward did not come to the update's end. One at home that fails raises where it is awaited.
+
+        Raises:
+            StreamError: it did not.
+        """
+        if self.tiles or not self.is_enqueued:
+            raise StreamError(
+                f"the update of {self.label} was interrupted in the backward and is half done: load a checkpoint"
+            )

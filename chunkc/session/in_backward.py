@@ -16,7 +16,7 @@ import torch
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.layout import ChunkGroup, ChunkLayout
-from chunkc.ir.plan import Tile
+from chunkc.ir.plan import Tile, tiles_by_group
 from chunkc.policy.state import PhaseContext, transient_in
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.declared_states import declared
@@ -134,15 +134,13 @@ class UpdatesInBackward:
 
     def updating(self, tiles: Collection[Tile]) -> Callable[[Tile], None]:
         """Return the function that updates these tiles of groups, which the latest `updates_in_slots` has named."""
-        by_group: dict[int, list[Tile]] = {}
-        for tile in tiles:
-            by_group.setdefault(tile.group, []).append(tile)
-        starters = {group: starter for group in by_group if (starter := self._in_slots[group]()) is not None}
+        of_group = tiles_by_group(tiles)
+        starters = {group: starter for group in of_group if (starter := self._in_slots[group]()) is not None}
         for group, starter in starters.items():
             starter.make_ready(group)
 
         def update(tile: Tile) -> None:
-            starters[tile.group].update(tile, by_group[tile.group])
+            starters[tile.group].update(tile, of_group[tile.group])
 
         return update
 
