@@ -263,12 +263,12 @@ def update_chunks(
             store.gradients.collect(update.group)
         marks += store.tier.mark()
     if overlaps:
-        scheduler.submit(session, at_home, scale, marks)
+        scheduler.in_session(session).submit(at_home, scale, marks)
     if prepared.in_slots is not None:
         tiles_of = tiles_by_group(prepared.in_slots.tiles)
         prepared.in_slots.run({i: slot_update(optimizer, store, updates[i], tiles_of[i], scale) for i in tiles_of})
     if overlaps:
-        scheduler.end_step(session, at_home)
+        scheduler.in_session(session).wait_after_step(at_home)
         return
     for mark in marks:
         mark.wait()

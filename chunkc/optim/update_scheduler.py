@@ -22,9 +22,8 @@ for each group when it fetches it.
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +34,7 @@ from chunkc.ir.errors import OptionsError, StreamError, UnsupportedError
 from chunkc.ir.layout import GRAD, PARAM, ChunkGroup
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE, GradScale
+from chunkc.optim.eligibility import Eligibility, OfSession
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_updates import (
     home_update,
@@ -44,13 +44,9 @@ from chunkc.optim.group_updates import (
     update_in_place,
     update_tile,
 )
-from chunkc.optim.memory_checks import check_in_place
-from chunkc.optim.update_mode import groups_at_home
-from chunkc.optim.update_task import NotedParameter, SteppingOptimizer, Task, UpdateTask, Where, tasks_of
-from chunkc.passes.planning.update_placement import can_update_resident
+from chunkc.optim.update_task import NotedParameter, SteppingOptimizer, Task, UpdateTask, Where
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
-from chunkc.runtime.store.consumed_gradients import ConsumedGradient, consumed_error, gradient_of
-from chunkc.session.declared_states import declared
+from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.session import Session, sessions_of
 
@@ -62,41 +58,20 @@ _CHANGED_LATE = (
 )
 
 
-class SessionUpdates:
-    """The updates of one optimizer in the backwards of one session's graphs (a `chunkc.session.protocols.Starter`).
+class SessionUpdates(OfSession):
+    """The updates of one optimizer in one session, outside of `step()` (a `chunkc.session.protocols.Starter`).
 
-    The optimizer owns it, and the session calls it: both exist whenever a method runs.
+    The optimizer owns it, and the session calls it.
+
+    Attributes:
+        begun: updates that a backward has begun, by chunk group, until the optimizer's step.
     """
 
-    def __init__(self, scheduler: UpdateScheduler, optimizer: SteppingOptimizer, session: Session) -> None:
-        self._references = weakref.ref(scheduler), weakref.ref(optimizer), weakref.ref(session)
-        self._moving: frozenset[int] | None = None  # groups to update at home or in slots; None: as `forget` leaves it
-        self._at_home: frozenset[int] = frozenset()  # those of these groups that the CPU updates
-        self._looked_up: tuple[object, ...] | None = None  # layout and residents when `_moving` was found before a step
-        self._tasks: dict[int, list[Task]] = {}  # this optimizer's parameters, by chunk group
-        self._in_place: frozenset[int] = frozenset()  # resident groups that are all this optimizer's to update
-        self._numbers: dict[torch.Tensor, int] = {}  # each parameter's index among all of the optimizer's
-        self._tasks_of: tuple[object, ...] | None = None  # layout and residents when `_tasks` was made
-        self._groups: list[object] = []  # parameter groups, each with its parameters, when `_tasks` was made
+    def __init__(self, optimizer: SteppingOptimizer, session: Session) -> None:
+        super().__init__(optimizer, session)
+        self._eligibility = Eligibility(optimizer, session)
+        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.begun: dict[int, UpdateTask] = {}
-
-    @property
-    def _scheduler(self) -> UpdateScheduler:
-        scheduler = self._references[0]()
-        assert scheduler is not None
-        return scheduler
-
-    @property
-    def _optimizer(self) -> SteppingOptimizer:
-        optimizer = self._references[1]()
-        assert optimizer is not None
-        return optimizer
-
-    @property
-    def _session(self) -> Session:
-        session = self._references[2]()
-        assert session is not None
-        return session
 
     # --- which groups may be updated in the backward ---
 
@@ -112,157 +87,23 @@ class SessionUpdates:
             self.abandon()
         else:
             self.take_back()
-        self._moving, self._at_home, self._looked_up = None, frozenset(), None
-        self._tasks, self._tasks_of = {}, None
+        self._eligibility.forget()
 
     def prepare(self, groups: frozenset[int], at_home: frozenset[int]) -> None:
         """Let updates of these groups begin in the next backward, those of `at_home` at home: states and kernels are
         ready."""
-        self._looked_up = None
-        if (self._moving, self._at_home) == (groups, at_home):
-            return
-        self._moving, self._at_home = groups, at_home
-        self._scheduler.watch(self._session)
-        self._session.in_backward.join(self)
-
-    def _follow(self) -> None:
-        """Find tasks anew if the layout or its residents have changed, or a caller has put other parameter groups, or
-        other parameters, into `param_groups`."""
-        session, layout = self._session, self._session.store.layout
-        groups = [entry for group in self._optimizer.param_groups for entry in (group, *group["params"])]
-        tasks_of_now = layout.version, session.store.resident
-        are_same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
-        if are_same and self._tasks_of == tasks_of_now:
-            return
-        self._groups, self._tasks_of = groups, tasks_of_now
-        self._tasks, self._numbers, group_of = {}, {}, layout.group_of()
-        for number, (owned_by, task) in enumerate(tasks_of(self._optimizer)):
-            self._numbers[task.parameter] = number
-            if owned_by is session and (index := group_of.get(task.name)) is not None:
-                self._tasks.setdefault(index, []).append(task)
-        self._in_place = frozenset(
-            index
-            for index, tasks in self._tasks.items()
-            if index in session.store.resident
-            and self._is_whole(index, tasks)
-            and all(self._updates_in_place(task.parameter) for task in tasks)
-        )
+        if self._eligibility.prepare(groups, at_home):
+            self._watch_modules()
+            self._session.in_backward.join(self)
 
     def expects(self, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
         """Return the stages of an update, the groups of these to update in slots, and those to update as residents."""
-        optimizer, indices = self._optimizer, frozenset(group.index for group in groups)
-        num_stages = optimizer.rule.num_stages
-        home = groups_at_home(self._session, groups, optimizer.overlap.update_on, num_stages)
-        may_update_residents = not self.undoable and can_update_resident(optimizer.states, num_stages)
-        return num_stages, indices - home, indices if may_update_residents else frozenset()
+        return self._optimizer.rule.num_stages, *self._eligibility.expected(groups)
 
     def stages_in_slots(self, group: int) -> int:
         """Return the stages of a group's update if the next backward may run it, in slots or resident, else 0."""
-        return self._optimizer.rule.num_stages if self._is_eligible(group) else 0
-
-    def _is_eligible(self, index: int) -> bool:
-        """Whether the next backward may update a group, in slots or resident.
-
-        All of the group is this optimizer's, in a state that the update can begin with. Where it is not, or arguments
-        are wrong, `step()` updates the group or raises.
-        """
-        optimizer, session = self._optimizer, self._session
-        self._follow()
-        is_resident = index in session.store.resident
-        if is_resident:
-            may_update = index in self._in_place and not self.undoable
-        else:
-            self._look_up()
-            may_update = self._may_update_in_slots(index)
-        tasks = self._tasks.get(index, ())
-        if not (may_update and tasks) or self._scheduler.accumulating:
-            return False
-        if not all(task.parameter.requires_grad for task in tasks):
-            return False
-        if not set(optimizer.rule.states(optimizer.param_groups).kinds) <= set(optimizer.states.kinds):
-            return False
-        try:
-            for group in {id(task.group): task.group for task in tasks}.values():
-                optimizer.check_group(group)
-            for parameter in {task.parameter.dtype: task.parameter for task in tasks}.values():
-                optimizer.check_dtype(parameter)
-        except (OptionsError, UnsupportedError):
-            return False
-        if is_resident:
-            others = session.store.trainers.trained_by_others()  # this thread may not look at their gradients
-            return (
-                can_update_resident(optimizer.states, optimizer.rule.num_stages)
-                and not any(task.name in others for task in tasks)
-                and all(gradient_of(task.parameter) is None for task in tasks)
-            )
-        names = [task.name for task in tasks]
-        if not self._is_whole(index, tasks):
-            return False
-        if self.undoable:
-            return self._can_be_staged(index, tasks)
-        if session.keepers.has(optimizer, names):
-            return all(self._has_states(task) for task in tasks)
-        return session.keepers.has_none(names) and all(self._can_make_states(task) for task in tasks)
-
-    def _look_up(self) -> None:
-        """Let parameters that are declared to be this optimizer's be updated in slots, before the first step.
-
-        Staged updates wait for that step: shadow copies exist only once states do.
-        """
-        store = self._session.store
-        version = store.layout.version, store.resident
-        if self.undoable or (self._moving is not None and self._looked_up in (None, version)):
-            return
-        optimizer, fixed = self._optimizer, store.resident | store.layout.cut
-        groups = [group for group in store.layout.groups if group.trainable and group.index not in fixed]
-        home = groups_at_home(self._session, groups, optimizer.overlap.update_on, optimizer.rule.num_stages)
-        self.prepare(frozenset(group.index for group in groups) - home, frozenset())
-        self._looked_up = version
-
-    def _may_update_in_slots(self, index: int) -> bool:
-        """Whether the next backward may update a group in slots, as far as that depends on steps before."""
-        may_move = self._moving is not None and index in self._moving and index not in self._at_home
-        return may_move and self._optimizer.assumed_scale.is_likely
-
-    def _updates_in_place(self, parameter: torch.Tensor) -> bool:
-        """Whether this optimizer updates a resident parameter, and can; where it cannot, `step()` says why."""
-        optimizer, declaration = self._optimizer, declared(parameter)
-        if declaration is None or declaration.keeper is None or declaration.keeper() is not optimizer:
-            return False
-        try:
-            check_in_place(optimizer, parameter, parameter)
-        except UnsupportedError:
-            return False
-        return True
-
-    def _is_whole(self, index: int, tasks: Iterable[Task]) -> bool:
-        """Whether these are all parameters of a group."""
-        return {task.name for task in tasks} == {s.spec.name for s in self._session.store.layout.groups[index].slices}
-
-    def _can_be_staged(self, index: int, tasks: Sequence[Task]) -> bool:
-        """Whether a group has shadow copies, and all of it, with all states that it needs, is at home."""
-        store = self._session.store
-        return (
-            self._is_whole(index, tasks)
-            and store.shadow_copies.has(store.layout, index)
-            and all(self._has_states(task) for task in tasks)
-        )
-
-    def _has_states(self, task: Task) -> bool:
-        """Whether all states that an update of a parameter needs are at home already."""
-        optimizer, store = self._optimizer, self._session.store
-        state, needed = optimizer.states_of(task.parameter), optimizer.dtypes_of(task.parameter, task.group)
-        if "step" not in state:
-            return False
-        kinds = [kind for kind in store.layout.groups[store.views.group_index(task.name)].state_kinds if kind in needed]
-        return all(kind in state and store.views.is_home_view(state[kind], kind, task.name) for kind in kinds)
-
-    def _can_make_states(self, task: Task) -> bool:
-        """Whether a parameter has no states yet, and chunks have room for all that it needs."""
-        optimizer, store = self._optimizer, self._session.store
-        kinds = store.layout.groups[store.views.group_index(task.name)].state_kinds
-        needed = optimizer.dtypes_of(task.parameter, task.group)
-        return not optimizer.kept_states_of(task.parameter) and set(needed) <= set(kinds)
+        where = Where.RESIDENT if group in self._session.store.resident else Where.SLOTS
+        return self._optimizer.rule.num_stages if self._eligibility.tasks(group, where) else 0
 
     # --- updates in slots, and of resident groups ---
 
@@ -270,7 +111,7 @@ class SessionUpdates:
         """Prepare a group for the backward that is about to run and update it: its parameters have no readers left,
         its states exist, and masters are of what parameters contain."""
         optimizer, session = self._optimizer, self._session
-        tasks = self._tasks[group]
+        tasks = self._eligibility.of_group(group)
         await_readers(task.parameter for task in tasks)
         if group not in session.store.resident:
             session.store.updates.wait(group)
@@ -287,7 +128,7 @@ class SessionUpdates:
         """Update a tile of a group once its gradients are complete; the first of `tiles` begins the group's update."""
         session = self._session
         if tile.group in session.store.resident:
-            self._update_resident(tile.group)
+            self._update_resident(tile.group, tiles)
             return
         update = self.begun.get(tile.group) or self._begin_in_slots(tile.group, tiles)
         assert update.in_slots is not None
@@ -296,7 +137,7 @@ class SessionUpdates:
 
     def _begin_in_slots(self, index: int, tiles: Sequence[Tile]) -> UpdateTask:
         optimizer, session, store = self._optimizer, self._session, self._session.store
-        update = UpdateTask.of(session, index, self._tasks[index], Where.SLOTS, is_staged=self.undoable)
+        update = UpdateTask.of(session, index, self._eligibility.of_group(index), Where.SLOTS, is_staged=self.undoable)
         update.spans = spans_of(optimizer, session, index, update.tasks, counted=not update.is_staged)
         scale = optimizer.assumed_scale.on(store.tier.device) if update.is_staged else NO_SCALE
         update.in_slots, update.tiles = slot_update(optimizer, store, update, tiles, scale), set(tiles)
@@ -312,12 +153,12 @@ class SessionUpdates:
         store.gradients.consume(index, stand_ins)
         return update
 
-    def _update_resident(self, index: int) -> None:
+    def _update_resident(self, index: int, tiles: Sequence[Tile]) -> None:
         """Enqueue the update of a resident group behind what has computed its gradients, which it gives back."""
-        update = UpdateTask.of(self._session, index, self._tasks[index], Where.RESIDENT)
-        update.has_begun, update.is_enqueued = True, False
+        update = UpdateTask.of(self._session, index, self._eligibility.of_group(index), Where.RESIDENT)
+        update.has_begun, update.tiles = True, set(tiles)
         self.begun[index] = update  # before the update begins: it may be interrupted
-        optimizer, note, numbers = self._optimizer, self._note, self._numbers
+        optimizer, note, numbers = self._optimizer, self._note, self._eligibility.numbers
 
         def run() -> None:
             update_in_place(optimizer, update.tasks, NO_SCALE, numbers)
@@ -325,7 +166,8 @@ class SessionUpdates:
             for task in update.tasks:
                 task.parameter.grad = stand_in = ConsumedGradient(task.parameter, task.name)
                 noted.append(note(task, stand_in))
-            update.noted, update.is_enqueued = noted, True
+            update.noted = noted
+            update.tiles.clear()
 
         self._session.store.tier.enqueue(run)
 
@@ -335,18 +177,9 @@ class SessionUpdates:
         """Begin the update at home of a group with complete gradients, if it is this optimizer's. Return whether it
         began."""
         optimizer, session, store = self._optimizer, self._session, self._session.store
-        self._follow()
-        if group not in self._at_home or group in store.resident:
-            return False
-        tasks = [task for task in self._tasks.get(group, ()) if task.parameter.grad is not None]
-        if self._scheduler.accumulating or not tasks:
-            return False
-        if not session.keepers.has(optimizer, [task.name for task in tasks]):
+        if not (tasks := self._eligibility.tasks(group, Where.HOME)):
             return False
         update = UpdateTask.of(session, group, tasks, Where.HOME, is_staged=self.undoable)
-        assumed = optimizer.assumed_scale
-        if update.is_staged and not (assumed.is_likely and self._can_be_staged(group, self._tasks[group])):
-            return False
         await_readers(task.parameter for task in tasks)
         store.updates.wait(group)
         with torch.no_grad():
@@ -356,7 +189,7 @@ class SessionUpdates:
             update.spans = spans_of(optimizer, session, group, tasks, counted=not update.is_staged)
         if update.is_staged:
             store.shadow_copies.begin(group)
-        job = home_update(optimizer, session, update, assumed.on(_CPU), on_thread=True)
+        job = home_update(optimizer, session, update, optimizer.assumed_scale.on(_CPU), on_thread=True)
         update.at_home = HomeUpdate(job, update.label, store.slots.home_marks(group))
         update.noted = [self._note(task) for task in tasks]
         self.begun[group] = update  # before it begins: it may be interrupted
@@ -394,13 +227,13 @@ class SessionUpdates:
 
     def validate(self, is_as_assumed: bool) -> None:
         """Undo the staged updates that would differ now: all, unless the scale of gradients is as was assumed."""
-        self._follow()
+        self._eligibility.follow()
         self.take_back([index for index in self.begun if not is_as_assumed or not self._stands(index)])
 
     def _stands(self, index: int) -> bool:
         """Whether nothing has changed since a staged update of a group began, and the update is complete."""
         update, store = self.begun[index], self._session.store
-        tasks = {id(task.parameter): task for task in self._tasks.get(index, ())}
+        tasks = {id(task.parameter): task for task in self._eligibility.of_group(index)}
         with_gradients = {key for key, task in tasks.items() if task.parameter.grad is not None}
         if index in store.resident or with_gradients != {id(noted.task.parameter) for noted in update.noted}:
             return False
@@ -420,7 +253,7 @@ class SessionUpdates:
                 state = optimizer.states_of(parameter)
                 optimizer.begin_update_of(parameter, state)
                 state["step"].fill_(int(state["step"]) + 1)
-            tasks = self._tasks[index]  # `validate` took back the groups without
+            tasks = self._eligibility.of_group(index)
             store.commit_shadow_copies(index, {task.name: optimizer.kept_states_of(task.parameter) for task in tasks})
 
     def abandon(self) -> None:
@@ -501,9 +334,51 @@ class SessionUpdates:
                 'begun; change them after step(), or use overlap="forward"'
             )
 
+    # --- updates at home that go on after the step ---
+
+    def _watch_modules(self) -> None:
+        """Make the `state_dict` of the session's models wait for updates that go on after `step()`."""
+        models = self._session.modules - self._hooked if self._optimizer.overlap.in_forward else ()
+        for model in models:
+            for module in model.modules():  # `state_dict()` of each module with parameters of its own waits, too
+                has_parameters = any(True for _ in module.parameters(recurse=False))
+                if (module is model or has_parameters) and module not in self._hooked:
+                    self._hooked.add(module)
+                    module.register_state_dict_pre_hook(_finish_updates)
+
+    def submit(self, tasks: Sequence[UpdateTask], scale: GradScale, after: Sequence[Any]) -> None:
+        """Begin the update of groups at home, those that the next forward needs soonest first.
+
+        Waits for a loss scale: whether anything changes is known only when all gradients are.
+        """
+        if not tasks or is_skipped(scale := on_the_cpu(scale)):
+            return
+        self._watch_modules()
+        optimizer, session, updates = self._optimizer, self._session, self._session.store.updates
+        labels = {task.group: task.label for task in tasks}
+        jobs = {task.group: home_update(optimizer, session, task, scale, on_thread=True) for task in tasks}
+        for index in updates.in_order_of_use(list(jobs)):
+            updates.begin(index, jobs[index], label=labels[index], after=after)
+
+    def wait_after_step(self, tasks: Sequence[UpdateTask]) -> None:
+        """Wait for the updates that may not go on after the step: all, or those of groups that code reads which is not
+        compiled.
+
+        Raises:
+            StreamError: an update failed.
+        """
+        session, updates = self._session, self._session.store.updates
+        if not self._optimizer.overlap.in_forward:
+            updates.finish()
+            return
+        for task in tasks:
+            names = {s.spec.name for s in session.store.layout.groups[task.group].slices}
+            if not names <= session.trained:
+                updates.wait(task.group)
+
 
 class UpdateScheduler:
-    """The updates of one optimizer that run outside of its step.
+    """The updates of one optimizer that run outside of its step, in all sessions that have its parameters.
 
     Attributes:
         accumulating: whether more gradients will be added, so that no update may begin in a backward.
@@ -514,15 +389,13 @@ class UpdateScheduler:
         self._mode = optimizer.overlap
         self.accumulating = False
         self._sessions: weakref.WeakKeyDictionary[Session, SessionUpdates] = weakref.WeakKeyDictionary()
-        self._watched: weakref.WeakSet[Session] = weakref.WeakSet()
-        self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def in_session(self, session: Session) -> SessionUpdates:
-        """Return the optimizer's updates in the backwards of a session's graphs."""
+        """Return the optimizer's updates in a session."""
         if session not in self._sessions:
             optimizer = self._optimizer()
             assert optimizer is not None
-            self._sessions[session] = SessionUpdates(self, optimizer, session)
+            self._sessions[session] = SessionUpdates(optimizer, session)
         return self._sessions[session]
 
     def _items(self) -> list[tuple[Session, SessionUpdates]]:
@@ -584,12 +457,8 @@ class UpdateScheduler:
             for session, updates in self._items():
                 if updates.begun:
                     updates.collect(chunked.setdefault(session, {}), tasks_in_place)
-            for by_group in chunked.values():
-                for tasks in by_group.values():
-                    for task in tasks:
-                        if isinstance(task.parameter.grad, ConsumedGradient):
-                            raise consumed_error(task.name)
-            for task in tasks_in_place.values():
+            in_chunks = [task for by_group in chunked.values() for tasks in by_group.values() for task in tasks]
+            for task in (*in_chunks, *tasks_in_place.values()):
                 if isinstance(task.parameter.grad, ConsumedGradient):
                     raise task.parameter.grad.refusal()
         except (UnsupportedError, OptionsError, StreamError):
@@ -610,57 +479,13 @@ class UpdateScheduler:
         for _, updates in self._items():
             updates.end_step()
 
-    # --- updates at home that go on after the step ---
-
-    def watch(self, session: Session) -> None:
-        """Make `finish` wait for a session's updates from now on, and so the `state_dict` of its models if updates may
-        go on after `step()`."""
-        self._watched.add(session)
-        for model in session.modules - self._hooked if self._mode.in_forward else ():
-            for module in model.modules():  # `state_dict()` of each module with parameters of its own waits, too
-                has_parameters = any(True for _ in module.parameters(recurse=False))
-                if (module is model or has_parameters) and module not in self._hooked:
-                    self._hooked.add(module)
-                    module.register_state_dict_pre_hook(_finish_updates)
-
     def finish(self) -> None:
         """Block until no update of this optimizer's models is running.
 
         Raises:
             StreamError: one failed; named.
         """
-        finish_all(session.store.updates for session in list(self._watched))
-
-    def submit(self, session: Session, tasks: Sequence[UpdateTask], scale: GradScale, after: Sequence[Any]) -> None:
-        """Begin the update of groups at home, those that the next forward needs soonest first.
-
-        Waits for a loss scale: whether anything changes is known only when all gradients are.
-        """
-        if not tasks or is_skipped(scale := on_the_cpu(scale)):
-            return
-        optimizer = self._optimizer()
-        assert optimizer is not None
-        self.watch(session)
-        updates, by_group = session.store.updates, {task.group: task for task in tasks}
-        jobs = {task.group: home_update(optimizer, session, task, scale, on_thread=True) for task in tasks}
-        for index in updates.in_order_of_use(list(jobs)):
-            updates.begin(index, jobs[index], label=by_group[index].label, after=after)
-
-    def end_step(self, session: Session, at_home: Sequence[UpdateTask]) -> None:
-        """Wait for the updates that may not go on after the step: all, or those of groups that code reads which is not
-        compiled.
-
-        Raises:
-            StreamError: an update failed.
-        """
-        updates = session.store.updates
-        if not self._mode.in_forward:
-            updates.finish()
-            return
-        for task in at_home:
-            names = {s.spec.name for s in session.store.layout.groups[task.group].slices}
-            if not names <= session.trained:
-                updates.wait(task.group)
+        finish_all(session.store.updates for session in list(self._sessions))
 
 
 def synchronize(model: nn.Module) -> None:

@@ -29,6 +29,12 @@ class ParameterGroups(Protocol):
     def param_groups(self) -> Any: ...
 
 
+class Accumulating(Protocol):
+    """The schedule of an optimizer's updates: whether more gradients will be added to those of a backward."""
+
+    accumulating: bool
+
+
 class SteppingOptimizer(ParameterGroups, Protocol):
     """An optimizer as its updates see it. `chunkc.optim.optimizer.ChunkedOptimizer` is one."""
 
@@ -37,6 +43,9 @@ class SteppingOptimizer(ParameterGroups, Protocol):
     overlap: UpdateMode
     contents: NotedContents
     assumed_scale: AssumedScale
+
+    @property
+    def scheduler(self) -> Accumulating: ...
 
     def states_of(self, parameter: torch.Tensor) -> dict[str, Any]: ...
 
@@ -113,10 +122,9 @@ class UpdateTask:
         spans: elements to update, once its steps are counted.
         noted: of an update in a backward, the parameters as they were when it began.
         in_slots: the update of a tile in slots.
-        tiles: those that are still to come in this backward.
+        tiles: those that are still to come in this backward. A resident group is updated at once: all or none.
         at_home: the CPU's update in this backward.
         has_begun: whether the device's has begun in this backward: it may be interrupted before.
-        is_enqueued: whether all of a resident group's is enqueued.
     """
 
     group: int
@@ -130,7 +138,6 @@ class UpdateTask:
     tiles: set[Tile] = field(default_factory=set)
     at_home: HomeUpdate | None = None
     has_begun: bool = False
-    is_enqueued: bool = True
 
     @staticmethod
     def of(session: Session, group: int, tasks: Sequence[Task], where: Where, *, is_staged: bool = False) -> UpdateTask:
@@ -144,7 +151,7 @@ class UpdateTask:
         Raises:
             StreamError: it did not.
         """
-        if self.tiles or not self.is_enqueued:
+        if self.tiles:
             raise StreamError(
                 f"the update of {self.label} was interrupted in the backward and is half done: load a checkpoint"
             )

@@ -80,6 +80,39 @@ def test_a_learning_rate_that_changes_between_backward_and_step_is_refused() -> 
         made.optimizer.step()
 
 
+@pytest.mark.parametrize("make", [subject, slot_cases.Subject])
+def test_arguments_that_are_wrong_are_refused_by_the_step(make: Callable[[str], Any]) -> None:
+    def train(overlap: str) -> list[Any]:
+        made = make(overlap)
+        for step in range(3):
+            (group,) = made.optimizer.param_groups
+            if step == 1:
+                group["lr"] = -1.0
+            made.backward(step)
+            if step == 1:
+                with pytest.raises(chunkc.OptionsError, match="lr"):
+                    made.optimizer.step()
+                group["lr"] = 1e-2
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+        return made.state()
+
+    assert not differences(train("backward"), train("none"))
+
+
+@pytest.mark.parametrize("update_on", ["cpu", "device"])
+def test_a_momentum_that_is_switched_on_begins_with_the_step(update_on: str) -> None:
+    def train(overlap: str) -> list[Any]:
+        arguments = {"lr": 1e-2, "update_on": update_on}
+        made = slot_cases.Subject(overlap, 1 << 13, optimizer=chunkc.optim.SGD, arguments=arguments)
+        for step in range(5):
+            made.optimizer.param_groups[0]["momentum"] = 0.9 if step > 1 else 0.0
+            made.step(step)
+        return made.state()
+
+    assert not differences(train("backward"), train("none"))
+
+
 def test_a_scheduler_steps_after_the_optimizer() -> None:
     def train(overlap: str) -> list[Any]:
         made = subject(overlap)

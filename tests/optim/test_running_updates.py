@@ -94,7 +94,7 @@ def without_arrival(patch: pytest.MonkeyPatch, made: Subject) -> None:
 
 
 def without_the_step_s_wait(patch: pytest.MonkeyPatch, made: Subject) -> None:
-    patch.setattr(made.optimizer.scheduler, "end_step", lambda session, at_home: None)
+    patch.setattr(made.optimizer.scheduler.in_session(made.session), "wait_after_step", lambda tasks: None)
 
 
 @pytest.mark.parametrize(
