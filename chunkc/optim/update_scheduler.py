@@ -23,7 +23,7 @@ for each group when it fetches it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Container, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,9 +107,13 @@ class SessionUpdates(OfSession):
 
     # --- updates in slots, and of resident groups ---
 
-    def make_ready(self, group: int) -> None:
-        """Prepare a group for the backward that is about to run and update it: its parameters have no readers left,
-        its states exist, and masters are of what parameters contain."""
+    def updating(self, group: int, tiles: Sequence[Tile]) -> Callable[[Tile], None]:
+        """Prepare a group for the backward that is about to run: its parameters have no readers left, its states exist,
+        and masters are of what parameters contain.
+
+        Returns:
+            The function that updates one of its tiles, once its gradients are complete; the first begins the update.
+        """
         optimizer, session = self._optimizer, self._session
         tasks = self._eligibility.of_group(group)
         await_readers(task.parameter for task in tasks)
@@ -123,16 +127,13 @@ class SessionUpdates(OfSession):
                     make_states(optimizer, session, group, tasks)
         for task in tasks:
             optimizer.contents.follow(task.parameter, optimizer.kept_states_of(task.parameter))
+        update = self._update_resident if group in session.store.resident else self._update_in_slots
+        return lambda tile: update(tile, tiles)
 
-    def update(self, tile: Tile, tiles: Sequence[Tile]) -> None:
-        """Update a tile of a group once its gradients are complete; the first of `tiles` begins the group's update."""
-        session = self._session
-        if tile.group in session.store.resident:
-            self._update_resident(tile.group, tiles)
-            return
+    def _update_in_slots(self, tile: Tile, tiles: Sequence[Tile]) -> None:
         update = self.begun.get(tile.group) or self._begin_in_slots(tile.group, tiles)
         assert update.in_slots is not None
-        update_tile(session.store, update.in_slots, tile, whole=(PARAM, GRAD))
+        update_tile(self._session.store, update.in_slots, tile, whole=(PARAM, GRAD))
         update.tiles.remove(tile)
 
     def _begin_in_slots(self, index: int, tiles: Sequence[Tile]) -> UpdateTask:
@@ -153,11 +154,11 @@ class SessionUpdates(OfSession):
         store.gradients.consume(index, stand_ins)
         return update
 
-    def _update_resident(self, index: int, tiles: Sequence[Tile]) -> None:
+    def _update_resident(self, tile: Tile, tiles: Sequence[Tile]) -> None:
         """Enqueue the update of a resident group behind what has computed its gradients, which it gives back."""
-        update = UpdateTask.of(self._session, index, self._eligibility.of_group(index), Where.RESIDENT)
+        update = UpdateTask.of(self._session, tile.group, self._eligibility.of_group(tile.group), Where.RESIDENT)
         update.has_begun, update.tiles = True, set(tiles)
-        self.begun[index] = update  # before the update begins: it may be interrupted
+        self.begun[tile.group] = update  # before the update begins: it may be interrupted
         optimizer, note, numbers = self._optimizer, self._note, self._eligibility.numbers
 
         def run() -> None:

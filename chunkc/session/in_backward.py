@@ -134,15 +134,12 @@ class UpdatesInBackward:
 
     def updating(self, tiles: Collection[Tile]) -> Callable[[Tile], None]:
         """Return the function that updates these tiles of groups, which the latest `updates_in_slots` has named."""
-        of_group = tiles_by_group(tiles)
-        starters = {group: starter for group in of_group if (starter := self._in_slots[group]()) is not None}
-        for group, starter in starters.items():
-            starter.make_ready(group)
-
-        def update(tile: Tile) -> None:
-            starters[tile.group].update(tile, of_group[tile.group])
-
-        return update
+        updates = {
+            group: starter.updating(group, of_group)
+            for group, of_group in tiles_by_group(tiles).items()
+            if (starter := self._in_slots[group]()) is not None
+        }
+        return lambda tile: updates[tile.group](tile)
 
     def stepped(self, starter: Starter) -> None:
         """Forget the forwards counted for an optimizer: its step has ended."""

@@ -5,7 +5,7 @@ They name stores and groups, never sessions: this module stands below the sessio
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -27,11 +27,8 @@ class Starter(Protocol):
     def stages_in_slots(self, group: int) -> int:
         """Return the stages of a group's update if the next backward may run it, in slots or resident, else 0."""
 
-    def make_ready(self, group: int) -> None:
-        """Prepare a group for the backward that is about to run and update it."""
-
-    def update(self, tile: Tile, tiles: Sequence[Tile]) -> None:
-        """Update a tile of a group; `tiles` are all tiles of the group."""
+    def updating(self, group: int, tiles: Sequence[Tile]) -> Callable[[Tile], None]:
+        """Prepare a group for the backward that is about to run, and return the function that updates its tiles."""
 
     @property
     def undoable(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,11 +43,9 @@ class Starter:
     def stages_in_slots(self, group: int) -> int:
         return 2 if group == 7 else 0
 
-    def make_ready(self, group: int) -> None:
+    def updating(self, group: int, tiles: Sequence[Tile]) -> Callable[[Tile], None]:
         self.begun.append(group)
-
-    def update(self, tile: Tile, tiles: Sequence[Tile]) -> None:
-        self.begun.append(tile.begin)
+        return lambda tile: self.begun.append(tile.begin)
 
 
 @pytest.fixture
