@@ -14,7 +14,7 @@ from chunkc.ir.simulate import RESIDENT_UPDATE, HostUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.update_mode import CPU, DEVICE, NONE, UpdateMode, divided
-from chunkc.passes.planning.update_placement import can_update_resident, cpu_update_s, group_update_nbytes
+from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
 
@@ -42,14 +42,18 @@ class Updates:
         UpdateMode(self.overlap, self.update_on, self.undoable)
 
     @property
+    def mode(self) -> UpdateMode:
+        """The arguments as the optimizer has them."""
+        return UpdateMode(self.overlap, self.update_on, self.undoable)
+
+    @property
     def in_backward(self) -> bool:
         """Whether groups are updated in the backward."""
-        return UpdateMode(self.overlap, self.update_on).in_backward
+        return self.mode.in_backward
 
     def consumes(self, group: ChunkGroup) -> bool:
         """Whether a backward can update a resident group, and so consume its gradients."""
-        may_update = can_update_resident(group.states, self.num_stages)
-        return self.in_backward and not self.undoable and group.trainable and may_update
+        return group.trainable and self.mode.updates_residents(group.states, self.num_stages)
 
     def cpu_updated(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Return the groups that the CPU updates at home.
@@ -98,7 +102,7 @@ class Updates:
             group = layout.groups[index]
             known = cpu_update_s([group], hardware, self.num_stages)
             seconds[index] = self._of_group(group) / hardware.update_bytes_per_s if known is None else known
-        mode = UpdateMode(self.overlap, self.update_on) if hardware.kind == "cuda" else UpdateMode()
+        mode = self.mode if hardware.kind == "cuda" else UpdateMode()
         return HostUpdateTimes(seconds, mode.in_forward, mode.in_backward)
 
     def _of_group(self, group: ChunkGroup) -> int:

@@ -17,7 +17,6 @@ from chunkc.ir.layout import ChunkGroup
 from chunkc.optim.memory_checks import check_in_place
 from chunkc.optim.update_mode import groups_at_home
 from chunkc.optim.update_task import SteppingOptimizer, Task, Where, tasks_of
-from chunkc.passes.planning.update_placement import can_update_resident
 from chunkc.runtime.store.consumed_gradients import gradient_of
 from chunkc.session.declared_states import declared
 from chunkc.session.session import Session
@@ -81,7 +80,7 @@ class Eligibility(OfSession):
         """Return the groups of these to update in slots, and those to update as residents, once states exist."""
         optimizer, indices = self._optimizer, frozenset(group.index for group in groups)
         home = groups_at_home(self._session, groups, optimizer.overlap.update_on, optimizer.rule.num_stages)
-        return indices - home, indices if self._residents_may_be_updated else frozenset()
+        return indices - home, indices if self._updates_residents else frozenset()
 
     def tasks(self, index: int, where: Where) -> Sequence[Task]:
         """Return the parameters of a group that the next backward may update there; none: it may not."""
@@ -139,7 +138,7 @@ class Eligibility(OfSession):
     def _may_be(self, index: int, where: Where) -> bool:
         """Whether a group is updated there, as far as that depends on steps before."""
         if index in self._session.store.resident:
-            return where is Where.RESIDENT and index in self._in_place and self._residents_may_be_updated
+            return where is Where.RESIDENT and index in self._in_place and self._updates_residents
         if where is Where.SLOTS:
             self._look_up()
         is_there = index in self._at_home if where is Where.HOME else index not in self._at_home
@@ -147,9 +146,9 @@ class Eligibility(OfSession):
         return may_move and where is not Where.RESIDENT and self._optimizer.assumed_scale.is_likely
 
     @property
-    def _residents_may_be_updated(self) -> bool:
+    def _updates_residents(self) -> bool:
         optimizer = self._optimizer
-        return not optimizer.overlap.undoable and can_update_resident(optimizer.states, optimizer.rule.num_stages)
+        return optimizer.overlap.updates_residents(optimizer.states, optimizer.rule.num_stages)
 
     def _look_up(self) -> None:
         """Let parameters that are declared to be this optimizer's be updated in slots, before the first step.

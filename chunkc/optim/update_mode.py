@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import ChunkGroup
-from chunkc.passes.planning.update_placement import groups_for_cpu
+from chunkc.ir.states import StateFormat
+from chunkc.passes.planning.update_placement import can_update_resident, groups_for_cpu
 from chunkc.session.session import Session
 
 NONE, FORWARD, BACKWARD, BOTH = "none", "forward", "backward", "both"
@@ -65,6 +66,10 @@ class UpdateMode:
     def is_final(self) -> bool:
         """Whether an update in the backward cannot be undone, and consumes its gradients."""
         return self.in_backward and not self.undoable
+
+    def updates_residents(self, states: StateFormat, num_stages: int) -> bool:
+        """Whether the backward updates resident groups with states of a format, and so consumes their gradients."""
+        return self.is_final and can_update_resident(states, num_stages)
 
 
 def groups_at_home(
