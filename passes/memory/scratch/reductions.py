@@ -99,14 +99,18 @@ def variance_rule(call: Call) -> int:
 
 
 def norm_rule(call: Call) -> int:
-    """A cast. Of complex numbers, the largest and the least magnitude take all of them, as complex numbers first."""
+    """A cast. Of complex numbers, the largest and the least magnitude take all of them, as complex numbers first. Of a
+    single element, its magnitude; or, in order 0, a number that it is compared with."""
     source, result = call["self"], call.outputs[0]
-    if not source.is_complex():
-        return nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
-    cast = nbytes_of(source, 2 * result.itemsize) if source.itemsize != 2 * result.itemsize else 0
     order = call.arguments.get("ord", call.arguments.get("p"))
-    is_extreme = isinstance(order, float) and math.isinf(order)
-    return cast + (nbytes_of(source, 3 * result.itemsize) if is_extreme else 0)
+    is_single = source.numel() == result.numel()
+    compared = 8 + source.itemsize if is_single and order == 0 else 0
+    if not source.is_complex():
+        return compared + (nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0)
+    cast = nbytes_of(source, 2 * result.itemsize) if source.itemsize != 2 * result.itemsize else 0
+    if isinstance(order, float) and math.isinf(order):
+        return cast + nbytes_of(source, 3 * result.itemsize)
+    return cast + max(compared, nbytes_of(source, 2 * result.itemsize) if is_single else 0)
 
 
 def logsumexp_rule(call: Call) -> int:
