@@ -1,15 +1,11 @@
-"""PyTorch's private parts that chunkc uses, by subject: `fake` and `sizes` (values without data), `dynamo`,
-`aot` (AOTAutograd), `inductor` and `wrappers` (what it generates), `engine` (autograd's engine and other functions of
-torch._C), `cuda_allocator`, `grad_scaler`, and `versions`.
+"""Private parts of PyTorch that chunkc uses, one module per subject.
 
-Every line was checked on the versions that `versions.CHECKED` lists; what only some of them have says so. Names that
-are the same in all of them are handed on as they are. What differs is told apart by what is there (`hasattr`, a
-signature), so that a newer PyTorch that did not change it again goes the right way too.
-
-A newer PyTorch may lack one of these names. Then nothing of chunkc can be trusted, and importing it is the error:
+Each was checked on the versions in `versions.CHECKED`; a comment marks names that only some versions have. Names that
+are the same in all versions are re-exported. Differences are detected by feature (`hasattr`, a signature) and not by
+version number, so that a newer PyTorch takes the right branch unless it has changed again.
 
 Raises:
-    ImportError: this PyTorch lacks something that chunkc needs; it says which PyTorch to install.
+    ImportError: this PyTorch lacks one of the names, so nothing of chunkc can be trusted; says which one to install.
 """
 
 from __future__ import annotations

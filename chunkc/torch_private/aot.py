@@ -1,4 +1,4 @@
-"""AOTAutograd: what it traces, how it partitions and decomposes, and its check of custom operators."""
+"""AOTAutograd: tracing, partitioning, decompositions, and its alias check of custom operators."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ __all__ = [
 ALIAS_CHECK: type[AbstractContextManager[Any]] | None = getattr(
     runtime_wrappers, "_AnalyzeCustomOpInputOutputMode", None
 )
-"""The dispatch mode that looks whether a custom operator returns memory it was given; None where there is no such check
-(in none of the versions checked, but it has a switch)."""
+"""Dispatch mode that checks whether a custom operator returns memory that it was given; None if PyTorch has none (all
+versions in `versions.CHECKED` do, and an option switches it off)."""
 
 
 def next_checkpoint_id() -> int:
-    """A new id that tells the nodes of one activation checkpoint (`meta["ac_graph_id"]`) from those of others."""
+    """Return a new id for the nodes of one activation checkpoint (`meta["ac_graph_id"]`)."""
     return next(checkpoint_ids)
 
 
 def outside_alias_check() -> AbstractContextManager[Any]:
-    """Leaves the alias check's mode where it is the innermost one."""
+    """Leave the alias check's dispatch mode inside the block, if it is the innermost mode."""
     if ALIAS_CHECK is not None and isinstance(_get_current_dispatch_mode(), ALIAS_CHECK):
         return _pop_mode_temporarily()
     return nullcontext()
 
 
 def checks_aliases() -> bool:
-    """Whether AOTAutograd is told to check custom operators."""
+    """Whether AOTAutograd is configured to check custom operators for aliasing."""
     return ALIAS_CHECK is not None and getattr(config, "check_custom_op_aliasing", False)
 
 
@@ -64,15 +64,22 @@ def is_custom(node: fx.Node) -> bool:
 
 
 def random_states_as_values() -> AbstractContextManager[Any]:
-    """States of random generators are values inside as on a CPU: on CUDA they would else be inputs that no caller
-    gives."""
+    """Let AOTAutograd keep random generators' states as values inside the graph, as on a CPU.
+
+    On CUDA they would otherwise be graph inputs, which no caller passes.
+    """
     return config.patch(graphsafe_rng_functionalization=False)
 
 
 @contextmanager
 def states_kept_for(draws: Callable[[fx.Node], bool]) -> Iterator[None]:
-    """Inside, the partitioner keeps random generators' states only for operators of activation checkpoints that draw;
-    else for all that may."""
+    """Let the partitioner save random generators' states only for recomputed operators that draw random numbers.
+
+    By itself it saves them for every recomputed operator that may draw.
+
+    Args:
+        draws: whether a node draws random numbers.
+    """
     keep_states = partitioners.functionalize_rng_ops
 
     def keep_fewer(joint: fx.GraphModule, *args: Any) -> Any:
@@ -90,8 +97,11 @@ def states_kept_for(draws: Callable[[fx.Node], bool]) -> Iterator[None]:
 
 @contextmanager
 def linalg_checks_decomposed() -> Iterator[None]:
-    """`aten._linalg_check_errors` is asked for its decomposition like others. It has an effect alone (it raises), which
-    AOTAutograd would keep in order by tokens, inputs and outputs that no plan knows."""
+    """Let `aten._linalg_check_errors` be decomposed like other operators.
+
+    Its only effect is that it raises. AOTAutograd would order that effect by tokens: graph inputs and outputs that no
+    plan knows.
+    """
     effects = singleton.find("aten::_linalg_check_errors").effect
     known = effects.effect
     effects.register(None)
@@ -102,25 +112,25 @@ def linalg_checks_decomposed() -> Iterator[None]:
 
 
 def in_a_tracing_context() -> AbstractContextManager[Any]:
-    """Enter a context in which AOTAutograd keeps its notes of a graph: Dynamo's, or a new one outside of Dynamo."""
+    """Make sure that AOTAutograd has a tracing context for its metadata: Dynamo's, or a new one outside of Dynamo."""
     return nullcontext() if TracingContext.try_get() is not None else tracing(TracingContext(None))
 
 
 def forbid_donation() -> tuple[int, ...]:
-    """To be called while the forward is compiled: the backward overwrites nothing, so a graph may be retained.
+    """Forbid the backward to overwrite its inputs, so that a graph may be retained; call it as the forward is compiled.
 
     Returns:
-        The inputs, by place, of which the forward's first outputs are the new values: buffers.
+        Indices of the inputs (buffers) that the forward changes. Its first outputs are their new values, in this order.
     """
     context = TracingContext.get()
     assert context.fw_metadata is not None
     if donated := context.fw_metadata.bw_donated_idxs:
-        donated.clear()  # it is the list of the other record, too, that AOTAutograd looks at as the backward runs
+        donated.clear()  # in place: another record, which AOTAutograd reads as the backward runs, has the same list
     context.fw_metadata.bw_donated_idxs = []
     return tuple(context.fw_metadata.mutated_inp_runtime_indices)
 
 
 def marked_as_boxed(function: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
-    """The function, which AOTAutograd now knows to take one list that it may empty."""
+    """Mark a function as boxed for AOTAutograd: it takes one list, which it may empty. Return the function."""
     function._boxed_call = True  # type: ignore[attr-defined]
     return function

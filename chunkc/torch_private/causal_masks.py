@@ -1,12 +1,12 @@
-"""Answer, while Dynamo traces, whether the mask of `nn.Transformer` is causal.
+"""Decide, while Dynamo traces, whether the mask of `nn.Transformer` is causal.
 
-That check needs the values of the mask, so Dynamo would break the graph inside of `torch.nn`, and it never compiles
-functions there by themselves: all of an encoder would run uncompiled. Here the answer is computed on the mask's values
-when the graph is traced. A causal mask may be left out of the computation, so the graph then asserts that the masks of
-later calls are causal. Any other mask is applied, and so is one that happens to be causal in a later call.
+PyTorch's check reads the mask's values, so Dynamo would break the graph inside of `torch.nn`. It never compiles
+functions there by themselves, so a whole encoder would run uncompiled. Here the mask is checked when the graph is
+traced. A causal mask may be left out of the computation, so the graph asserts that the masks of later calls are causal.
+Any other mask is applied, also if it happens to be causal in a later call.
 
-An explanation traces on fake tensors. The values that a mask is made of are then those of the tensors for which the
-fake ones stand (`explained_with`), and of sizes.
+An explanation traces on fake tensors. The mask is then computed from sizes, and from the real tensors that the fake
+ones represent (`explained_with`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _VALUES: ContextVar[Mapping[int, Tensor] | None] = ContextVar("values", default=
 
 @contextmanager
 def explained_with(values: Mapping[int, Tensor]) -> Iterator[None]:
-    """Answer for whatever compiles what Dynamo traces inside of the block, on fake tensors.
+    """Check masks inside the block for every backend, also on fake tensors.
 
     Args:
-        values: identity of a fake tensor -> the tensor for which it stands, where there is one.
+        values: `id` of a fake tensor -> the real tensor that it represents, where there is one.
     """
     token = _VALUES.set(values)
     try:
@@ -48,7 +48,11 @@ def explained_with(values: Mapping[int, Tensor]) -> Iterator[None]:
 
 
 def install(is_compiled_by_chunkc: Callable[[object], bool]) -> None:
-    """Substitute the check where Dynamo traces for a compiler of which `is_compiled_by_chunkc` says so."""
+    """Replace PyTorch's check in graphs that Dynamo traces for chunkc.
+
+    Args:
+        is_compiled_by_chunkc: whether a compiler function, as Dynamo has it, is chunkc's.
+    """
 
     @torch.compiler.assume_constant_result
     def is_chunkc() -> bool:
@@ -95,7 +99,7 @@ def install(is_compiled_by_chunkc: Callable[[object], bool]) -> None:
 
 
 def _frame_above(function: Callable[..., object]) -> FrameType | None:
-    """The innermost frame of `function` that is running."""
+    """Return the innermost frame of `function` on the stack; None if it is not running."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
@@ -103,14 +107,14 @@ def _frame_above(function: Callable[..., object]) -> FrameType | None:
 
 
 class _UnknownError(Exception):
-    """A value depends on tensors of which only the form is known."""
+    """A value depends on tensors without known values."""
 
 
 def _evaluated(node: fx.Node, values: Mapping[int, Tensor]) -> Tensor:
     """Compute the value of a node of Dynamo's graph.
 
     Raises:
-        _UnknownError: it depends on what is not among `values`.
+        _UnknownError: it depends on an input that is not among `values`, or on a node that is neither input nor call.
     """
     if node.op == "placeholder" and "grapharg" in node.meta:
         example = node.meta["grapharg"].example

@@ -1,9 +1,9 @@
-"""torch's CUDA allocator: its settings, and the most that it had given out since the last look.
+"""torch's CUDA allocator: its settings, and peaks of allocated bytes per lap.
 
-Peaks that other code reads are not reset. torch keeps one peak per statistic and device, and a lap has to reset it. So
-what a lap resets is kept, and code that asks torch (`torch.cuda.max_memory_allocated`, `memory_stats`,
-`torch.accelerator`) gets the largest since its own last reset. All of torch's functions go through four of `torch._C`,
-which the first lap of a process wraps for good.
+torch has one peak per statistic and device, which each lap resets. Other code must not notice: peaks are kept before
+they are reset, and torch's functions (`torch.cuda.max_memory_allocated`, `memory_stats`, `torch.accelerator`) return
+the largest since their caller's last reset. They all go through four functions of `torch._C`, which the first lap of a
+process wraps permanently.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _READERS = ("_cuda_memoryStats", "_accelerator_getDeviceStats")
 _RESETTERS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 
 _lock = threading.RLock()
-_before: dict[int, dict[str, Any]] = {}  # by device's index: peaks that laps have reset, nested as torch nests them
+_before: dict[int, dict[str, Any]] = {}  # device index -> peaks that laps reset, nested like torch's
 _read: Callable[[int], dict[str, Any]] | None = None
 _reset: Callable[[int], None] | None = None
 
 
 def lap_peak_nbytes(index: int) -> int:
-    """The most bytes given out on a CUDA device since the last call of this."""
+    """Return the peak of allocated bytes on a CUDA device since the last call; 0 before CUDA is used."""
     with _lock:
         if _read is None:
             _wrap()
@@ -40,7 +40,7 @@ def lap_peak_nbytes(index: int) -> int:
 
 
 def use_expandable_segments() -> None:
-    """Let torch's CUDA allocator map memory page by page from now on; what it holds already stays as it is."""
+    """Let torch's CUDA allocator use expandable segments from now on; segments that it has stay as they are."""
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 

@@ -1,4 +1,4 @@
-"""Reach inside a `DTensor`: its local tensor."""
+"""Private parts of `DTensor`: its local tensor, its spec, and placements that are cut twice."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ T = TypeVar("T", bound=torch.Tensor)
 
 
 def local_of(tensor: DTensor) -> torch.Tensor:
-    """The very tensor that a distributed one has, and no view of it."""
+    """Return the local tensor of a distributed one itself, not a view of it."""
     return tensor._local_tensor
 
 
 def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
-    """A distributed tensor that has this very tensor, and lies over ranks as another one does; no communication.
+    """Make a distributed tensor of this very local tensor, placed like another one; without communication.
 
     A step makes one for every gradient, and `from_local` takes ten times as long as the constructor.
     """
@@ -36,35 +36,39 @@ def with_local(like: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def lie_alike(one: DTensor, other: DTensor) -> bool:
-    """Whether both lie over ranks in the same way; mostly they share what says how."""
+    """Whether two distributed tensors have the same placements; mostly they share one spec."""
     return one._spec is other._spec or tuple(one.placements) == tuple(other.placements)
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
-    """Make this very tensor the local one."""
+    """Set the local tensor of a distributed one to this very tensor."""
     tensor._local_tensor = local
 
 
 def as_subclass_without_grad(kind: type[T], tensor: torch.Tensor) -> T:
-    """A tensor of this class over a tensor's memory, which autograd does not follow."""
+    """Make a tensor of a subclass that shares the memory of `tensor` and is detached from autograd."""
     return torch.Tensor._make_subclass(kind, tensor.detach(), False)
 
 
 def joined(outer: DeviceMesh, inner: DeviceMesh) -> DeviceMesh | None:
-    """The mesh of both's dimensions, which are dimensions of one mesh, in this order; None: they are not."""
+    """Return the submesh with the dimensions of both, outer ones first; None if both are not of one mesh."""
     root, inner_names = outer._get_root_mesh(), inner.mesh_dim_names or ()
     names = (*(outer.mesh_dim_names or ()), *inner_names)
     if len(set(names)) < outer.ndim + inner.ndim:
         return None
     try:
-        is_inside = root[inner_names] == inner  # of two equal ones, DTensors may have the other
+        is_inside = root[inner_names] == inner  # equal, not identical: a DTensor may have an equal mesh
         return root[names] if is_inside else None
     except (KeyError, RuntimeError, ValueError):
         return None
 
 
 def rows_inside(mesh: DeviceMesh, placements: Sequence[Placement]) -> Placement:
-    """The placement of rows of each local tensor of a distributed one that is cut once more."""
+    """Return the placement for cutting the rows of each local tensor once more, over an outer mesh.
+
+    Args:
+        mesh, placements: those by which the distributed tensor is cut already.
+    """
     factor = 1
     for dimension, placement in enumerate(placements):
         factor *= mesh.size(dimension) if placement == Shard(0) else 1
@@ -72,10 +76,10 @@ def rows_inside(mesh: DeviceMesh, placements: Sequence[Placement]) -> Placement:
 
 
 def cut_dimension(placement: Placement) -> int | None:
-    """The dimension that is cut over ranks; None: none is."""
+    """Return the tensor dimension that a placement cuts over ranks; None: it cuts none."""
     return placement.dim if isinstance(placement, (Shard, _StridedShard)) else None
 
 
 def cuts_last(placement: Placement) -> bool:
-    """Whether it cuts what is left once all others have cut, as that of `rows_inside`."""
+    """Whether a placement cuts what all other placements leave, as that of `rows_inside` does."""
     return isinstance(placement, _StridedShard)

@@ -1,4 +1,4 @@
-"""Dynamo: what it compiles, its marks and errors, and where it stands on Python's stack."""
+"""Dynamo: its compilations, marks, options and exceptions, and its frames on Python's stack."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ __all__ = [
 ]
 
 CONVERTS_FRAMES = convert_frame.__file__
-"""The file of the code that compiles a frame: the innermost frames of a backend's stack lie above it."""
+"""File of the code that compiles a frame. A backend's own frames are called from there."""
 
 EVALUATES_FRAMES = eval_frame.__file__
-"""The file of what `torch.compile` returns."""
+"""File of the callables that `torch.compile` returns."""
 
 ACTED_ON_BY_DYNAMO: tuple[type[Exception], ...] = (
     RestartAnalysis,
@@ -50,36 +50,36 @@ ACTED_ON_BY_DYNAMO: tuple[type[Exception], ...] = (
     ShortenTraceback,
     *exceptions_allowed_to_be_fallback,
 )
-"""Exceptions of a backend by which Dynamo goes another way: it traces anew, breaks the graph, or skips the function."""
+"""Exceptions of a backend that Dynamo handles: it traces anew, breaks the graph, or skips the function."""
 
 TRACES_REGIONS_ONCE = importlib.util.find_spec("torch._dynamo.variables.invoke_subgraph") is not None
-"""Whether Dynamo traces a `torch.compiler.nested_compile_region` at its first call alone, as PyTorch 2.13 does."""
+"""Whether Dynamo traces a `torch.compiler.nested_compile_region` only at its first call, as PyTorch 2.13 does."""
 
 LINEAR = torch._C._nn.linear
-"""What Dynamo's graphs have for `nn.functional.linear`."""
+"""Target of the nodes for `nn.functional.linear` in Dynamo's graphs."""
 
 SWITCHES = (
     torch.amp.autocast_mode._enter_autocast,
     torch.amp.autocast_mode._exit_autocast,
     torch._C._set_grad_enabled,
 )
-"""What they have where autocast or the recording of gradients begins or ends."""
+"""Targets of the nodes in Dynamo's graphs at which autocast or the recording of gradients begins or ends."""
 
 _MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices")
 
 
 def is_of_a_module(placeholder: fx.Node) -> bool:
-    """Whether an input of Dynamo's graph is a parameter or a buffer of a module."""
+    """Whether an input of Dynamo's graph is a module's parameter or buffer."""
     return "_dynamo_static_input_type" in (placeholder.meta.get("tensor_dict") or {})
 
 
 def patched(**options: Any) -> AbstractContextManager[Any]:
-    """Dynamo's options inside."""
+    """Set options of Dynamo inside the block."""
     return config.patch(**options)
 
 
 def in_compiled_autograd() -> bool:
-    """Whether compiled autograd runs, or lets a backend compile, a backward now."""
+    """Whether compiled autograd is running a backward, or having one compiled, now."""
     return compiled_autograd.in_compiled_autograd_region
 
 
@@ -89,17 +89,17 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 
 
 def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that `torch.compile` was given, or the module itself."""
+    """Return the module that `torch.compile` wrapped, or the module itself."""
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 def is_marked_dynamic(tensor: torch.Tensor) -> bool:
-    """Whether `mark_dynamic` or `maybe_mark_dynamic` marked one of its dimensions."""
+    """Whether `mark_dynamic` or `maybe_mark_dynamic` marked a dimension of the tensor."""
     return any(getattr(tensor, mark, None) for mark in _MARKS)
 
 
 def mark_alike(tensor: torch.Tensor, like: torch.Tensor) -> None:
-    """Mark the same dimensions as dynamic."""
+    """Mark those dimensions of `tensor` as dynamic that are marked in `like`."""
     for dim in getattr(like, "_dynamo_dynamic_indices", ()):
         torch._dynamo.mark_dynamic(tensor, dim)
     for dim in getattr(like, "_dynamo_weak_dynamic_indices", ()):
@@ -107,9 +107,9 @@ def mark_alike(tensor: torch.Tensor, like: torch.Tensor) -> None:
 
 
 def source_name(node: fx.Node) -> str:
-    """Read how the frame reaches an input of the graph, such as "L['self']._modules['up']"; "" where it is not known.
+    """Return how the frame reaches an input of the graph, such as "L['self']._modules['up']"; "" if unknown.
 
-    Of some sources it is a method, of others an attribute.
+    A source's `name` is a method or an attribute, by its class.
     """
     name = getattr(getattr(node.meta.get("grapharg"), "source", None), "name", "")
     return name() if callable(name) else name
@@ -117,15 +117,16 @@ def source_name(node: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class RecompileLimit:
-    """A function that Dynamo does not compile once more.
+    """A function that has reached Dynamo's limit of recompilations.
 
     Attributes:
-        option: the name of the option that is the limit.
-        times: its value.
-        reason: why the function would have been compiled again, if that is known.
-        local_values: those of its arguments, and the cells of variables of functions around it.
-        global_values: of its module.
-        is_whole_graph: the user asked for one graph without breaks.
+        code: of the function.
+        option: name of the option that sets the limit.
+        times: the option's value.
+        reason: why the function would have been compiled again; None: unknown.
+        local_values: its arguments, and the cells of its closure.
+        global_values: globals of its module, by name.
+        is_whole_graph: the user asked for one graph without breaks (`fullgraph=True`).
     """
 
     code: CodeType
@@ -138,7 +139,7 @@ class RecompileLimit:
 
 
 def compiled_code() -> CodeType | None:
-    """The code of the function that Dynamo compiles now; None where the backend is called by other code."""
+    """Return the code of the function that Dynamo compiles now; None if other code called the backend."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is convert_frame._compile.__code__:
@@ -152,14 +153,14 @@ def watch_compilations(
     begin: Callable[[dict[str, Any] | None, Collection[Any]], None],
     at_limit: Callable[[RecompileLimit], None],
 ) -> None:
-    """Call `begin` before Dynamo traces a function that it will compile by `backend`, and `at_limit` where it compiles
-    a function no more that it would have compiled so.
+    """Call `begin` before Dynamo traces a function for `backend`, and `at_limit` where its recompile limit is reached.
 
-    There is no hook for that which nested compilations survive, so the function that decides it is wrapped.
+    No hook of Dynamo's for this survives nested compilations, so its function that checks the limit is wrapped.
 
     Args:
-        begin: gets the options that the user gave with the backend, and the function's arguments.
-        at_limit: where it raises, the call of the function does; else the function runs uncompiled.
+        begin: gets the options that the user gave with the backend, and the function's arguments. Also called once
+            `at_limit` has returned, when nothing will be traced.
+        at_limit: if it raises, so does the call of the function; otherwise the function runs uncompiled.
     """
     judge = convert_frame.exceeds_recompile_limit
 
@@ -188,12 +189,12 @@ def watch_compilations(
 
 
 def watch_given(backend: Callable[..., Any], note: Callable[[Callable[..., Any]], None]) -> None:
-    """Call `note` with each module, method or function that `torch.compile` is given for `backend`.
+    """Call `note` with each module, method or function that `torch.compile` gets for `backend`.
 
-    And compile modules in place also where their class is of `torch.nn`: Dynamo skips the `forward` of these where it
-    is the outermost, so `module.compile()` would compile nothing.
+    Also let `module.compile()` compile modules of `torch.nn`'s own classes: Dynamo skips an outermost `forward` of
+    these, and would compile nothing.
 
-    There is no hook for either, so the function by which Dynamo unwraps what it is given is wrapped.
+    There is no hook for either, so Dynamo's function that unwraps its argument is wrapped.
     """
     unwrap = eval_frame.innermost_fn
 
@@ -210,9 +211,10 @@ def watch_given(backend: Callable[..., Any], note: Callable[[Callable[..., Any]]
 
 
 def _visible(given: Any) -> Any:
-    """A function around the call of a module that `module.compile()` compiles, where Dynamo would skip its `forward`.
+    """Wrap the call of a module that `module.compile()` compiles in a function, if Dynamo would skip its `forward`.
 
-    Its code is its own, since Dynamo counts compilations by code, and has the name of the module's `forward` in errors.
+    The function has a code object of its own, since Dynamo counts compilations by code object. Its qualified name is
+    that of the module's `forward`, for errors.
     """
     if getattr(given, "__func__", None) is not nn.Module._call_impl:
         return given
@@ -228,13 +230,13 @@ def _visible(given: Any) -> Any:
 
 
 def compiles_by(compiler: Any, backend: Callable[..., Any]) -> bool:
-    """Whether Dynamo compiles by a backend, below its wrappers and those of `torch.compile`."""
+    """Whether a compiler is this backend, inside the wrappers of Dynamo and of `torch.compile`."""
     compiler = _given_compiler(compiler)
     return getattr(compiler, "compiler_fn", compiler) is backend
 
 
 def _given_compiler(compiler: Any) -> Any:
-    """Unwrap what `torch.compile` made of the user's backend, or was given as one, below Dynamo's wrappers."""
+    """Remove Dynamo's wrappers from a compiler; `torch.compile`'s own wrapper of a backend stays."""
     while hasattr(compiler, "_torchdynamo_orig_backend"):
         compiler = compiler._torchdynamo_orig_backend
     return compiler

@@ -14,12 +14,12 @@ from torch.autograd.graph import Node
 __all__ = ["KEEPS_TANGENTS"]
 
 KEEPS_TANGENTS = not hasattr(torch.autograd.Function, "boxed_grads_call")
-"""Whether a compiled backward's caller keeps the gradients it gives until the backward returns. AOTAutograd does up to
-PyTorch 2.12; from 2.13 on it asks autograd for them in a list, which it empties."""
+"""Whether the caller of a compiled backward keeps the gradients that it passes until the backward returns. AOTAutograd
+does up to PyTorch 2.12; from 2.13 on it gets them from autograd in a list, which it empties."""
 
 
 def trace_artifact(name: str, text: Callable[[], str]) -> None:
-    """Add an artifact to the trace that `TORCH_TRACE` asks for, which tlparse shows; without a trace, make no text."""
+    """Add an artifact, which tlparse shows, to the trace of `TORCH_TRACE`; without a trace, `text` is not called."""
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": name, "encoding": "string"},
@@ -29,12 +29,12 @@ def trace_artifact(name: str, text: Callable[[], str]) -> None:
 
 
 def without_autocast() -> AbstractContextManager[Any]:
-    """Disable autocast inside, whatever the region."""
+    """Disable autocast inside the block, for all devices."""
     return torch._C._DisableAutocast()
 
 
 def current_graph_task() -> int:
-    """A number of the backward that this thread runs now; -1 where it runs none."""
+    """Return the id of the backward that this thread runs now; -1 if it runs none."""
     return torch._C._current_graph_task_id()
 
 
@@ -49,26 +49,26 @@ def has_saved_tensor_hooks() -> bool:
 
 
 def current_node() -> Node | None:
-    """The autograd node that this thread executes now."""
+    """Return the autograd node that this thread executes now; None if it executes none."""
     return torch._C._current_autograd_node()
 
 
 def will_execute(node: Node) -> bool:
-    """Whether the backward that runs now will come to a node.
+    """Whether the backward that runs now will execute a node.
 
     Raises:
-        RuntimeError: it is a leaf's, and `torch.autograd.grad` runs.
+        RuntimeError: the node accumulates into a leaf, and `torch.autograd.grad` runs.
     """
     return torch._C._will_engine_execute_node(node)
 
 
 def leaf_at(node: Node | None) -> Any:
-    """The leaf that a node accumulates into; None for another kind of node."""
+    """Return the leaf that a node accumulates into; None for another kind of node."""
     return getattr(node, "variable", None)
 
 
 def latest_node_hook() -> object:
-    """Another object whenever others than chunkc have registered a hook on a node of autograd's graph meanwhile."""
+    """Return an object that is replaced whenever code outside of chunkc registers a hook on an autograd node."""
     return _latest_node_hook
 
 
@@ -85,20 +85,20 @@ _HookMixin._register_hook = staticmethod(_note_node_hook)  # type: ignore[method
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """Count the references to a storage: a tensor that was asked for it, and the object that was given, are two."""
+    """Count the references to a storage: each tensor on it holds one, and so does the Python object passed here."""
     return torch._C._storage_Use_Count(storage._cdata)
 
 
 def tensor_use_count(tensor: torch.Tensor) -> int:
-    """Count the references to a tensor in C++; Python's object counts as one."""
+    """Count the C++ references to a tensor; its Python object holds one."""
     return tensor._use_count()  # type: ignore[attr-defined]
 
 
 def hooks_of(tensor: torch.Tensor) -> Mapping[int, Any] | None:
-    """The hooks that `Tensor.register_hook` registered; None or empty where there are none."""
+    """Return the hooks that `Tensor.register_hook` registered; None or empty if there are none."""
     return tensor._backward_hooks
 
 
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for zeros and has no memory, as autograd makes them (the gradient of `sgn`)."""
+    """Whether a tensor represents zeros without memory; autograd makes such ones (the gradient of `sgn`)."""
     return tensor._is_zerotensor()

@@ -1,4 +1,4 @@
-"""Tensors without data, and the contexts that they are traced in."""
+"""Fake tensors, which have no data, and the contexts in which they are traced."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _T = TypeVar("_T", bound=torch.Tensor)
 
 
 def without_values(cls: type[_T], tensor: torch.Tensor) -> _T:
-    """A tensor of a subclass like another one, that has no memory."""
+    """Make a tensor of a wrapper subclass with the metadata of `tensor`, and without memory."""
     return torch.Tensor._make_wrapper_subclass(
         cls, tensor.shape, strides=tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
 
 
 def like(tensor: FakeTensor, base: torch.Tensor | None) -> FakeTensor:
-    """A fake tensor of the same form in the storage of `base`, or in one of its own as large as the tensor's.
+    """Make a fake tensor with the same metadata in the storage of `base`, or in a new one as large as the tensor's.
 
-    To be called outside of all modes: none of the operators here is for the fake mode, which takes its time for each.
+    Call it outside of all dispatch modes: the fake mode is not needed here, and is slow for each operator.
     """
     if base is None:
         base = torch.empty((tensor.untyped_storage().nbytes(),), dtype=torch.uint8, device="meta")

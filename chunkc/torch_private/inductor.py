@@ -1,4 +1,4 @@
-"""Inductor: how it is configured, compiles a graph, and generates a wrapper without compiling."""
+"""Inductor: its options, compilation of a graph, and generation of a wrapper without compiling kernels."""
 
 from __future__ import annotations
 
@@ -52,16 +52,17 @@ __all__ = [
 ]
 
 MIN_RECURSION_LIMIT = 2000
-"""Depth of the Python stack that Inductor makes room for."""
+"""Recursion limit that generating a wrapper raises Python's to, as Inductor does."""
 
 
 _only_one = threading.RLock()
-"""Held while Inductor does less than it would."""
+"""Held while functions of Inductor are replaced."""
 
 
 def try_vector_isas() -> None:
-    """Try the CPU's vector instructions side by side. `pick_vec_isa`, which keeps the answers, takes them in turn: each
-    is compiled, and loaded by a process of its own, which takes seconds.
+    """Try the CPU's vector instruction sets in parallel, before `pick_vec_isa` reads the cached results.
+
+    By itself it tries them in turn: each is compiled, and loaded by a process of its own, which takes seconds.
 
     Raises:
         InvalidCxxCompiler: there is no C++ compiler.
@@ -74,28 +75,30 @@ def try_vector_isas() -> None:
 
 
 def patched(options: Mapping[str, Any]) -> AbstractContextManager[Any]:
-    """Inductor's options inside."""
+    """Set options of Inductor inside the block."""
     return config.patch(dict(options))
 
 
 def option(name: str) -> Any:
-    """The current value of one of Inductor's options, such as "triton.cudagraphs"."""
+    """Return the current value of one of Inductor's options, such as "triton.cudagraphs"."""
     return functools.reduce(getattr, name.split("."), config)
 
 
 def prepare_joint_graph(joint: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Apply Inductor's joint-graph passes before the graph is partitioned; without it random numbers cannot be
-    compiled."""
+    """Apply Inductor's joint-graph passes, before the graph is partitioned.
+
+    Inductor cannot compile random operators that these passes have not replaced.
+    """
     with V.set_fake_mode(detect_fake_mode(example_inputs)):
         joint_graph_passes(joint)
 
 
 def prepare_all_but_random(joint: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """`prepare_joint_graph` up to its last step, which is `prepare_random`."""
+    """Apply `prepare_joint_graph` without the replacement of random operators, which `prepare_random` makes."""
     here = threading.get_ident()
 
     def replace_elsewhere(gm: fx.GraphModule) -> Any:
-        return 0 if threading.get_ident() == here else replace(gm)
+        return 0 if threading.get_ident() == here else replace(gm)  # other threads may compile meanwhile
 
     with _only_one:
         replace = joint_graph.replace_random_passes
@@ -107,23 +110,23 @@ def prepare_all_but_random(joint: fx.GraphModule, example_inputs: Sequence[Any])
 
 
 def prepare_random(joint: fx.GraphModule, example_inputs: Sequence[Any]) -> None:
-    """Numbers the random numbers of a graph, as Inductor does."""
+    """Replace a graph's random operators by Inductor's own, which take numbered seeds."""
     with V.set_fake_mode(detect_fake_mode(example_inputs)):
         if joint_graph.replace_random_passes(joint):
             stable_topological_sort(joint.graph)
 
 
 def prepares_by_parts() -> bool:
-    """Whether `prepare_joint_graph` looks at operations that are near each other only; users' passes may at all."""
+    """Whether each pass of `prepare_joint_graph` looks at neighbouring operations only; a user's may look at all."""
     is_chunked = getattr(getattr(config, "auto_chunker", None), "enable", False)
     return not (is_chunked or config.joint_custom_pre_pass or config.joint_custom_post_pass)
 
 
 def with_sizes_bound(inputs: Sequence[object]) -> AbstractContextManager[Any]:
-    """Code that is generated inside reads symbolic sizes off its inputs.
+    """Let code that is generated inside the block read symbolic sizes off its inputs.
 
-    From PyTorch 2.14 on it reads them only to assert them, where no input is the size itself, and uses them all the
-    same. So there they are asserted, whatever the user has set.
+    From PyTorch 2.14 on, it reads a size that is no input itself only to assert it, but uses the size in any case. So
+    assertions are switched on there, whatever the user has set.
     """
     is_symbolic = any(isinstance(n, torch.SymInt) for t in inputs if isinstance(t, torch.Tensor) for n in t.shape)
     if is_symbolic and hasattr(PythonWrapperCodegen, "bind_input_symbol"):
@@ -133,7 +136,10 @@ def with_sizes_bound(inputs: Sequence[object]) -> AbstractContextManager[Any]:
 
 @contextmanager
 def own_output_strides() -> Iterator[None]:
-    """Keep a segment's output strides away from the tracing context, which expects those of the whole graph."""
+    """Keep the compilation of a segment from recording its output strides in the tracing context.
+
+    The context expects the output strides of the whole graph.
+    """
     context = TracingContext.try_get()
     if context is None:
         yield
@@ -146,19 +152,19 @@ def own_output_strides() -> Iterator[None]:
 
 
 def source_of(compiled: object) -> str:
-    """The wrapper of what `compile_fx_inner` made; "" where Inductor keeps none."""
+    """Return the source of the wrapper that `compile_fx_inner` made; "" if Inductor keeps none."""
     return getattr(compiled, "source_code", None) or ""
 
 
 def generate_wrapper(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[str, dict[str, set[str]]]:
-    """The Python wrapper that `compile_fx_inner` generates for the CPU; no kernel is compiled, and `module` is changed.
+    """Generate the Python wrapper that `compile_fx_inner` makes for the CPU; compile no kernel. `module` is changed.
 
-    The steps, and the modes they run in, are those of `_InProcessFxCompile.codegen_and_compile` in
-    `torch/_inductor/compile_fx.py`, the same in all versions checked, less what only GPUs and the ahead-of-time
-    compiler need.
+    The steps and their modes are those of `_InProcessFxCompile.codegen_and_compile` in
+    `torch/_inductor/compile_fx.py`, which all versions checked share, without those for GPUs and the ahead-of-time
+    compiler.
 
     Returns:
-        The source, and the names of its buffers -> names of the nodes that each one comes from.
+        The source; and name of each of its buffers -> names of the nodes that it comes from.
     """
     with _surroundings():
         shape_env = shape_env_from_inputs(inputs)
@@ -180,7 +186,7 @@ def generate_wrapper(module: fx.GraphModule, inputs: Sequence[Any]) -> tuple[str
 
 
 def _decompositions() -> dict[str, Any]:
-    """From PyTorch 2.12 on, a lowering is told where to find them."""
+    """Return the argument by which a lowering finds decompositions; PyTorch 2.11 has none."""
     known = "get_decomp_fn" in inspect.signature(GraphLowering.__init__).parameters
     return {"get_decomp_fn": select_decomp_table} if known else {}
 
@@ -194,26 +200,26 @@ def _surroundings() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class UnfinishedModule:
-    """A module that Inductor generated and loaded; its C++ kernels may still be compiling."""
+    """A Python module that Inductor generated and loaded; its C++ kernels may still be compiling."""
 
     _kernels: AsyncCompile
     _scope: dict[str, Any]
 
     def finish(self) -> None:
-        """Wait for the kernels. One that was not begun, or failed, is compiled now, and raises here."""
+        """Wait for the kernels. A kernel that was not begun or has failed is compiled now, and its error is raised."""
         AsyncCompile.wait(self._kernels, self._scope)
 
     def forget(self) -> None:
-        """Let Inductor load the module anew where it is asked for it again."""
+        """Drop the module from Inductor's cache, so that it is loaded anew when it is next needed."""
         PyCodeCache.modules_no_attr.pop(self._scope["__file__"], None)
 
 
 @contextmanager
 def without_waiting(is_over: threading.Event) -> Iterator[list[UnfinishedModule]]:
-    """Inside, Inductor loads what it generates on this thread without waiting for the C++ kernels in it.
+    """Let Inductor load the modules that this thread generates without waiting for their C++ kernels.
 
-    Gives a list of what it would have waited for. Nothing that was compiled inside may run before all of it is
-    finished; what never will be is to be forgotten. Once `is_over` is set, no kernel is begun any more.
+    Yields the list of these modules. Code that was compiled inside the block may not run before all of them are
+    finished; a module that never will be must be forgotten. Once `is_over` is set, no further kernel is begun.
     """
     unfinished: list[UnfinishedModule] = []
     here = threading.get_ident()
@@ -242,17 +248,17 @@ def without_waiting(is_over: threading.Event) -> Iterator[list[UnfinishedModule]
 
 
 def _compile_if_wanted(compile_kernel: Callable[[], None], is_over: threading.Event) -> None:
-    # A caller that needs the kernel calls this again: it does nothing if the kernel is there, else raises why it
-    # failed.
+    # Errors are dropped here. A caller that needs the kernel calls `compile_kernel` again, which does nothing if the
+    # kernel exists, and raises otherwise.
     if not is_over.is_set():
         with suppress(Exception):
             compile_kernel()
 
 
 def precompile_header() -> None:
-    """Let Inductor compile, or check, the header that every C++ kernel includes, as it would for the first kernel.
+    """Compile the header that every C++ kernel includes, or check it, as Inductor would for the first kernel.
 
-    Once on a machine this takes as long as several kernels. Where it fails, the first kernel's compilation says why.
+    The first time on a machine this takes as long as several kernels. An error is dropped: the first kernel raises it.
     """
     with suppress(Exception):
         CppPythonBindingsCodeCache.load_pybinding_async([], 'extern "C" void kernel() {}')

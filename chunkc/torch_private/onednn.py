@@ -1,7 +1,7 @@
-"""Asks which instructions oneDNN uses in this process: the processor's, but for those that the environment forbids.
+"""Ask which instruction sets oneDNN uses in this process: the processor's, except those that the environment forbids.
 
-oneDNN reads ONEDNN_MAX_CPU_ISA, else DNNL_MAX_CPU_ISA, once, at its first use. So these answers are kept too.
-ATEN_CPU_CAPABILITY forbids instructions to ATen's own kernels only.
+oneDNN reads ONEDNN_MAX_CPU_ISA, else DNNL_MAX_CPU_ISA, once, at its first use. So answers are cached here, too.
+ATEN_CPU_CAPABILITY limits ATen's own kernels only.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _AVX512_WITHOUT_TILES = (
 
 @cache
 def uses_avx2() -> bool:
-    """Whether oneDNN's kernels for AVX2 run, or later ones."""
+    """Whether oneDNN runs its kernels for AVX2 or a later instruction set."""
     return torch.cpu._is_avx2_supported() and _limit() not in _WITHOUT_AVX2
 
 
 def uses_avx512() -> bool:
-    """Whether oneDNN's kernels for AVX-512 run."""
+    """Whether oneDNN runs its kernels for AVX-512."""
     return platform.machine().lower() in ("x86_64", "amd64") and computes(torch.bfloat16)
 
 
 @cache
 def multiplies_bfloat16() -> bool:
-    """Whether oneDNN multiplies bfloat16 with instructions of AVX-512."""
+    """Whether oneDNN multiplies bfloat16 with AVX-512's instructions for it."""
     return uses_avx512() and torch.cpu._is_avx512_bf16_supported() and _limit() not in _AVX512_WITHOUT_BFLOAT16
 
 
@@ -48,8 +48,10 @@ def multiplies_tiles() -> bool:
 
 @cache
 def computes(dtype: torch.dtype) -> bool:
-    """Whether oneDNN computes in a floating-point dtype with the instructions it may use. Of bfloat16, on x86: with
-    AVX-512, native or emulated."""
+    """Whether oneDNN computes in a floating-point dtype with the instructions that it may use.
+
+    On x86, bfloat16 needs AVX-512, which may emulate it.
+    """
     if dtype == torch.bfloat16:
         return torch.ops.mkldnn._is_mkldnn_bf16_supported()
     if dtype == torch.float16:
@@ -58,7 +60,9 @@ def computes(dtype: torch.dtype) -> bool:
 
 
 def _limit() -> str:
-    """The instruction sets that the environment allows at most, as oneDNN reads it: case does not matter; an unknown
-    name allows all."""
+    """Return the latest instruction set that the environment allows, in lower case, as oneDNN reads it.
+
+    "" and unknown names allow all.
+    """
     found = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
     return found.lower()

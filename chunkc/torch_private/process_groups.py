@@ -1,4 +1,4 @@
-"""Make process groups with communicators of their own, and decide what ends them."""
+"""Make process groups with communicators of their own, abort them, and wrap their collectives."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 functional_collectives = torch.ops._c10d_functional
 
 _WITHOUT_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Read where a group is made."""
+"""Environment variables that NCCL reads when a group is made."""
 
 
 @contextmanager
 def without_watchdog() -> Iterator[None]:
-    """Make NCCL groups inside with a watchdog that ends no process."""
+    """Let NCCL groups that are made inside the block have a watchdog that ends no process."""
     before = {name: os.environ.get(name) for name in _WITHOUT_WATCHDOG}
     os.environ.update(_WITHOUT_WATCHDOG)
     try:
@@ -36,10 +36,10 @@ def without_watchdog() -> Iterator[None]:
 
 @contextmanager
 def with_own_communicators() -> Iterator[None]:
-    """Inside, a new group connects its ranks by itself.
+    """Let a group that is made inside the block connect its ranks by itself.
 
-    Where the default group has a device (`init_process_group(device_id=...)`), PyTorch would split its communicator,
-    for which all ranks have to come, and not only the new group's.
+    If the default group is bound to a device (`init_process_group(device_id=...)`), PyTorch would split its
+    communicator, in which all ranks must take part, not only the new group's.
     """
     default: Any = dist.group.WORLD
     bound = default.bound_device_id
@@ -51,24 +51,24 @@ def with_own_communicators() -> Iterator[None]:
 
 
 def abort(group: dist.ProcessGroup, device_type: str) -> None:
-    """End what a group's backend for a kind of device has under way, and let nothing more be done by it."""
+    """Abort the collectives of a group's backend for a kind of device; the backend can do nothing afterwards."""
     backend: Any = group._get_backend(torch.device(device_type))
     backend.abort()
 
 
 Noting = Callable[[], AbstractContextManager[None]]
-"""Makes what is put around the launch of a collective."""
+"""Makes the context in which a collective is launched."""
 
 _looked_after: WeakKeyDictionary[dist.ProcessGroup, Noting] = WeakKeyDictionary()
 
 
 def look_after(group: dist.ProcessGroup, noting: Noting) -> None:
-    """Put something around a model's collectives on GPUs in that group (see `chunkc.passes.graphs.collectives`)."""
+    """Register a context for the model's GPU collectives in a group (see `chunkc.passes.graphs.collectives`)."""
     _looked_after[group] = noting
 
 
 def looked_after(group_name: Any) -> AbstractContextManager[None]:
-    """The context that is put around a collective in its group."""
+    """Make the context that is registered for collectives in a group; an empty one if there is none."""
     noting = _looked_after.get(_resolve_process_group(group_name))
     return nullcontext() if noting is None else noting()
 

@@ -1,4 +1,4 @@
-"""PyTorch's own parts of sympy expressions."""
+"""PyTorch's own parts of sympy expressions, which symbolic sizes are made of."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["PythonPrinter", "depends_on_data", "int_oo"]
 
 
 def depends_on_data(expression: sympy.Expr) -> bool:
-    """Whether a size has a symbol that stands for a number read out of a tensor."""
+    """Whether a size contains an unbacked symbol: a number that is read from a tensor."""
     return any(symbol_is_type(symbol, SymT.UNBACKED_INT) for symbol in expression.free_symbols)

@@ -1,4 +1,4 @@
-"""The versions of PyTorch that chunkc was checked on, and what is said on others."""
+"""Versions of PyTorch that chunkc was checked on, and the messages for others."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 logger = logging.getLogger(__name__)
 
 CHECKED = ("2.11", "2.12", "2.13", "2.14")
-"""Each is tested in an environment of its own by `make test-versions`; its script reads this line."""
+"""Versions that `make test-versions` tests, each in its own environment; its script reads this line."""
 
 WHOLE = "2.13"
-"""The one on which all tests run; `docs/limits.md` says what is known of the others."""
+"""Version on which all tests run; `docs/limits.md` has what is known of the others."""
 
 
 def is_newer(version: str) -> bool:
@@ -22,7 +22,7 @@ def is_newer(version: str) -> bool:
 
 
 def newer_than_checked(version: str = torch.__version__) -> str | None:
-    """The warning for a PyTorch newer than those that are checked; None where there is none."""
+    """Return the warning for a PyTorch newer than all that were checked; None for others."""
     if not is_newer(version):
         return None
     return (
@@ -33,14 +33,14 @@ def newer_than_checked(version: str = torch.__version__) -> str | None:
 
 @functools.cache
 def warn_if_newer() -> None:
-    """Warn once in a process on a PyTorch newer than those that are checked."""
+    """Warn, once in a process, if PyTorch is newer than all versions that were checked."""
     text = newer_than_checked()
     if text is not None:
         logger.warning(text)
 
 
 def lacks(error: Exception, version: str = torch.__version__) -> ImportError:
-    """The error where PyTorch lacks something that chunkc imports."""
+    """Return the error to raise if PyTorch lacks a name that chunkc imports."""
     return ImportError(
         f"PyTorch {version} lacks what chunkc needs ({error}); chunkc was checked on {CHECKED[0]} to {CHECKED[-1]}: "
         + how_to_install()
@@ -48,7 +48,7 @@ def lacks(error: Exception, version: str = torch.__version__) -> ImportError:
 
 
 def how_to_install() -> str:
-    """The command that installs the PyTorch on which all tests run."""
+    """Return the command that installs the PyTorch on which all tests run."""
     return f'pip install "torch=={WHOLE}.*"'
 
 
