@@ -111,6 +111,12 @@ def test_results_of_operators_in_place_are_their_callers() -> None:
     assert not cpu.corrects_outputs(aten.uniform_.default)
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_coo], ids=str)
+@pytest.mark.parametrize("target", [aten.clone.default, aten._to_copy.default], ids=str)
+def test_copies_of_sparse_matrices_take_nothing_inside(target: torch._ops.OpOverload, layout: torch.layout) -> None:
+    assert scratch_of(target, torch.ones(64, 64).to_sparse(layout=layout)) == 0
+
+
 def test_in_place_operators_and_views_need_no_entry() -> None:
     assert scratch_of(aten.add_.Tensor, torch.ones(4), 1) == 12
     assert scratch_of(aten.select.int, torch.ones(4, 4), 0, 1) == 0
