@@ -1,2 +1,1 @@
-"""Predict what operators allocate inside, beyond their results: on a CPU by measured rules, on a CUDA device by
-bounds."""
+"""Predict the bytes that operators allocate inside, beyond their results: rules on a CPU, upper bounds on CUDA."""

@@ -1,17 +1,18 @@
 """Bound the scratch bytes of convolutions and their backwards on the CPU, where oneDNN or ATen computes them.
 
-ATen's own kernels unfold images; they are predicted to the byte. oneDNN picks a kernel when it runs, by instruction
-set, cache and threads. Each of its kernels takes one of these, or less:
+ATen's own kernels unfold images; their scratch is predicted to the byte. oneDNN picks a kernel when it runs, by
+instruction set, cache and threads. Each of its kernels takes at most one of these:
 
 - direct: image, filters and result reordered to blocks of channels; with channels last, filters alone;
 - a matrix product: per thread, an image unfolded to columns.
 
-For the filters' gradient, threads that share filters each have a sum of their own, in float32; in bfloat16 they also
-transpose what they read. Where several kernels may run, the bound is that of the largest.
+For the filters' gradient, each thread that shares filters has its own float32 sum; in bfloat16 it also transposes its
+inputs. Where several kernels may run, the bound is the largest of theirs.
 
 Sources: ATen's `Convolution.cpp`, `ConvolutionMM2d.cpp`, `ConvolutionMM3d.cpp` and `mkldnn/Conv.cpp`, ideep's
-`conv.hpp`; the bounds were fitted to what oneDNN took for some 20,000 convolutions on one to four threads of an AMD
-EPYC with AVX-512, by itself and under `ONEDNN_MAX_CPU_ISA` SSE41, AVX and AVX2 (in bfloat16: AVX512_CORE).
+`conv.hpp`. The bounds were fitted to oneDNN's scratch for some 20,000 convolutions on one to four threads of an AMD
+EPYC with AVX-512, with all its instructions and under `ONEDNN_MAX_CPU_ISA` SSE41, AVX and AVX2 (in bfloat16:
+AVX512_CORE).
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ from chunkc.torch_private import onednn
 _BLOCK = 16
 """Channels of a block."""
 _FLOAT32_NBYTES = 4
-"""Bytes of an accumulator, also of one number of a filters' gradient that threads sum up."""
+"""Bytes of an accumulator, and of an element of the filters' gradients that threads sum."""
 _PAGE = 4096
 _MIB = 1 << 20
 _MANY_IMAGES = 16
-"""From so many on, oneDNN computes also filters of one pixel with one thread."""
+"""Batch size from which oneDNN, not ATen, computes filters of one pixel on one thread."""
 _SMALL_IMAGE = 20480
-"""Numbers of one image (of a volume: but for its last dimension) up to which ATen computes by itself."""
+"""Elements of a single image (of a volume: without its last dimension) up to which ATen, not oneDNN, computes."""
 _SMALL_EDGE = 3
-"""ATen does so for filters up to so wide or high."""
+"""Height or width of filters up to which ATen does so."""
 _WIDEST_FILTERS, _WIDEST_DEPTHWISE = 13, 3
-"""Up to this width, filters have a direct kernel; depthwise ones: for their gradients."""
+"""Widths up to which filters, and the gradients of depthwise filters, have a direct kernel."""
 _MOST_PADDING, _TOO_MUCH_PADDING = 6, 31
-"""Up to the first, a direct kernel is certain; beyond the second, there is none."""
+"""Padding up to which a direct kernel is certain (see `most_padding`), and beyond which there is none."""
 _UNUSUAL = 3
-"""Times that kernels for unusual shapes may take what is modelled here."""
+"""Factor by which kernels for unusual shapes may exceed what is modelled here."""
 _MIN_POSITIONS = 4
-"""Results of fewer positions may be computed as matrix products."""
+"""Positions of a result below which it may be computed as a matrix product."""
 
 
 def _pad(size: int, block: int = _BLOCK) -> int:
@@ -54,16 +55,17 @@ def _pad(size: int, block: int = _BLOCK) -> int:
 
 @dataclass(frozen=True)
 class Convolution:
-    """Metadata of a convolution. A transposed one is described by the convolution that it is the image gradient of.
+    """Metadata of a convolution. A transposed convolution is the image gradient of another, and has its metadata.
 
     Attributes:
+        transposed: whether it is transposed; images and results below are then those of the other.
         num_images, groups: counts.
-        inside, outside: channels of one group, of images and of results.
-        read, written: spatial sizes of images and of results.
+        inside, outside: channels of one group of images, and of results.
+        read, written: spatial sizes of images, and of results.
         kernel, stride, padding, dilation: per spatial dimension.
         itemsize: bytes of an element.
-        last: whether images come, and results go, with channels last.
-        bias: whether it adds one, or its backward makes the bias's gradient.
+        last: whether it computes with channels last.
+        bias: whether it adds a bias, or its backward computes the bias's gradient.
         num_threads: threads that it may use.
     """
 
@@ -99,7 +101,7 @@ class Convolution:
 
     @property
     def low(self) -> bool:
-        """Whether it sums up in a wider dtype than its own."""
+        """Whether it accumulates in a wider dtype than its own."""
         return self.itemsize < _FLOAT32_NBYTES
 
     @property
@@ -116,18 +118,18 @@ class Convolution:
 
     @property
     def few_colours(self) -> bool:
-        """Whether it may read images as they are, which have fewer channels than a block."""
+        """Whether images have fewer channels than a block, so that the forward may read them without reordering."""
         return self.groups == 1 and self.inside < _BLOCK and self.pixels > 1 and not self.transposed
 
     @property
     def sums_plain_image(self) -> bool:
-        """Whether the gradient of its filters does so, too: of one or three colours; in low precision, where results
-        fill blocks."""
+        """Whether the filters' gradient, too, reads images without reordering: with `usual_colours` and AVX-512."""
         return self.few_colours and self.usual_colours and onednn.uses_avx512()
 
     @property
     def usual_colours(self) -> bool:
-        """Whether it has channels as first layers do; others may be unfolded for the filters' gradient."""
+        """Whether images have 1 or 3 channels, or in low precision, results fill blocks. Else the filters' gradient may
+        unfold images."""
         return self.outside % _BLOCK == 0 if self.low else self.inside in (1, 3)
 
     @property
@@ -151,31 +153,32 @@ class Convolution:
         return self.num_images * self._blocked(self.outside) * self.positions * self.itemsize
 
     def _blocked(self, channels: int) -> int:
-        """Channels of all groups in blocks, which span depthwise groups."""
+        """Count the channels of all groups, padded to blocks. A block holds several depthwise groups."""
         return _pad(self.groups * channels) if self.depthwise else self.groups * _pad(channels, self.lanes)
 
     @property
     def lanes(self) -> int:
-        """Channels of a group that are computed side by side."""
+        """Channels of a group in one vector; 1 if none of 16, 8 and 4 divides both of its channel counts."""
         if self.groups == 1 or self.depthwise:
             return _BLOCK
         return next((n for n in (16, 8, 4) if self.inside % n == 0 and self.outside % n == 0), 1)
 
     @property
     def fills_lanes(self) -> bool:
-        """Whether groups are as wide as lanes: they have kernels of their own."""
+        """Whether groups are as wide as lanes; such groups have kernels of their own."""
         alike = self.groups > 1 and self.inside == self.outside == self.lanes > 1
         return alike and not (self.transposed and self.last)
 
     @property
     def columns_nbytes(self) -> int:
-        """Bytes of an image (of a volume: one slice) of one group as columns: for each position what a filter reads."""
+        """Bytes of one group of an image as columns: for each position, the elements that a filter reads. Of a volume:
+        one slice, or all if channels are last and the shape is not `usual`."""
         whole = self.last and not self.usual
         return self.inside * self.pixels * math.prod(self.written if whole else self.written[-2:]) * self.itemsize
 
     @property
     def after(self) -> tuple[int, ...]:
-        """Padding behind the image that a result needs, per dimension; negative where pixels are left over."""
+        """Padding after the image, per dimension; negative where the last pixels are not read."""
         sizes = zip(self.written, self.stride, self.kernel, self.dilation, self.read, self.padding, strict=True)
         return tuple(
             (size - 1) * step + (kernel - 1) * gap + 1 - whole - before
@@ -184,25 +187,26 @@ class Convolution:
 
     @property
     def block(self) -> int:
-        """Channels of a group's block, where groups are padded."""
+        """Channels of a block, to a multiple of which groups are padded."""
         return _BLOCK if self.groups == 1 or onednn.uses_avx512() or not self.usual else _BLOCK // 2
 
     @property
     def most_padding(self) -> int:
-        """Up to so much padding, a forward's direct kernel is certain."""
+        """Padding up to which a forward certainly has a direct kernel."""
         if onednn.uses_avx512():
             return _MOST_PADDING if self.depthwise else 2 * _MOST_PADDING
         return _MOST_PADDING // 2
 
     @property
     def emulated(self) -> bool:
-        """Whether it computes in bfloat16 without instructions for that."""
+        """Whether it computes in low precision on a processor without bfloat16 instructions."""
         return self.low and not onednn.multiplies_bfloat16()
 
     @property
     def usual(self) -> bool:
-        """Whether there is a direct kernel: filters not larger than the image, padded on both sides by half of them at
-        most, and moved by no more than their width; with gaps, by one."""
+        """Whether there is a direct kernel. Among the conditions: filters at most a pixel larger than images, padding
+        of at most half a filter on each side, a stride of at most the filter's width or 2; if dilated, of 1. Depthwise
+        filters may be larger, and padded more."""
         odd = self.groups > 1 or self.dilated or (self.pixels == 1 and self.strided)
         odd = odd or (self.transposed and self.inside < _BLOCK)
         volume = len(self.kernel) == 3 and odd
@@ -224,7 +228,7 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Operands:
-    """Tensors of a convolution, or of the one that a backward belongs to, and its metadata.
+    """Tensors and metadata of a convolution; for a backward, of its forward.
 
     Attributes:
         image: [N, C, *spatial].
@@ -249,7 +253,7 @@ def operands(
     bias: bool,
     num_threads: int,
 ) -> Operands:
-    """Read the metadata off the tensors. One number for all dimensions is allowed, as for ATen."""
+    """Read the metadata off the tensors. As in ATen, a single stride, padding or dilation holds for all dimensions."""
     last = _is_last(image) or _is_last(filters)
     stride, padding, dilation = (
         tuple(numbers) * (image.dim() - 2) if len(numbers) == 1 else tuple(numbers)
@@ -313,7 +317,7 @@ def convolution_backward_nbytes(o: Operands, grad: Tensor, outputs: Sequence[Ten
 
 
 def _with_slack(c: Convolution, nbytes: int) -> int:
-    """Add what alignment, barriers, addresses and a padded bias take, and what kernels for unusual shapes may."""
+    """Add bytes for alignment, barriers, addresses, a padded bias, and kernels for unusual shapes."""
     if not onednn.uses_avx2():
         nbytes = nbytes * 5 // 4  # kernels for SSE unfold more than they need
     if min(c.positions, math.prod(c.read)) < _MIN_POSITIONS:
@@ -325,8 +329,8 @@ def _with_slack(c: Convolution, nbytes: int) -> int:
 def _forward(c: Convolution) -> int:
     """Bound a forward.
 
-    Image, filters and result are reordered, and the result goes back to its plain format when the others are gone; with
-    channels last, only filters are reordered.
+    Image, filters and result are reordered; the result is reordered back to its plain format after the other two are
+    freed. With channels last, only filters are reordered.
     """
     filters, given, result = _packed_filters(c), c.results_nbytes, c.blocked_results_nbytes
     columns = _columns(c, c.positions * c.outside)
@@ -346,11 +350,11 @@ def _forward(c: Convolution) -> int:
 
 
 def _image_gradient(c: Convolution, *, forward: bool = False) -> int:
-    """Bound the gradient of images: as a forward from results to images; with a stride, through channels last and one
-    more copy.
+    """Bound the gradient of images: as a forward from results to images; with a stride, computed with channels last and
+    one more copy.
 
     Args:
-        forward: this is a transposed convolution's forward, where a bias may be added to a copy in float32.
+        forward: whether this is a transposed convolution's forward, which may add a bias to a float32 copy.
     """
     m = replace(c.mirrored(), bias=False, transposed=True)
     given, image, filters = c.images_nbytes, c.blocked_images_nbytes, _packed_filters(c, gradient=True)
@@ -379,8 +383,8 @@ def _image_gradient(c: Convolution, *, forward: bool = False) -> int:
 
 
 def _filter_gradient(c: Convolution, d_bias: int) -> int:
-    """Bound the gradient of filters: image and incoming gradient are reordered, threads that share filters sum theirs,
-    and the sum goes back."""
+    """Bound the gradient of filters: image and incoming gradient are reordered, threads that share filters add up their
+    sums, and the result is reordered back."""
     given, filters, columns = c.filters_nbytes, _blocked_filter_gradient(c), _summed_columns(c)
     if c.depthwise:
         wide = c.kernel[-1] > _WIDEST_DEPTHWISE or c.dilated
@@ -402,7 +406,7 @@ def _filter_gradient(c: Convolution, d_bias: int) -> int:
 
 
 def _packed_filters(c: Convolution, *, gradient: bool = False) -> int:
-    """Bytes of filters in blocks, which are padded; `gradient`: as the images' gradient reads them."""
+    """Count the bytes of filters in padded blocks; `gradient`: as the images' gradient reads them."""
     if c.depthwise:
         dense = c.last and (not c.usual or (c.dilated and (gradient or max(c.padding) > _MOST_PADDING)))
         return (c.groups * c.block**2 if dense else _pad(c.groups)) * c.pixels * c.itemsize
@@ -420,7 +424,7 @@ def _packed_filters(c: Convolution, *, gradient: bool = False) -> int:
 
 
 def _blocked_filter_gradient(c: Convolution) -> int:
-    """Bytes of the filters' gradient in blocks; with channels last, depthwise ones may be padded as groups are."""
+    """Count the bytes of the filters' gradient in blocks; with channels last, each depthwise group may be padded."""
     overlap = c.usual and all(s < k < n for s, k, n in zip(c.stride, c.kernel, c.read, strict=True))
     if c.depthwise and not (c.last and (c.kernel[-1] > _WIDEST_DEPTHWISE or not overlap or c.dilated)):
         return _pad(c.groups) * c.pixels * c.itemsize
@@ -431,8 +435,8 @@ def _blocked_filter_gradient(c: Convolution) -> int:
 
 
 def _rows_of_channels_last(c: Convolution) -> int:
-    """Bound what threads take with channels last: addresses of blocks; of groups without lanes, or of one channel, an
-    image; in bfloat16, sums of a row."""
+    """Bound the threads' buffers with channels last: addresses of blocks; a padded image, if groups have no lanes or
+    there is one channel; in low precision, sums of a row."""
     nbytes = _PAGE + c.num_threads * _pad(40 * c.pixels, _PAGE)
     if c.depthwise:
         return nbytes
@@ -452,25 +456,25 @@ def _row_sums(c: Convolution, channels: int, columns: int) -> int:
 
 
 def _gathered(c: Convolution) -> int:
-    """Filters of one pixel with a stride: each thread gathers the pixels of an image that they read."""
+    """Count the bytes of pixels that threads gather for filters of one pixel with a stride: an image's for each."""
     return c.num_threads * _gathered_image(c)
 
 
 def _gathered_image(c: Convolution) -> int:
-    """Bytes of the pixels of an image that filters of one pixel with a stride read."""
+    """Count the bytes of the pixels of one image that filters of one pixel with a stride read."""
     return _pad(c.inside) * c.positions * c.itemsize if c.pixels == 1 and c.strided else 0
 
 
 def _row_of_pixels(c: Convolution) -> int:
-    """Filters of one pixel in bfloat16: each thread sums up a result."""
+    """Count the bytes of sums for filters of one pixel in low precision: one result for each thread."""
     if not c.low or c.pixels > 1 or c.groups > 1:
         return 0
     return _FLOAT32_NBYTES * c.num_threads * (_pad(c.positions, 32) + 32) * _pad(c.outside)
 
 
 def _strided(c: Convolution) -> int:
-    """Bound an images' gradient with a stride, without the result that it reads: filters in blocks; and for each thread
-    one padded result, and rows of the image where they cannot be written in place."""
+    """Bound an images' gradient with a stride, without a copy of the result that it reads: filters in blocks; for each
+    thread one padded result, and rows of the image where they cannot be written in place."""
     numel = 1
     for size, kernel, step, before, after in zip(c.written, c.kernel, c.stride, c.padding, c.after, strict=True):
         numel *= size + sum(max(0, kernel - 1 - pad) // step for pad in (before, after))
@@ -487,10 +491,10 @@ def _strided(c: Convolution) -> int:
 
 
 def _thread_sums(c: Convolution, filters_nbytes: int) -> int:
-    """Bound the sums of threads that share filters, and what they transpose in bfloat16.
+    """Bound the sums of threads that share filters, and their transposed inputs in low precision.
 
-    Threads share filters where that saves reading images and gradients, so that their sums are smaller than what is
-    read; or where there are fewer than two blocks of filters for each thread.
+    Threads share filters where that saves more bytes of images and gradients read than their sums take, or where there
+    are fewer than two blocks of filters for each thread.
     """
     filters = filters_nbytes // c.itemsize * _FLOAT32_NBYTES
     bias = (_pad(c.groups) if c.depthwise else c.groups * _pad(c.outside)) * _FLOAT32_NBYTES
@@ -500,7 +504,7 @@ def _thread_sums(c: Convolution, filters_nbytes: int) -> int:
     sums = (sharing - (1 if onednn.uses_avx512() else 0)) * (filters + bias)
     inside, outside = -(-c.inside // _BLOCK), -(-c.outside // _BLOCK)
     read, written = c.blocked_images_nbytes // math.prod(c.stride), c.blocked_results_nbytes
-    saved = []  # bytes that are read again where threads divide filters by results, by channels, or by both
+    saved = []  # bytes read again if threads divide filters by result channels, image channels, or both
     if outside >= 2 * sharing:
         saved.append(read)
     if inside >= 2 * sharing:
@@ -522,16 +526,17 @@ def _thread_sums(c: Convolution, filters_nbytes: int) -> int:
 
 
 def _columns(c: Convolution, num_sums: int) -> int:
-    """Bound a product with unfolded images: columns of each thread, and in low precision its sums."""
+    """Bound a product with unfolded images: each thread's columns, and in low precision its `num_sums` float32 sums."""
     sums = num_sums * _FLOAT32_NBYTES if c.low else 0
     columns = c.columns_nbytes // c.itemsize * _FLOAT32_NBYTES
     return c.num_threads * (columns + sums + _PAGE) + c.groups * _pad(c.inside + c.outside) * _FLOAT32_NBYTES
 
 
 def _summed_columns(c: Convolution) -> int:
-    """Bound filters' gradients as products with unfolded images: columns and sums of each thread.
+    """Bound filters' gradients as products with unfolded images: each thread's columns and sums.
 
-    One thread works where positions are many, or there is one image of one group.
+    With a usual shape, one thread works if each would have 256 positions or more, or there is one image of one or two
+    groups.
     """
     columns = c.columns_nbytes + (c.inside * c.pixels * c.positions * c.itemsize if c.last else 0)
     filters = c.filters_nbytes // c.itemsize * _FLOAT32_NBYTES
@@ -546,8 +551,8 @@ def _format(dims: int) -> torch.memory_format:
 
 
 def _is_last(tensor: Tensor) -> bool:
-    """Whether strides are those of channels last, as `c10/core/MemoryFormat.h` has it: also of tensors with gaps, or of
-    one channel, that are contiguous in the plain format too."""
+    """Whether strides are in channels-last order by `c10/core/MemoryFormat.h`: true also for tensors with gaps, and for
+    some that are contiguous as well."""
     if tensor.dim() not in (4, 5) or tensor.stride(1) == 0:
         return False
     least = 0
@@ -560,13 +565,14 @@ def _is_last(tensor: Tensor) -> bool:
 
 
 def _copies(c: Convolution, *tensors: Tensor) -> int:
-    """Bytes of copies in the format that is computed in."""
+    """Count the bytes of copies of tensors that are not in the memory format of the computation."""
     format_of = _format if c.last else lambda dims: torch.contiguous_format
     return sum(nbytes_of(t) for t in tensors if not t.is_contiguous(memory_format=format_of(t.dim())))
 
 
 def _runs_in_aten(o: Operands) -> bool:
-    """Whether ATen computes by itself: other dtypes, small single images, one pixel on one thread, old processors."""
+    """Whether ATen, not oneDNN, computes: dtypes that oneDNN does not compute on this processor; in float32 also single
+    small images, filters of one pixel on one thread, and transposed ones with output padding of a stride or more."""
     if not onednn.computes(o.image.dtype):
         return True
     if o.image.dtype != torch.float32:
@@ -576,7 +582,7 @@ def _runs_in_aten(o: Operands) -> bool:
     plain = not c.strided and max(c.dilation) == 1
     if plain and set(edges) == {1} and c.num_threads == 1 and shape[0] < _MANY_IMAGES:
         return True
-    big = (b - a >= step for a, b, step in zip(c.after, c.padding, c.stride, strict=True))  # padded after it is
+    big = (b - a >= step for a, b, step in zip(c.after, c.padding, c.stride, strict=True))  # output padding
     if c.transposed and any(big):
         return True
     small = shape[0] == 1 and math.prod(shape[:4]) <= _SMALL_IMAGE and c.groups == 1
@@ -584,7 +590,9 @@ def _runs_in_aten(o: Operands) -> bool:
 
 
 def _in_aten_nbytes(o: Operands, grad: Tensor | None, outputs: Sequence[Tensor | None]) -> int:
-    """ATen unfolds images, a batch or one at a time, and takes one group after the other; volumes' groups at once.
+    """Count the bytes of ATen's own kernels: images unfolded, a batch or one at a time, and copies of operands.
+
+    Groups are computed one after another; those of volumes at once, unless dilated or transposed.
 
     Args:
         grad: of the result, in a backward.
@@ -603,7 +611,7 @@ def _in_aten_nbytes(o: Operands, grad: Tensor | None, outputs: Sequence[Tensor |
         and not (c.strided or c.transposed or dilated)
         and not (at_once and c.groups > 1)
     ):
-        columns = c.images_nbytes if at_once and outputs and outputs[0] is not None else 0  # it is its own columns
+        columns = c.images_nbytes if at_once and outputs and outputs[0] is not None else 0  # its own columns
     elif outputs and outputs[1] is None and not (is_volume or dilated or c.transposed):
         columns = 0  # gradients of images are folded as they are computed
     nbytes = columns + _copies(replace(c, last=c.last and not is_volume), *tensors)

@@ -1,16 +1,19 @@
-"""Bytes that an ATen operator allocates inside on the CPU beyond its outputs: its scratch.
+"""Predict an operator's scratch on the CPU: the bytes that it allocates inside, beyond its outputs.
 
-Operators take temporary memory from torch's allocator while they run: a cast of an operand, a contiguous
-copy, an attention kernel's per-thread buffers, a matrix product's packed operands. It is gone when they
-return, so no graph shows it, but a memory limit does. `scratch_nbytes` says how much, from sizes, strides
-and dtypes alone.
+Operators take temporary memory from torch's allocator while they run: a cast of an operand, a contiguous copy, an
+attention kernel's per-thread buffers, a matrix product's packed operands. It is freed when they return, so no graph
+shows it, but it counts towards a memory limit. `scratch_nbytes` predicts it from sizes, strides and dtypes alone.
 
-One default rule and declared exceptions. Views take nothing. Elementwise operators (torch tags them) take a cast of
-each operand that is not in the common dtype. The others have a record in `scratch.operators`, with rules read off
-ATen's CPU kernels and checked by measuring. They are exact to the byte, but for those that the record says are upper
-bounds, with the reason. For an operator without a rule (`is_known`) its operands and results once more are a
-guess; users may declare it (`scratch.declared.declare_scratch`). Of a call with a bound or a guess, what
-`chunkc calibrate --operators` measured on this machine goes before both (`scratch.measured`).
+The first of these that applies is taken:
+
+1. the user's declaration (`scratch.declared.declare_scratch`);
+2. what `chunkc calibrate --operators` measured on this machine, if the rule is an upper bound, or there is no rule
+   (`scratch.measured`);
+3. the rule in `scratch.operators`, read off ATen's CPU kernels and checked by measuring: exact to the byte, unless its
+   record calls it an upper bound and says why;
+4. nothing for views; for elementwise operators (torch tags them), casts to the common dtype and 0-dim tensors made of
+   Python numbers;
+5. a guess: the bytes of all operands and results.
 """
 
 from __future__ import annotations
@@ -30,12 +33,12 @@ from chunkc.passes.memory.scratch.rules import Call, is_elementwise, is_view, no
 
 
 def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int) -> int:
-    """Bytes that `target` holds inside while it runs on the CPU, beyond its outputs.
+    """Predict the bytes that `target` holds inside while it runs on the CPU, beyond its outputs.
 
     Args:
-        args, kwargs, outputs: as the operator takes and returns them; of tensors, also fake ones, only sizes,
-            strides and dtypes are read.
-        num_threads: `torch.get_num_threads()` where it will run.
+        args, kwargs, outputs: what the operator takes and returns. Tensors may be fake: only sizes, strides and dtypes
+            are read.
+        num_threads: `torch.get_num_threads()` in the process that will run it.
     """
     declared = declared_nbytes(target, args, kwargs, outputs, num_threads)
     if declared is not None:
@@ -55,23 +58,23 @@ def is_known(target: torch._ops.OpOverload) -> bool:
 
 
 def is_measured(target: torch._ops.OpOverload, args: tuple, kwargs: dict, num_threads: int) -> bool:
-    """Whether `scratch_nbytes` of an operator without a rule is what was measured of this call."""
+    """Whether this call was measured, of a `target` with neither rule nor declaration."""
     return not is_known(target) and looked_up(target, args, kwargs, num_threads, has_rule=False) is not None
 
 
 def output_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object) -> dict[int, int]:
-    """Position among the returned tensors -> bytes of its storage, where a fake tensor does not tell."""
+    """Map positions of returned tensors to bytes of their storages, where these differ from the fake tensors'."""
     corrected = find(target).outputs
     return {} if corrected is None else corrected(_call(target, args, kwargs, outputs, 1))
 
 
 def corrects_outputs(target: torch._ops.OpOverload) -> bool:
-    """Whether `output_nbytes` may say something of `target`."""
+    """Whether `output_nbytes` may be other than empty for `target`."""
     return find(target).outputs is not None
 
 
 def takes_nothing(target: torch._ops.OpOverload) -> bool:
-    """Whether `target` takes no scratch, whatever it is called with."""
+    """Whether `target` takes no scratch, for any arguments."""
     return not is_declared(target) and _rule(target) is nothing_rule
 
 
@@ -90,7 +93,7 @@ def _rule(target: torch._ops.OpOverload) -> Callable[[Call], int] | None:
 
 
 def _bind(target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Arguments by name, with the schema's defaults for those not given."""
+    """Map names to arguments, with the schema's defaults for those not given."""
     arguments: dict[str, Any] = {}
     for position, parameter in enumerate(target._schema.arguments):
         if position < len(args) and not parameter.kwarg_only:

@@ -1,6 +1,6 @@
-"""Operators that chunkc has never seen: what users declare that they take, else a guess.
+"""Keep the scratch that users declare for operators; guess that of operators without a declaration or a rule.
 
-Declarations are the one state of this subject.
+Declarations are kept per process.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from chunkc.ir.errors import OptionsError
 ScratchFunction = Callable[[Sequence[Any], Mapping[str, Any], Any, int], int]
 """(args, kwargs, outputs, num_threads) -> bytes."""
 
-_declared: dict[str, ScratchFunction] = {}  # one per process, as torch's operators are
+_declared: dict[str, ScratchFunction] = {}  # per process, as torch's operators are registered
 
 
 def declare_scratch(name: str, function: ScratchFunction) -> None:
-    """Say how many bytes the operator `name` ("namespace::op") allocates inside, beyond its outputs, while it runs.
+    """Declare the bytes that the operator `name` ("namespace::op") allocates while it runs, beyond its outputs.
 
-    `function(args, kwargs, outputs, num_threads)` gets what the operator takes and returns, as fake tensors: only
-    sizes, strides and dtypes may be read. It returns bytes; 0 is allowed. A later declaration replaces an earlier one,
-    and a declaration goes before chunkc's own table. It takes effect for models that are compiled after it.
+    `function(args, kwargs, outputs, num_threads)` gets what the operator takes and returns, with fake tensors: it may
+    read only sizes, strides and dtypes. It returns bytes, 0 or more. A later declaration replaces an earlier one, and a
+    declaration overrides chunkc's own table. It takes effect for models that are compiled after it.
 
     Raises:
         OptionsError: `name` is not of the form "namespace::op", or `function` cannot be called.
@@ -48,10 +48,10 @@ def is_declared(target: torch._ops.OpOverload) -> bool:
 def declared_nbytes(
     target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object, num_threads: int
 ) -> int | None:
-    """The bytes declared for `target`; None where nothing was.
+    """Return the bytes declared for this call of `target`; None without a declaration.
 
     Raises:
-        OptionsError: the declared function returned something else than a number of bytes.
+        OptionsError: the declared function returned no integer, or a negative one.
     """
     function = _declared.get(target._schema.name)
     if function is None:
@@ -65,6 +65,6 @@ def declared_nbytes(
 
 
 def guessed_nbytes(args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object) -> list[int]:
-    """Guess the scratch of an operator without a rule: its operands and results, each whole."""
+    """Guess the scratch of an operator without a rule: the bytes of each operand and result."""
     leaves = pytree.tree_leaves((args, kwargs, outputs))
     return [leaf.numel() * leaf.itemsize for leaf in leaves if isinstance(leaf, Tensor)]

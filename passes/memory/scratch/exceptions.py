@@ -1,7 +1,7 @@
-"""List where predicted bytes are not exact: every kind of exception, why, and the bound that is kept instead.
+"""List where predicted bytes on the CPU are not exact: each kind of exception, the reason, and the bound used instead.
 
-`scratch.operators` says of which operators.
-Everything else is exact to the byte, and tests hold both. Values are never larger than predicted.
+`scratch.operators` assigns these to operators. All other rules there are exact to the byte. Tests check both: exact
+rules equal the measured bytes, and bounds are never below them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ class Inexact:
 
     Attributes:
         when: the calls that are not exact.
-        reason: why.
+        reason: why they are not.
         bound: what is predicted instead.
-        only_low_precision: in float32 and float64 the operator is exact.
-        loose: the bound may be more than twice the truth; only tests ask.
-        measurable: calls with the same metadata take the same bytes, whatever the values.
+        only_low_precision: whether only bfloat16 and float16 are inexact.
+        loose: whether the bound may be more than twice the measured bytes; read by tests only.
+        measurable: whether calls with the same metadata take the same bytes, whatever the values.
     """
 
     when: str
@@ -98,4 +98,4 @@ BEYOND_OPERATORS: tuple[Inexact, ...] = (
         "held as long as the graph that returned them runs backwards",
     ),
 )
-"""Exceptions that are no operator's: what lives around a graph."""
+"""Exceptions that belong to no operator: values alive outside of a graph."""

@@ -1,4 +1,4 @@
-"""Look up what `chunkc calibrate --operators` measured of operators without an exact rule; record what to measure."""
+"""Look up scratch measured by `chunkc calibrate --operators` where no rule is exact; record calls to measure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chunkc.passes.memory.scratch.copies import LOW_PRECISION
 from chunkc.passes.memory.scratch.operators import find
 
 _BY_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""Tags of operators with results, and scratch, of sizes that values decide."""
+"""Tags of operators with results, and scratch, of sizes that depend on values."""
 
 _recorded: ContextVar[list[OperatorCall] | None] = ContextVar("recorded calls", default=None)
 
@@ -26,7 +26,7 @@ def _is_low(args: tuple) -> bool:
 
 @contextmanager
 def record_calls() -> Iterator[list[OperatorCall]]:
-    """Record, in place of looking up, each call on the CPU that could be measured."""
+    """Record each call on the CPU that could be measured; `looked_up` returns None for these meanwhile."""
     calls: list[OperatorCall] = []
     token = _recorded.set(calls)
     try:
@@ -38,9 +38,9 @@ def record_calls() -> Iterator[list[OperatorCall]]:
 def looked_up(
     target: torch._ops.OpOverload, args: tuple, kwargs: Mapping[str, Any], num_threads: int, *, has_rule: bool
 ) -> int | None:
-    """Look up the bytes measured of a call; None where nothing was, or the rule is exact.
+    """Look up the measured bytes of a call; None if it was not measured, or its rule is exact.
 
-    Operators that take more or less by the values that they are given are never measured: their bounds hold for all.
+    Operators with scratch that depends on values are never looked up: a measurement would not bound other values.
     """
     inexact = find(target).inexact
     if not _BY_VALUES.isdisjoint(target.tags):
