@@ -1,10 +1,10 @@
-"""Bytes that an ATen operator allocates inside on a CUDA device beyond its outputs: upper bounds from shapes alone.
+"""Bound the bytes that an ATen operator allocates inside on a CUDA device, beyond its outputs, from metadata alone.
 
-Matrix products take nothing of their own: cuBLAS works in a workspace that torch keeps (`passes.cuda_memory`). Views
-take nothing, nor do elementwise operators: `TensorIterator.cpp` casts while it loads on CUDA devices. The others
-have rules in `scratch.operators`, read off ATen's CUDA sources; they wait to be checked by measuring.
-As on the CPU, the bytes of an operator without a rule (`is_known_on_cuda`) are a guess, and users may declare them
-(`scratch.declared.declare_scratch`), also for an operator with a rule that they know to be wrong.
+cuBLAS works in a workspace that torch keeps (`passes.graphs.cuda_memory`), so matrix products take only copies of
+operands. Views take nothing, nor do elementwise operators: on CUDA devices `TensorIterator.cpp` casts while it loads.
+The others have rules in `scratch.operators`, read off ATen's CUDA sources. As on the CPU, the bytes of an operator
+without a rule (`is_known_on_cuda`) are a guess. A user's declaration (`scratch.declared.declare_scratch`) overrides a
+rule or a guess.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ def cuda_scratch_nbytes(
     num_threads: int = 1,
     capability: Capability | None = None,
 ) -> int:
-    """Upper bound of the bytes that `target` holds inside while it runs on a CUDA device, beyond its outputs.
+    """Bound the bytes that `target` holds inside while it runs on a CUDA device, beyond its outputs.
 
     Args:
-        args, kwargs, outputs: as the operator takes and returns them; of tensors, also fake ones, only sizes, strides
-            and dtypes are read.
-        num_threads: for declared functions.
-        capability: of the device; None where it is not known.
+        args, kwargs, outputs: what the operator takes and returns. Tensors may be fake: only metadata is read.
+        num_threads: passed to declared functions.
+        capability: the device's compute capability; None if unknown.
     """
     declared = declared_nbytes(target, args, kwargs, outputs, num_threads)
     if declared is not None:
@@ -50,15 +49,15 @@ def cuda_scratch_nbytes(
 def cuda_output_nbytes(
     target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], outputs: object
 ) -> dict[int, int]:
-    """Position among the returned tensors -> bytes of its storage on a CUDA device, where a fake tensor does not tell.
-    What is not on the device takes none."""
+    """Map positions of returned tensors to bytes of their storages on a CUDA device, where these differ from the fake
+    tensors'. Tensors on the CPU take 0."""
     corrected = find(target).cuda_outputs
     found = {} if corrected is None else corrected(Call(target, args, kwargs, outputs))
     return {position: rounded_nbytes(nbytes) for position, nbytes in found.items()}
 
 
 def corrects_cuda_outputs(target: torch._ops.OpOverload) -> bool:
-    """Whether `cuda_output_nbytes` may say something of `target`."""
+    """Whether `cuda_output_nbytes` may be other than empty for `target`."""
     return find(target).cuda_outputs is not None
 
 

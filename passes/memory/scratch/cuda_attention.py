@@ -1,4 +1,4 @@
-"""Predict the scratch of attention's kernels on a CUDA device, as `cuda_rules` has it of other operators."""
+"""Bound the scratch of attention kernels on a CUDA device: rules as in `cuda_rules`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chunkc.passes.memory.scratch.cuda_reduction import MULTIPROCESSORS
 from chunkc.passes.memory.scratch.cuda_rules import Call, contiguous, nbytes_of
 
 MAX_SPLITS = 128
-"""FlashAttention splits keys into at most so many parts (`num_splits_heuristic`, `flash_api.cpp`)."""
+"""Most parts into which FlashAttention splits keys (`num_splits_heuristic`, `flash_api.cpp`)."""
 
 _CUDNN_NBYTES = 32 << 20
 _ROWS_MULTIPLE = 128
@@ -24,7 +24,7 @@ def _rows(tensor: Tensor, dim: int) -> int:
 
 
 def _padded_operands(call: Call, names: tuple[str, ...], multiple: int = 8) -> list[int]:
-    """Copies of operands with a padded last dimension, or with strides that a kernel does not take."""
+    """Count the bytes of each operand's copy, with the last dimension padded to `multiple`."""
     found = []
     for name in names:
         value = call.arguments.get(name)
@@ -35,9 +35,11 @@ def _padded_operands(call: Call, names: tuple[str, ...], multiple: int = 8) -> l
 
 
 def flash_forward(call: Call) -> list[int]:
-    """`flash_attn/flash_api.cpp`, `mha_fwd`: copies of operands with an odd head size, the padded output, and where
-    keys are split, fp32 partial outputs and their log-sum-exps per split. It splits only where batch, heads and blocks
-    of queries leave multiprocessors idle, so all splits together are no more than two waves of blocks."""
+    """Bound copies of operands if the head size is no multiple of 8 or their last dimension has gaps, the padded
+    output, and if keys are split, fp32 outputs and log-sum-exps per split.
+
+    Keys are split only if batch, heads and blocks of queries leave multiprocessors idle, so all splits together are at
+    most two waves of blocks. Source: `flash_attn/flash_api.cpp`, `mha_fwd`."""
     query = call.tensor("query")
     batch, heads, _, width = query.shape
     blocks = batch * heads * (_rows(query, 2) // 64)
@@ -48,10 +50,11 @@ def flash_forward(call: Call) -> list[int]:
 
 
 def flash_backward(call: Call) -> list[int]:
-    """`mha_bwd`: fp32 sums of the query's gradient (in deterministic code as many as keep each multiprocessor at work,
-    which are added up in order), row sums of `grad * out`, gradients of keys and values per query head where heads are
-    shared, copies as in the forward, and of `grad_out` and `out` where heads do not come behind rows in memory
-    (`attention_backward.cu`)."""
+    """Bound fp32 sums of the query's gradient (in deterministic mode several, to keep all multiprocessors busy), row
+    sums of `grad * out`, gradients of keys and values per query head if heads are shared, and copies.
+
+    Operands are copied as in the forward; else `grad_out` and `out` are, unless they are contiguous as [batch, rows,
+    heads, width]. Sources: `flash_api.cpp`, `mha_bwd`; `attention_backward.cu`."""
     query, key = call.tensor("query"), call.tensor("key")
     batch, heads, _, width = query.shape
     is_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -69,21 +72,23 @@ def flash_backward(call: Call) -> list[int]:
 
 
 def efficient_forward(call: Call) -> list[int]:
-    """`mem_eff_attention/kernel_forward.h`: in 16 bits, an fp32 accumulator of outputs too wide for registers."""
+    """Count an fp32 accumulator of 16-bit outputs too wide for registers: `mem_eff_attention/kernel_forward.h`."""
     query, value = call.tensor("query"), call.tensor("value")
     is_kept = query.itemsize > 2 or value.shape[-1] <= _WIDEST_IN_REGISTERS
     return [] if is_kept else [4 * query.numel() // query.shape[-1] * value.shape[-1]]
 
 
 def efficient_backward(call: Call) -> list[int]:
-    """`mem_eff_attention/kernel_backward.h`: `delta` per row; a workspace of tiles of the query's gradient in fp32,
-    with locks; in 16 bits also gradients of wide keys and values, which some devices need. Before that, a copy of the
-    gradient if it does not lie row by row with all heads of each (`attention_backward.cu`)."""
+    """Bound `delta` per row, a workspace of fp32 tiles of the query's gradient with locks, in 16 bits also of gradients
+    of keys and values wider than 64 (which some devices need), and a copy of the gradient.
+
+    The gradient is copied unless it is contiguous as [batch, rows, heads, width]. Sources:
+    `mem_eff_attention/kernel_backward.h`, `attention_backward.cu`."""
     query, key, gradient = call.tensor("query"), call.tensor("key"), call.tensor("grad_out_")
     by_heads = call.name.startswith("_scaled")  # [batch, heads, rows, width]; else [batch, rows, heads, width]
     num_rows, num_keys = (tensor.shape[2 if by_heads else 1] for tensor in (query, key))
     num_heads, lengths = query.shape[0] * query.shape[1 if by_heads else 2], call.arguments.get("cu_seqlens_q")
-    if isinstance(lengths, Tensor):  # sequences one behind the other
+    if isinstance(lengths, Tensor):  # sequences of several lengths, concatenated
         num_heads *= lengths.numel() - 1
         num_rows, num_keys = call.arguments["max_seqlen_q"], call.arguments["max_seqlen_k"]
     width = max(query.shape[-1], call.tensor("value").shape[-1])
@@ -95,7 +100,7 @@ def efficient_backward(call: Call) -> list[int]:
 
 
 def _query_sums(itemsize: int, num_rows: int, num_keys: int, width: int) -> int:
-    """Bytes of one head's tiles; exact up to a width of 64."""
+    """Bound the bytes of one head's tiles; exact up to a width of 64."""
     aligned = itemsize == 4 and not (width % _TILE or num_rows % _TILE or num_keys % _TILE)
     if width <= _TILE:
         return -(-num_rows // _TILE) * (4 * _TILE**2 + (256 if aligned else 16))
@@ -107,23 +112,27 @@ def _up(size: int, multiple: int) -> int:
 
 
 def efficient_outputs(call: Call) -> dict[int, int]:
-    """`attention.cu`: seed and offset are on the CPU, unless a CUDA graph is captured."""
+    """Count no device bytes for seed and offset: without CUDA graph capture they are on the CPU (`attention.cu`)."""
     return {2: 0, 3: 0}
 
 
 def cudnn_forward(call: Call) -> list[int]:
-    """`cudnn/MHA.cpp`: the workspace of cuDNN's graph. The frontend (`node/scaled_dot_product_flash_attention.h`) takes
-    nothing of it in the forward; what the engine that cuDNN chooses takes, it says when it runs. 32 MiB stand for that
-    here and in the backward: a policy, as for `cuda_rules.convolution`, and no bound.
+    """Estimate the workspace of cuDNN's graph (`cudnn/MHA.cpp`), and count contiguous copies of operands.
+
+    The frontend (`node/scaled_dot_product_flash_attention.h`) takes no workspace in the forward. That of the engine is
+    known only when it runs: 32 MiB stand for it here and in the backward, a policy as for `cuda_rules.convolution`, no
+    bound.
     """
     return [_CUDNN_NBYTES, *contiguous(call)]
 
 
 def cudnn_backward(call: Call) -> list[int]:
-    """`cudnn/MHA.cpp`; the frontend's `CompositeSDPABackwardNode`: a workspace with fp32 sums of the query's gradient
-    and row sums, gradients of keys and values per query head where heads are shared, and the engine's own. Since cuDNN
-    9 there is none for the gradient of probabilities. `grad_out` is copied where its last dimension has gaps; before
-    cuDNN 9.5.1, where it does not lie as `out` does."""
+    """Estimate the workspace: fp32 sums of the query's gradient and row sums, gradients of keys and values per query
+    head if heads are shared, and the engine's own; and count a copy of `grad_out`.
+
+    Since cuDNN 9 the gradient of probabilities takes none. `grad_out` is copied if its last dimension has gaps, and
+    before cuDNN 9.5.1, if its strides are not `out`'s; either counts here. Sources: `cudnn/MHA.cpp`, the frontend's
+    `CompositeSDPABackwardNode`."""
     query, key, value, gradient = (call.tensor(name) for name in ("query", "key", "value", "grad_out"))
     rows = query.numel() // max(1, query.shape[-1])
     shared = key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]
@@ -139,7 +148,7 @@ def _padded_numel(tensor: Tensor) -> int:
 
 
 def _padded(width: int) -> int:
-    """A head size as FlashAttention rounds it: to 32, or to 64 above 128."""
+    """Round a head size up as FlashAttention does: to a multiple of 32, or of 64 above 128."""
     multiple = 32 if width <= 128 else 64
     return _up(width, multiple)
 

@@ -1,4 +1,4 @@
-"""Rules of CUDA devices for operators that index and scatter; see `cuda_rules`."""
+"""Bound the scratch of operators that index and scatter on CUDA devices: rules as in `cuda_rules`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _MIB = 1 << 20
 
 
 def embedding_backward(call: Call) -> list[int]:
-    """`Embedding.cu`, `EmbeddingBackwardKernel.cu`: up to 3,072 indices, unless gradients are scaled, are added as they
-    come. More are sorted, with their origins, besides numbers in order; before PyTorch 2.13 by all
-    their bits, then by as many as numbers of weights have. Then there are the result, where equal indices begin, how
-    often each is there if that scales, and the sorted ones once more. Last, of each such segment how many parts it has
-    and where they begin, and sums in fp32 per part (see `_sums_of_parts`)."""
+    """Bound the largest of three phases: indices sorted; equal indices found; their gradients summed.
+
+    Up to 3,072 indices are not sorted, unless gradients are scaled by frequency. More are sorted together with their
+    positions: before PyTorch 2.13 by all bits, then by those that `num_weights` needs. A run of equal indices is a
+    segment: its start is kept, its count if that scales, then its number of parts and where they begin, and sums per
+    part (see `_sums_of_parts`). Sources: `Embedding.cu`, `EmbeddingBackwardKernel.cu`."""
     indices, grad = call.tensor("indices"), call.tensor("grad_output")
     num, size = indices.numel(), indices.itemsize
     copies = [nbytes_of(tensor) for tensor in (grad, indices) if not tensor.is_contiguous()]
@@ -52,9 +53,9 @@ def embedding_backward(call: Call) -> list[int]:
 
 
 def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
-    """The start of each part. Its sum; or, where few segments would leave the device idle, its segment: then parts are
-    added to the result, or to one in fp32. Whether they are depends on how many multiprocessors there are: the larger
-    counts where that decides."""
+    """Count the start of each part, and its sum; or if few segments would leave the device idle, its segment: parts are
+    then added to the result, or in low precision to an fp32 copy of it. If the choice depends on the number of
+    multiprocessors, the larger counts."""
     grad, size = call.tensor("grad_output"), call.tensor("indices").itemsize
     width = grad.shape[-1] if grad.dim() else 1
     begins = size * num_parts
@@ -70,7 +71,7 @@ def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
 
 
 def _num_bits(largest_key: int) -> int:
-    """`cuda/cub.h`, `get_num_bits`, as whole passes of 8 bits take it."""
+    """Count the bits of keys, rounded up to passes of 8 bits: `cuda/cub.h`, `get_num_bits`."""
     num_bits = 8
     while largest_key >= 1 << num_bits:
         num_bits += 8
@@ -78,8 +79,8 @@ def _num_bits(largest_key: int) -> int:
 
 
 def index(call: Call) -> list[int]:
-    """`ATen/native/TensorAdvancedIndexing.cpp`, `make_info`: indices as int64, and several ones that lie differently
-    once they have one shape."""
+    """Count indices converted to int64, and contiguous copies of indices with different strides after broadcasting:
+    `ATen/native/TensorAdvancedIndexing.cpp`, `make_info`."""
     if any(map(_is_mask, _indices(call))):
         return [*_expanded_indices(call), *contiguous(call)]
     return _brought_together(_indices(call))
@@ -98,22 +99,22 @@ def _brought_together(indices: Sequence[Tensor]) -> list[int]:
 
 
 def masked_index(call: Call) -> list[int]:
-    """`ATen/native/TensorAdvancedIndexing.cpp`, `_unsafe_masked_index`: indices in bounds, what is not selected, and
-    the result before that is filled in."""
+    """Count clamped indices, the inverted mask, and the result before it is masked:
+    `ATen/native/TensorAdvancedIndexing.cpp`, `_unsafe_masked_index`."""
     clamped = [nbytes_of(tensor) for tensor in _indices(call)]
     return [*clamped, call.tensor("mask").numel(), nbytes_of(call.outputs[0]), *_expanded_indices(call)]
 
 
 def masked_index_put(call: Call) -> list[int]:
-    """`_unsafe_masked_index_put_accumulate`: indices in bounds, what is not selected, and values without that, which
-    are added."""
+    """Count clamped indices, the inverted mask, masked values, and their accumulation (see `_added`):
+    `_unsafe_masked_index_put_accumulate`."""
     values, clamped = call.tensor("values"), [nbytes_of(tensor) for tensor in _indices(call)]
     return [*clamped, call.tensor("mask").numel(), nbytes_of(values), *_added(call, call.arguments["indices"], values)]
 
 
 def scatter(call: Call) -> list[int]:
-    """`ATen/native/TensorAdvancedIndexing.cpp`, `_scatter_via_index_put`: in deterministic code an index for each
-    dimension of the result, or that of the place in all of it, sorted. A bound there. Indices are converted."""
+    """Count indices converted to int64; in deterministic mode, bound an index for each dimension of the result, or one
+    flat index, sorted: `ATen/native/TensorAdvancedIndexing.cpp`, `_scatter_via_index_put`."""
     position = call.tensor("index")
     converted = cast(position, torch.int64)
     if not torch.are_deterministic_algorithms_enabled():
@@ -130,8 +131,8 @@ def scatter(call: Call) -> list[int]:
 
 
 def scatter_reduce(call: Call) -> list[int]:
-    """`ATen/native/TensorAdvancedIndexing.cpp`, `scatter_reduce_two`: for means, ones to be counted, counts, and which
-    of them are none."""
+    """Count, for means, the ones that are added up, the counts, and a mask of zero counts; then as `scatter`:
+    `ATen/native/TensorAdvancedIndexing.cpp`, `scatter_reduce_two`."""
     counted = []
     if call.arguments["reduce"] == "mean":
         result = call.outputs[0]
@@ -140,8 +141,8 @@ def scatter_reduce(call: Call) -> list[int]:
 
 
 def search(call: Call) -> list[int]:
-    """`Bucketization.cu`, `BucketizationUtils.h`: a number comes to the device; contiguous copies, then casts to the
-    dtype of both. Before that, the two ends of a sorter."""
+    """Count a number copied to the device; contiguous copies and casts to the common dtype, or before them, the minimum
+    and maximum of a sorter: `Bucketization.cu`, `BucketizationUtils.h`."""
     number, casts = search_casts(call.arguments)
     sorter, ends = call.arguments.get("sorter"), []
     if sorter is not None:
@@ -151,13 +152,13 @@ def search(call: Call) -> list[int]:
 
 
 def gather(call: Call) -> list[int]:
-    """`ATen/native/TensorAdvancedIndexing.cpp`: indices as int64."""
+    """Count indices converted to int64: `ATen/native/TensorAdvancedIndexing.cpp`."""
     return cast(call.tensor("index"), torch.int64)
 
 
 def index_reduce(call: Call) -> list[int]:
-    """`Indexing.cu`, `index_reduce_func_cuda_impl`: for means, ones to be counted, counts, and which of them are none;
-    before that, indices as int64, by which the result is filled."""
+    """Count, for means, the ones that are added up, the counts, and a mask of zero counts; and indices converted to
+    int64, which fill the result first: `Indexing.cu`, `index_reduce_func_cuda_impl`."""
     counted = []
     if call.arguments["reduce"] == "mean":
         result = call.outputs[0]
@@ -166,14 +167,14 @@ def index_reduce(call: Call) -> list[int]:
 
 
 def embedding(call: Call) -> list[int]:
-    """`ATen/native/Embedding.cpp`: indices in a row."""
+    """Count a contiguous copy of the indices: `ATen/native/Embedding.cpp`."""
     indices = call.tensor("indices")
     return [] if indices.is_contiguous() else [nbytes_of(indices)]
 
 
 def index_put(call: Call) -> list[int]:
-    """`ATen/native/TensorAdvancedIndexing.cpp`, `_index_put_impl_`: values that are added, and in deterministic code
-    all, are sorted by their place (see `_added`). A number comes to the device."""
+    """Count a number copied to the device; a sort by index (see `_added`) if values accumulate or the mode is
+    deterministic, else as `index`: `ATen/native/TensorAdvancedIndexing.cpp`, `_index_put_impl_`."""
     values, given = call.tensor("values"), call.arguments["indices"]
     moved = [values.itemsize] if values.device != call.outputs[0].device else []
     if call.arguments.get("accumulate") or (torch.are_deterministic_algorithms_enabled() and values.numel() > 1):
@@ -182,7 +183,8 @@ def index_put(call: Call) -> list[int]:
 
 
 def index_add(call: Call) -> list[int]:
-    """`Indexing.cu`, `index_add_cuda_impl`: nothing; in deterministic code what is added, with its factor, and that."""
+    """Count the scaled source and its accumulation in deterministic mode, else nothing: `Indexing.cu`,
+    `index_add_cuda_impl`."""
     if not torch.are_deterministic_algorithms_enabled():
         return []
     source, position = call.tensor("source"), call.tensor("index")
@@ -191,18 +193,20 @@ def index_add(call: Call) -> list[int]:
 
 
 def index_copy(call: Call) -> list[int]:
-    """`ATen/native/TensorAdvancedIndexing.cpp`, `index_copy_out`: nothing; in deterministic code as above."""
+    """Count a sort in deterministic mode (see `_added`), else nothing: `ATen/native/TensorAdvancedIndexing.cpp`,
+    `index_copy_out`."""
     if not torch.are_deterministic_algorithms_enabled():
         return []
     return _added(call, [None] * call.arguments["dim"] + [call.tensor("index")], call.tensor("source"))
 
 
 def _added(call: Call, given: Sequence[Tensor | None], values: Tensor) -> list[int]:
-    """`Indexing.cu`, `index_put_with_sort_kernel`: places in one number each, sorted, with their origins, besides
-    numbers in order; copies of the result in rows, with what is indexed in front if it is not together, and of values.
-    Before that, an int64 copy of each index, and of one at a time its ends, what is left of it, and that in steps.
+    """Count flat int64 indices sorted together with their positions, and copies: of the result, made contiguous, and
+    with indexed dimensions first if these are not adjacent; and of values.
 
-    A mask may select all, and each with each of the others: a bound.
+    Before the sort, the larger of: int64 copies of indices, and for one index at a time its minimum and maximum, or its
+    wrapped values and these times a stride. With masks this is a bound, since a mask may select all its elements.
+    Source: `Indexing.cu`, `index_put_with_sort_kernel`.
     """
     result, num = call.outputs[0], _num_indexed(call, given)
     if num == 0 or result.numel() == 0:
@@ -244,7 +248,7 @@ def _indices(call: Call) -> list[Tensor]:
 
 
 def _num_indexed(call: Call, given: Sequence[Tensor | None]) -> int:
-    """Elements of the indices once they have one shape. A mask may select all, and each with each of the others."""
+    """Bound the elements of the indices after broadcasting; a mask may select all its elements."""
     indices = [tensor for tensor in given if tensor is not None]
     if not indices:
         return 0
@@ -253,7 +257,7 @@ def _num_indexed(call: Call, given: Sequence[Tensor | None]) -> int:
 
 
 def _expanded_indices(call: Call) -> list[int]:
-    """A mask becomes an index for each of its dimensions."""
+    """Count int64 indices: a mask becomes one for each of its dimensions."""
     num_indices = sum(tensor.dim() if _is_mask(tensor) else 1 for tensor in _indices(call))
     return [8 * _num_indexed(call, _indices(call))] * num_indices
 
