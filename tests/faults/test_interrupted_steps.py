@@ -87,7 +87,7 @@ def test_the_wait_at_the_end_of_a_step_is_interrupted() -> None:
     made.backward(1)
     with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait() as where:
         made.optimizer.step()
-    assert "end_step" in where
+    assert "wait_after_step" in where
     made.optimizer.zero_grad()
     assert not differences(made.ends(), expected())
 

@@ -175,7 +175,7 @@ COPIES: dict[str, tuple[torch._ops.OpOverload, tuple[Any, ...], Any, list[int]]]
     "a sum along bools": (aten.cumsum.default, (meta(30, 50, dtype=torch.bool), 0), meta(30, 50, dtype=I64), [12_000]),
     "finite or not": (aten.isfinite.default, (meta(1000),), meta(1000), [4000, 1000, 1000]),
     "integers are": (aten.isfinite.default, (meta(1000, dtype=I64),), meta(1000), []),
-    "a power of two": (aten.ldexp.Tensor, (meta(1000), meta(1000, dtype=torch.int32)), meta(1000), [4000]),
+    "a power of two": (aten.ldexp.Tensor, (meta(1000), meta(1000, dtype=torch.int32)), meta(1000), [4000, 4]),
     "bounds in fp32": (aten.clamp.default, (meta(1000, dtype=I64), 0.5), meta(1000), [4000]),
     "a selected number": (aten.where.ScalarOther, (meta(9, dtype=torch.bool), meta(9), 1.0), meta(9), [4]),
     "selected halves": (
