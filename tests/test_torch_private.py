@@ -175,6 +175,7 @@ import chunkc
 """
 
 
+@pytest.mark.second_tier
 def test_a_missing_part_is_an_error_at_import() -> None:
     """`chunkc` may be imported already: another process."""
     done = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, cwd=ROOT, timeout=300)

@@ -49,6 +49,7 @@ def test_a_call_that_there_is_not(arguments: list[str]):
     assert done.stderr.startswith("usage: ")
 
 
+@pytest.mark.second_tier
 def test_wheels_are_installed_and_what_is_too_old_ends_it(tmp_path: Path):
     """A wheel of an old pydantic: found before the installed one, and reported; nothing but facts is begun."""
     wheels = tmp_path / "wheels"

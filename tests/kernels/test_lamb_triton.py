@@ -121,6 +121,7 @@ def interpreted() -> dict[str, str]:
     return printed_by(__file__)
 
 
+@pytest.mark.second_tier
 @needs_triton
 @pytest.mark.parametrize("name", CASES)
 def test_interpreted(name: str, interpreted: dict[str, str]) -> None:

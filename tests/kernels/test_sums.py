@@ -103,6 +103,7 @@ def check_triton(found: dict[str, list[float]]) -> None:
         torch.testing.assert_close(torch.tensor(sums, dtype=torch.float64), wanted, rtol=1e-12, atol=0)
 
 
+@pytest.mark.second_tier
 @needs_triton
 def test_interpreted() -> None:
     check_triton(printed_by(__file__))

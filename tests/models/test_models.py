@@ -240,6 +240,7 @@ def test_blocks_that_are_regions_are_traced_once(name: str) -> None:
     assert seen == [(4, 1)]
 
 
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", CHANGES)
 def test_blocks_that_are_regions_are_explained_alike(name: str) -> None:

@@ -114,6 +114,7 @@ def interpreted() -> dict[str, str]:
     return printed_by(__file__)
 
 
+@pytest.mark.second_tier
 @needs_triton
 @pytest.mark.parametrize("name", [*FORMATS, *LAMB])
 def test_bits_are_those_of_the_cpu_or_of_launches_for_each(name: str, interpreted: dict[str, str]) -> None:

@@ -187,6 +187,7 @@ def test_the_order_of_use_is_that_of_the_latest_step() -> None:
     assert updates.in_order_of_use([3, 2]) == [2, 3]
 
 
+@pytest.mark.second_tier
 @pytest.mark.timeout(180)  # a process that imports torch
 def test_updates_under_way_end_before_the_interpreter_does() -> None:
     script = """

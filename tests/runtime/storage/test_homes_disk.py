@@ -127,6 +127,7 @@ def test_no_file_is_to_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert torch.equal(home.tensor(region, torch.uint8, (MIB,), (1,), 0), source)
 
 
+@pytest.mark.second_tier
 def test_no_file_is_left_after_sigkill(tmp_path: Path) -> None:
     script = (
         "import sys, time, torch; from chunkc.runtime.storage.homes import open_home\n"

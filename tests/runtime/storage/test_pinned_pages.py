@@ -80,6 +80,7 @@ def test_a_device_s_node_is_what_the_system_says(tmp_path: Path, monkeypatch: py
     assert [numa.node_of(f"0000:{bus}:00.0") for bus in ("65", "17", "ca")] == [1, None, None]
 
 
+@pytest.mark.second_tier
 @pytest.mark.skipif(not NUMA_MAPS.exists(), reason="this kernel knows of no nodes")
 def test_what_numactl_has_chosen_stays() -> None:
     script = """
