@@ -1,4 +1,4 @@
-"""Training loops as users of PatrickStar and DeepSpeed have them: an engine made from their configuration."""
+"""Run training loops written for PatrickStar and DeepSpeed: an engine made from their configuration files."""
 
 from chunkc.engine.engine import Engine
 from chunkc.engine.initialize import initialize_engine

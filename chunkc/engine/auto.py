@@ -1,7 +1,7 @@
-"""Fills the `"auto"` values of a configuration, as the Trainer of transformers does for DeepSpeed.
+"""Fill the `"auto"` values of a configuration, as the Trainer of transformers does for DeepSpeed.
 
-Which key comes from which argument is read in `transformers/integrations/deepspeed.py`
-(`HfTrainerDeepSpeedConfig.trainer_config_process` and `trainer_config_finalize`).
+The argument for each key is that of `HfTrainerDeepSpeedConfig.trainer_config_process` and `trainer_config_finalize`
+(`transformers/integrations/deepspeed.py`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _FROM_ARGUMENTS: Mapping[str, Callable[[Any], object]] = {
 
 
 def filled(config: Mapping[str, Any], source: object = None) -> dict[str, Any]:
-    """The configuration with values in place of `"auto"`, as far as they are known; it is not changed.
+    """Return a copy of the configuration with known values in place of `"auto"`.
 
-    Where the source does not say it, `scheduler.params.warmup_min_lr` becomes 0, `gradient_accumulation_steps` what the
-    batch sizes say or else 1, and a precision is off where the other one is on. What remains `"auto"` is for others to
-    refuse.
+    Without a value from the source, `scheduler.params.warmup_min_lr` becomes 0, one of fp16 and bf16 is disabled if the
+    other is enabled, and batch sizes and `gradient_accumulation_steps` are removed, as if not given. Other `"auto"`
+    values remain, and are refused where their section is checked.
 
     Args:
-        source: `transformers.TrainingArguments`, or values by dotted names.
+        source: `transformers.TrainingArguments`, or a mapping from dotted names to values.
 
     Raises:
         OptionsError: the source is neither.

@@ -1,4 +1,4 @@
-"""A configuration of DeepSpeed's or PatrickStar's, checked, as one frozen `EngineConfig`."""
+"""Read and check a configuration of DeepSpeed or PatrickStar: one frozen `EngineConfig`."""
 
 from __future__ import annotations
 
@@ -85,27 +85,27 @@ class EngineConfig:
     """An engine's settings.
 
     Attributes:
-        micro_batch_size: samples in a call; None: not said.
+        micro_batch_size: samples per call of one process; None: not given.
         accumulation_steps: calls of `Engine.step` per update.
-        world_size: processes that train the model together.
-        zero_stage: what each of them has whole (see `chunkc.distribute`); None: the plan chooses.
-        gradient_clipping: the largest global norm; 0: any.
+        world_size: number of processes that train the model together.
+        zero_stage: stage of ZeRO (see `chunkc.distribute`); None: the plan chooses.
+        gradient_clipping: largest global norm of the gradients; 0: no clipping.
         dtype: of parameters and gradients; None: as the model is built.
-        autocast: the dtype that the model runs in under `torch.autocast`; None: it does not.
-        casts_inputs: whether floating-point arguments of the model become `dtype`.
-        checks_overflow: whether a step with gradients that are not finite is skipped.
-        scaling: of the loss in fp16; None: none.
-        optimizer, scheduler: types and parameters; None: not said.
-        update_on: where updates run, unless the optimizer's parameters say it.
-        is_patrickstars: whether it has keys of PatrickStar.
-        steps_per_print: how often progress is logged.
+        autocast: dtype of `torch.autocast` around the model; None: no autocast.
+        casts_inputs: whether floating-point arguments of the model are cast to `dtype`.
+        checks_overflow: whether a step with non-finite gradients is skipped.
+        scaling: settings of the loss scale; None: the loss is not scaled.
+        optimizer, scheduler: types and parameters; None: not given.
+        update_on: device of updates, "cpu" or "device", if the optimizer's parameters do not set it.
+        is_patrickstars: whether the configuration has keys of PatrickStar.
+        steps_per_print: number of updates between two logs of progress.
         wall_clock_breakdown: whether times are logged, too.
-        device: where the model computes; None: the usual one.
-        options: for `torch.compile`.
-        default_chunk_size: elements of a chunk; None: not said.
-        cpu_embedding: whether embeddings are to be looked up by the CPU.
-        builds_at_home: whether the model is built straight into home memory.
-        without_effect: keys that mean nothing here, by the reason.
+        device: device that the model computes on; None: the GPU of the local rank, else the CPU.
+        options: options of the backend, for `torch.compile`.
+        default_chunk_size: elements of a chunk; None: not given.
+        cpu_embedding: whether the CPU looks up embeddings.
+        builds_at_home: whether the model is built directly in home memory.
+        without_effect: keys that have no effect, by the reason.
     """
 
     micro_batch_size: int | None
@@ -132,7 +132,7 @@ class EngineConfig:
     without_effect: Mapping[str, list[str]]
 
     def loss_scaler(self) -> LossScaler:
-        """A new one, as the configuration says."""
+        """Make a loss scaler: static, dynamic, or with a scale of 1 without `scaling`."""
         if self.scaling is None:
             return LossScaler(1.0)
         if self.scaling.loss_scale > 0:
@@ -146,10 +146,10 @@ class EngineConfig:
         )
 
     def compile_options(self, dtype: torch.dtype) -> dict[str, Any]:
-        """A new options dictionary for `torch.compile`.
+        """Return a new options dictionary for `torch.compile`.
 
         Args:
-            dtype: of most parameters: PatrickStar counts a chunk's elements.
+            dtype: of most parameters; converts PatrickStar's chunk size from elements to bytes.
         """
         options = dict(self.options)
         if self.default_chunk_size is not None:
@@ -158,17 +158,17 @@ class EngineConfig:
 
 
 def read_config(config: Config, auto: object = None, world_size: int = 1) -> EngineConfig:
-    """Check a configuration.
+    """Read and check a configuration.
 
     Args:
         config: a dictionary, or the path of a JSON file.
-        auto: where `"auto"` values come from, see `chunkc.engine.auto.filled`.
-        world_size: processes that train the model together.
+        auto: source of `"auto"` values, see `chunkc.engine.auto.filled`.
+        world_size: number of processes that train the model together.
 
     Raises:
-        OptionsError: a file cannot be read; a key is unknown, missing, `"auto"` with nothing to fill it, or has a value
-            that makes no sense, alone or with another one.
-        UnsupportedError: a key asks for something that chunkc does not do.
+        OptionsError: a file cannot be read; a key is unknown, missing, `"auto"` without a value to fill in, has an
+            invalid value, or conflicts with another key.
+        UnsupportedError: a key asks for a feature that chunkc does not have.
     """
     if isinstance(config, str | os.PathLike):
         path = Path(config)
@@ -219,7 +219,7 @@ def read_config(config: Config, auto: object = None, world_size: int = 1) -> Eng
 
 
 def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace older names by newer ones."""
+    """Replace older names of keys by newer ones."""
     found = dict(config)
     if "bfloat16" in found:
         found.setdefault("bf16", found.pop("bfloat16"))
@@ -230,7 +230,7 @@ def _renamed(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _section(flat: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The used keys of one section."""
+    """Return the values of one section's used keys, by the last part of their names."""
     parts = {name: name.rpartition(".") for name in flat if KEYS[name].fate == "used"}
     return {last: flat[name] for name, (section, _, last) in parts.items() if section == path}
 
@@ -243,7 +243,11 @@ def _typed(flat: Mapping[str, Any], path: str) -> _Typed | None:
 
 
 def _batch(top: _Top, world_size: int) -> tuple[int | None, int]:
-    """The micro-batch's size, as far as it is known, and the accumulation steps."""
+    """Return the size of a micro-batch, if known, and the accumulation steps.
+
+    Raises:
+        OptionsError: the batch size is not their product with the number of processes.
+    """
     whole, micro, steps = top.train_batch_size, top.train_micro_batch_size_per_gpu, top.gradient_accumulation_steps
     if whole is not None and micro is not None:
         steps = whole // (micro * world_size) if steps is None else steps
@@ -278,7 +282,7 @@ def _autocast(flat: Mapping[str, Any], dtype: torch.dtype | None) -> torch.dtype
 
 
 def _memory(flat: Mapping[str, Any], default_chunk_size: int | None) -> tuple[str | None, dict[str, Any], str]:
-    """The device, the options for `torch.compile`, and where updates run."""
+    """Return the device, the options for `torch.compile`, and the device of updates: "cpu" or "device"."""
     options = _section(flat, "chunkc")
     for name, value in options.items():
         if value == AUTO and name == "device":

@@ -1,8 +1,8 @@
 """Look up embeddings on the CPU, with weights that stay in its memory: PatrickStar's `use_cpu_embedding`.
 
-Indices go to the CPU, rows come to the device. Backward, the rows' gradient goes to the CPU, where that of the weight
-is made; so it is the CPU that updates it. A lookup is no part of the graph: Dynamo breaks it there. Both copies are
-pageable, and wait: nothing reads what has not arrived.
+A forward copies indices to the CPU and rows to the device. A backward copies the rows' gradient to the CPU, which
+computes the weight's gradient and updates the weight. The lookup is a graph break of Dynamo, so it is in no graph. All
+copies use pageable memory and block, so no data is read before it has arrived.
 """
 
 from __future__ import annotations
@@ -22,25 +22,27 @@ _LEFT = "and is left to the plan, like all other parameters"
 
 
 class CpuEmbedding(nn.Embedding):
-    """Looks up on the CPU.
+    """Embedding with its weight and its lookup on the CPU.
 
     Attributes:
-        rows_on: where its rows go.
+        rows_on: device that the rows are copied to.
     """
 
     rows_on: torch.device
 
     @torch.compiler.disable
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """The rows of integer indices of any shape, on any device."""
+        """Return the rows of integer indices, which have any shape and are on any device."""
         return super().forward(input.to("cpu")).to(self.rows_on)
 
 
 def chosen(model: nn.Module) -> list[nn.Embedding]:
-    """The embeddings of a model that the CPU can look up. Weights of others are told, each once.
+    """Return a model's embeddings that the CPU can look up, and log the weights of the others.
+
+    Others are embeddings with a weight that is no plain parameter, or that a module of another type has, too.
 
     Raises:
-        UnsupportedError: one is not on the CPU, or placed already; or it is trained and has sparse gradients.
+        UnsupportedError: a weight is not on the CPU, is placed already, or is trained with sparse gradients.
     """
     users: dict[int, dict[str, nn.Module]] = {}
     for prefix, module in model.named_modules():
@@ -80,7 +82,7 @@ def _check(name: str, module: nn.Embedding, weight: nn.Parameter) -> None:
 
 @contextmanager
 def set_apart(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
-    """Inside, their weights are no parameters of the model, so that nothing places or moves them."""
+    """Remove the embeddings' weights from the model inside the context, so that they are not placed or moved."""
     weights = [embedding._parameters[_WEIGHT] for embedding in embeddings]
     try:
         for embedding in embeddings:
@@ -92,14 +94,14 @@ def set_apart(embeddings: Sequence[nn.Embedding]) -> Iterator[None]:
 
 
 def look_up_on_cpu(embeddings: Sequence[nn.Embedding], device: torch.device) -> None:
-    """From now on the CPU looks these up, for a model that computes on the device. They stay the objects they are."""
+    """Make the CPU look up embeddings, by a new class of the same objects; rows are copied to the device."""
     for embedding in embeddings:
         embedding.__class__ = _kept(type(embedding))
         embedding.rows_on = device  # type: ignore[assignment]
 
 
 def _kept(kind: type[nn.Embedding]) -> type[nn.Embedding]:
-    """A class of embeddings with `CpuEmbedding`'s forward as its `super().forward`."""
+    """Return a class of embeddings in which the given class's `super().forward` is that of `CpuEmbedding`."""
     if kind is nn.Embedding or issubclass(kind, CpuEmbedding):
         return CpuEmbedding if kind is nn.Embedding else kind
     return type(kind.__name__, (kind, CpuEmbedding), {"__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -1,4 +1,4 @@
-"""A model with its optimizer, loss scale and schedule, as PatrickStar's and DeepSpeed's engines are used."""
+"""Train a model with its optimizer, loss scale and schedule through the interface of PatrickStar and DeepSpeed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.session.logs import logger
 
 _CLIP_EPS = 1e-6
-"""What is added to a norm before it divides, in PyTorch and DeepSpeed."""
+"""Added to the gradients' norm before clipping divides by it, as in PyTorch and DeepSpeed."""
 
 _INSTEAD = {
     "save_checkpoint": "use chunkc.Checkpoint(DIR, model=engine.module, optimizer=optimizer, "
@@ -32,25 +32,25 @@ _INSTEAD = {
     "no_sync": "set gradient_accumulation_steps; with zero_optimization.stage 1, only the last micro-batch of a step "
     "exchanges gradients",
 }
-"""What DeepSpeed's engine has and this one has not, with what to do."""
+"""Methods of DeepSpeed's engine that this one lacks -> advice for the error message."""
 
 
 class Engine(nn.Module):
-    """Wraps a compiled model. Both loops below are the same, but that the second one accumulates by itself.
+    """Wraps a compiled model. Both loops below do the same; the second also accumulates gradients over micro-batches.
 
         optimizer.zero_grad(); loss = engine(batch); engine.backward(loss); optimizer.step()     # PatrickStar's
         loss = engine(batch); engine.backward(loss); engine.step()                               # DeepSpeed's
 
-    A step with gradients that overflow changes nothing but the loss scale: parameters, states and the schedule stay.
+    A step with overflowing gradients changes only the loss scale: not the parameters, states and schedule.
 
     Attributes:
         module: the model, compiled in place.
-        optimizer: its steps unscale, clip, skip and advance the schedule, whatever code calls them.
-        lr_scheduler: advanced by every step that is not skipped; None: there is none.
+        optimizer: its `step` unscales, clips, skips on overflow and advances the schedule, also when called directly.
+        lr_scheduler: advanced by every update that is not skipped; None: no schedule.
         loss_scaler: has `state_dict` and `load_state_dict`.
-        config: what the engine was made from.
+        config: the engine's settings.
         local_rank, device: of this process.
-        micro_steps, global_steps, skipped_steps: calls of `step`, updates (skipped ones among them), skipped updates.
+        micro_steps, global_steps, skipped_steps: calls of `step`, updates (with skipped ones), skipped updates.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Engine(nn.Module):
     # --- the loop ---
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
+        """Call the model, with inputs cast and under autocast as configured."""
         if self.config.casts_inputs:
             assert self.config.dtype is not None
             args, kwargs = _cast(args, self.config.dtype), _cast(kwargs, self.config.dtype)
@@ -94,16 +94,16 @@ class Engine(nn.Module):
             return self.module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
-        """Add the gradients of a loss, times the loss scale.
+        """Accumulate the gradients of a loss times the loss scale.
 
         Args:
             scale_wrt_gas: divide the loss by `gradient_accumulation_steps`.
 
         Returns:
-            The loss, divided so.
+            The loss without the loss scale, divided if `scale_wrt_gas`.
 
         Raises:
-            UnsupportedError: it is not a scalar that depends on parameters.
+            UnsupportedError: the loss has several elements, or depends on no parameter.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise UnsupportedError(
@@ -119,14 +119,16 @@ class Engine(nn.Module):
         return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """After each backward: at every `gradient_accumulation_steps`-th call, update and forget gradients.
+        """Update parameters and clear gradients at every `gradient_accumulation_steps`-th call.
+
+        Call it after each backward.
 
         Args:
             lr_kwargs: for the schedule's own step, such as the metric of `ReduceLROnPlateau`.
 
         Raises:
             ChunkcError: gradients overflow although the loss scale is at its minimum.
-            UnsupportedError: the schedule's step needs more than that; nothing has changed.
+            UnsupportedError: the schedule's step needs an argument that `lr_kwargs` lacks; nothing has changed.
         """
         if self.is_gradient_accumulation_boundary():
             self._is_stepping, self._lr_kwargs = True, dict(lr_kwargs or {})
@@ -139,24 +141,29 @@ class Engine(nn.Module):
         self.micro_steps += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, those too of parameters that the optimizer does not have."""
+        """Clear all gradients, including those of parameters that the optimizer does not have."""
         self.optimizer.zero_grad(set_to_none)
         self.module.zero_grad(set_to_none)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next call of `step` updates."""
+        """Whether the next call of `step` updates parameters."""
         if self._forced_boundary is not None:
             return self._forced_boundary
         return (self.micro_steps + 1) % self.config.accumulation_steps == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Say so for the calls of `step` that follow; None: count again."""
+        """Set whether the following calls of `step` update; None: count calls again."""
         self._forced_boundary = is_boundary
 
-    # --- around the optimizer's step, whatever code calls it ---
+    # --- hooks of the optimizer's step, which also run when user code calls it ---
 
     def _before_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find out whether gradients overflow, and tell the optimizer by what to divide them."""
+        """Check gradients for overflow and set the divisor of the update; without `config.dtype`, only clip.
+
+        Raises:
+            UnsupportedError: a closure is given, gradients of some micro-batches are missing, or the schedule's step
+                would lack arguments.
+        """
         if any(callable(value) for value in (*args, *kwargs.values())):
             raise UnsupportedError("an engine's optimizer takes no closure; call backward() and then step()")
         if not self._is_stepping and self._num_backwards % self.config.accumulation_steps:
@@ -191,7 +198,7 @@ class Engine(nn.Module):
         )
 
     def _check_schedule(self) -> None:
-        """Refuse an update after which the schedule could not step."""
+        """Refuse an update if the schedule's step afterwards would lack arguments."""
         if self.lr_scheduler is None:
             return
         parameters = inspect.signature(self.lr_scheduler.step).parameters.values()
@@ -214,13 +221,13 @@ class Engine(nn.Module):
                 )
 
     def _tell(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Hand scale and overflow to the optimizer as `torch.amp.GradScaler` does: chunkc's optimizers divide inside
-        their kernels, and skip."""
+        """Set `grad_scale` and `found_inf` as `torch.amp.GradScaler` does: the update divides gradients by the first,
+        and is skipped if the second is not 0. None: neither."""
         told: Any = self.optimizer
         told.grad_scale, told.found_inf = grad_scale, found_inf
 
     def _after_update(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Advance what counts steps."""
+        """Count the step, advance the schedule unless it was skipped, and update the loss scale."""
         if self.config.dtype is not None:
             self._tell(None, None)
         self.global_steps += 1
@@ -236,42 +243,42 @@ class Engine(nn.Module):
             self._log_progress()
         self.loss_scaler.update(self._overflow)
 
-    # --- what DeepSpeed's engine tells ---
+    # --- accessors of DeepSpeed's engine ---
 
     @property
     def loss_scale(self) -> float:
-        """By which the next loss is multiplied."""
+        """The factor of the next loss."""
         return self.loss_scaler.loss_scale
 
     @property
     def cur_scale(self) -> float:
-        """The loss scale, by another of its names."""
+        """The loss scale, under DeepSpeed's second name for it."""
         return self.loss_scaler.loss_scale
 
     @property
     def global_samples(self) -> int:
-        """Samples seen by all processes, if the configuration has the size of a micro-batch; else 0."""
+        """Samples of all updates so far, over all processes; 0 if the configuration has no micro-batch size."""
         return self.global_steps * (self.train_batch_size() or 0)
 
     def train_batch_size(self) -> int | None:
-        """Samples per update of all processes; None: the configuration does not say."""
+        """Return the samples per update over all processes; None if the configuration has no micro-batch size."""
         micro = self.config.micro_batch_size
         return None if micro is None else micro * self.config.accumulation_steps * self.config.world_size
 
     def train_micro_batch_size_per_gpu(self) -> int | None:
-        """Samples per call of this process; None: the configuration does not say."""
+        """Return the samples per call of this process; None if the configuration has no micro-batch size."""
         return self.config.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Calls of `step` per update."""
+        """Return the number of calls of `step` per update."""
         return self.config.accumulation_steps
 
     def gradient_clipping(self) -> float:
-        """The largest global norm; 0: any."""
+        """Return the largest global norm of the gradients; 0: no clipping."""
         return self.config.gradient_clipping
 
     def get_lr(self) -> list[float]:
-        """The learning rates of the parameter groups."""
+        """Return the learning rates of the parameter groups."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
@@ -291,7 +298,7 @@ class Engine(nn.Module):
         return self.config.dtype == torch.bfloat16
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's, under its own names."""
+        """Return the model's `state_dict`, without a prefix of the engine."""
         return self.module.state_dict(*args, **kwargs)
 
     def module_state_dict(self) -> dict[str, Any]:
@@ -299,11 +306,15 @@ class Engine(nn.Module):
         return self.module.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The model's."""
+        """Load a `state_dict` of the model."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Look up attributes of the model that the engine has not."""
+        """Look up an attribute in the model if the engine lacks it.
+
+        Raises:
+            AttributeError: both lack it; with advice for methods of DeepSpeed's engine.
+        """
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -321,7 +332,7 @@ class Engine(nn.Module):
         return torch.autocast(self.device.type, self.config.autocast)
 
     def _more_to_come(self) -> contextlib.AbstractContextManager[Any]:
-        """Tells an optimizer that updates during the backward to wait for the last one before the step."""
+        """Announce that more backwards come before the update, unless the next step is at a boundary."""
         if isinstance(self.optimizer, ChunkedOptimizer) and not self.is_gradient_accumulation_boundary():
             return self.optimizer.accumulating()
         return contextlib.nullcontext()
@@ -333,7 +344,7 @@ class Engine(nn.Module):
             yield
         finally:
             if self.config.wall_clock_breakdown and self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+                torch.cuda.synchronize(self.device)  # kernels may still run after their launch has returned
             self._seconds[what] += time.perf_counter() - begun
 
     def _log_progress(self) -> None:
@@ -350,10 +361,11 @@ class Engine(nn.Module):
 
 
 def check_optimizer(optimizer: Optimizer, config: EngineConfig) -> None:
-    """Refuse an optimizer that cannot do what the configuration asks.
+    """Refuse an optimizer that cannot follow the configuration.
 
     Raises:
-        OptionsError: it cannot.
+        OptionsError: parameters are in low precision and the optimizer is not chunkc's; or overflow checks or clipping
+            need all gradients, and the optimizer updates for good in the backward.
     """
     if config.dtype is not None and not isinstance(optimizer, ChunkedOptimizer):
         raise OptionsError(
@@ -370,7 +382,7 @@ def check_optimizer(optimizer: Optimizer, config: EngineConfig) -> None:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The value with floating-point tensors in it cast."""
+    """Return a value with its floating-point tensors cast, also inside dicts, lists and tuples."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, dict):

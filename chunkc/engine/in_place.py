@@ -1,4 +1,4 @@
-"""Compiles a model in place, as the trainers of other libraries need it: its class and its files stay as they are."""
+"""Compile and place a model in place, for trainers of other libraries: its class and its names do not change."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from chunkc.torch_private import dynamo
 
 
 def compile_in_place(model: nn.Module, options: dict[str, Any]) -> None:
-    """`model.compile(backend="chunkc", options=options)`, unless the user has compiled it in place.
+    """Compile a model by `model.compile(backend="chunkc", options=options)`, unless it is compiled in place already.
 
     Raises:
-        OptionsError: it is what `torch.compile` returned.
+        OptionsError: the model is a return value of `torch.compile`.
     """
     if isinstance(model, dynamo.OptimizedModule):
         raise OptionsError(
@@ -35,14 +35,14 @@ def compile_in_place(model: nn.Module, options: dict[str, Any]) -> None:
 
 
 def was_called(model: nn.Module) -> bool:
-    """Whether a call has compiled code for one of the model's parameters, so that it computes in the budget."""
+    """Whether chunkc has compiled a graph with one of the model's parameters, so that it runs in the budget."""
     return any(session.num_graphs for session in sessions_of(model.parameters()))
 
 
 def place_on(model: nn.Module, device: torch.device, options: dict[str, Any]) -> None:
-    """Instead of `model.to(device)`: parameters go straight from the CPU's memory to their homes.
+    """Move parameters from CPU memory to their homes without a copy on the device; call in place of `model.to(device)`.
 
-    Nothing happens where the CPU computes, or where chunkc has placed the model before.
+    Does nothing if the device is the CPU, or chunkc has placed the model already.
     """
     if device.type != "cpu" and not sessions_of(model.parameters()):
         places = {key: options[key] for key in ("home", "disk_holds", "chunk_size", "debug") if key in options}
@@ -50,7 +50,7 @@ def place_on(model: nn.Module, device: torch.device, options: dict[str, Any]) ->
 
 
 def is_distributed(model: nn.Module) -> bool:
-    """Whether `chunkc.distribute` has cut a model over ranks."""
+    """Whether `chunkc.distribute` has sharded a model."""
     return any(isinstance(local_shard_of(parameter), LocalShard) for parameter in model.parameters())
 
 
@@ -61,12 +61,13 @@ def distribute_over_all(
     zero_stage: ZeroStage | None,
     timeout_s: float = TIMEOUT_S,
 ) -> None:
-    """`chunkc.distribute` over all processes, unless the user has done so; all begin with the values of rank 0.
+    """Distribute a model over all processes with the values of rank 0, unless the user has distributed it.
 
-    So do other libraries, with heads that are built at random on every rank.
+    Values are broadcast, as other libraries do, because each rank may have initialised new layers at random.
 
     Args:
-        device: where this process computes.
+        device: device that this process computes on.
+        timeout_s: seconds that a rank waits for another.
     """
     if is_distributed(model):
         return
@@ -76,13 +77,13 @@ def distribute_over_all(
     values = [*model.parameters(), *model.buffers()]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, [(tuple(value.shape), value.dtype) for value in values], group=by_gloo)
-    if all(found == of_ranks[0] for found in of_ranks):  # else `distribute` says what differs
+    if all(found == of_ranks[0] for found in of_ranks):  # else `distribute` raises an error with the difference
         with torch.no_grad():
-            for value in values:  # through a copy: gloo may hold on to what it is given for a while after the call
+            for value in values:  # gloo may keep a reference to its argument after the call: give it a copy
                 received = value.detach().clone()
                 dist.broadcast(received, src=0, group=by_gloo)
                 value.data.copy_(received)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     at_home = {"home": options.get("home", "cpu"), "disk_holds": options.get("disk_holds", "auto")}
     distribute(model, mesh, **at_home, zero_stage=zero_stage, timeout_s=timeout_s)
-    # `by_gloo` stays: PyTorch names groups by how many there are, and the next one would have a name that is taken.
+    # Do not destroy `by_gloo`: PyTorch names a group by the number of groups, so the next name would be taken.

@@ -1,4 +1,4 @@
-"""`chunkc.initialize_engine`: an engine and its optimizer from a configuration."""
+"""Make an engine and its optimizer from a configuration: `chunkc.initialize_engine`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from chunkc.session.logs import logger
 from chunkc.torch_private import dynamo
 
 _reported: set[tuple[str, ...]] = set()
-"""Sets of keys that were reported to have no effect."""
+"""Sets of keys that were logged as without effect."""
 
 
 def initialize_engine(
@@ -45,25 +45,26 @@ def initialize_engine(
 ) -> tuple[Engine, Optimizer]:
     """Build a model, compile it in place, and make its optimizer.
 
-    Where a launcher has started several processes, the model is distributed over them (see `chunkc.distribute`), with
-    the values of rank 0.
+    If a launcher has started several processes, the model is distributed over them (see `chunkc.distribute`), with the
+    values of rank 0.
 
     Args:
-        model_func: builds the model on the CPU; or the model.
-        local_rank: of this process on its machine: on which GPU it computes, if there is one; -1 stands for 0.
-        config: DeepSpeed's or PatrickStar's, as a dictionary or the path of a JSON file; with the options of
-            `torch.compile` in a section `chunkc`.
-        model_parameters: what to train, as an optimizer takes it: parameters, or groups of them. By default all.
-        optimizer: in place of the configuration's: an optimizer over the model's parameters, or what makes one of
-            `model_parameters`.
-        lr_scheduler: in place of the configuration's: a scheduler of the optimizer, or what makes one of it.
-        auto: where `"auto"` values come from: `transformers.TrainingArguments`, or a dictionary from dotted names.
+        model_func: function that builds the model on the CPU; or the model.
+        local_rank: index of this process on its machine, and of the GPU that it computes on, if any; -1 means 0.
+        config: configuration of DeepSpeed or PatrickStar, as a dictionary or the path of a JSON file; with the options
+            of the backend in a section `chunkc`.
+        model_parameters: parameters to train, or groups of them, as for an optimizer. By default all.
+        optimizer: replaces the configuration's: an optimizer of the model's parameters, or a function that makes one
+            from `model_parameters`.
+        lr_scheduler: replaces the configuration's: a scheduler of the optimizer, or a function that makes one from it.
+        auto: source of `"auto"` values: `transformers.TrainingArguments`, or a dictionary by dotted names.
 
     Raises:
-        OptionsError: the configuration has an unknown key or a value that makes no sense; each is named.
-        UnsupportedError: it asks for something that chunkc does not do, or that several processes do not; with
-            use_cpu_embedding, an embedding is not in the CPU's memory, is placed already, or has sparse gradients.
-        HomeError: there is no room for the model at home.
+        OptionsError: the configuration has an unknown key or an invalid value, which the message names; or an argument
+            is invalid.
+        UnsupportedError: the configuration asks for a feature that chunkc does not have, or not with several processes;
+            with use_cpu_embedding, an embedding is not on the CPU, is placed already, or has sparse gradients.
+        HomeError: home has no room for the model.
     """
     if config is None:
         raise OptionsError("initialize_engine needs a configuration: a dict, or the path of a JSON file")
@@ -87,7 +88,7 @@ def initialize_engine(
         if settings.dtype is not None:
             _cast(model, settings.dtype)
         embeddings = cpu_embedding.chosen(model) if looks_up else []
-        # until the model is placed, where it was built at home
+        # `_at_home` exits before `stack`: when it places the model that it built, these weights are still removed
         stack.enter_context(cpu_embedding.set_apart(embeddings))
     model.train()
     options = settings.compile_options(settings.dtype or _common_dtype(model))
@@ -117,10 +118,10 @@ def initialize_engine(
 def _at_home(
     settings: EngineConfig, model_func: Callable[[], nn.Module] | nn.Module, device: torch.device
 ) -> AbstractContextManager[None]:
-    """A context in which the model is built at home.
+    """Return a context in which the model is built in home memory, if the configuration says so.
 
     Raises:
-        OptionsError: it is to be built at home, and is built already.
+        OptionsError: it says so, and the model is built already.
     """
     if not settings.builds_at_home:
         return nullcontext()
@@ -136,7 +137,7 @@ def _at_home(
 def _cpu_embedding_without_effect(
     settings: EngineConfig, device: torch.device, embeddings: Sequence[nn.Embedding]
 ) -> dict[str, list[str]]:
-    """Whether `use_cpu_embedding` means nothing, with the reason."""
+    """Return `use_cpu_embedding` by the reason that it has no effect; empty if it has one or is not set."""
     if not settings.cpu_embedding or embeddings:
         return {}
     on_device = "the model has no nn.Embedding that the CPU can look up"
@@ -144,7 +145,7 @@ def _cpu_embedding_without_effect(
 
 
 def _tell_of_others(model: nn.Module, optimizer: Optimizer) -> None:
-    """Say which parameters get gradients that no step uses."""
+    """Warn about parameters with gradients that the optimizer does not use."""
     trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     others = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
     if others:
@@ -157,7 +158,7 @@ def _tell_of_others(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """`model.to(dtype)`; what `chunkc.init` built stays at home, one tensor at a time."""
+    """Cast a model by `model.to(dtype)`; tensors that `chunkc.init` built stay at home, and are cast one at a time."""
     for parameter in model.parameters():
         unassigned_memory = unassigned_memory_of(parameter)
         if unassigned_memory is not None and parameter.is_floating_point() and parameter.dtype != dtype:
@@ -172,10 +173,10 @@ def _num_processes() -> int:
 def _check_several(
     settings: EngineConfig, device: torch.device, optimizer: Optimizer | Callable[[Any], Optimizer] | None
 ) -> None:
-    """Refuse what several processes cannot do.
+    """Refuse features that several processes do not have.
 
     Raises:
-        UnsupportedError: there are several, and the configuration or an argument asks for it.
+        UnsupportedError: there are several, and the configuration or an argument asks for such a feature.
     """
     if settings.world_size == 1:
         return
@@ -194,7 +195,12 @@ def _check_several(
 
 
 def _found_again(given: list[Any], before: Mapping[int, str], named: Mapping[str, nn.Parameter]) -> list[Any]:
-    """Replace parameters to be trained by those that the model has since it was distributed."""
+    """Replace parameters to train, or groups of them, by the model's distributed ones.
+
+    Args:
+        before: names by the id of the parameter before the model was distributed.
+        named: distributed parameters by name.
+    """
 
     def again(parameter: Any) -> Any:
         return named.get(before.get(id(parameter), ""), parameter)
@@ -240,7 +246,7 @@ def _scheduler_of(
 
 
 def _common_dtype(model: nn.Module) -> torch.dtype:
-    """The floating-point dtype of most elements."""
+    """Return the floating-point dtype of most parameter elements; float32 if there are none."""
     numels: dict[torch.dtype, int] = {}
     for parameter in filter(torch.is_floating_point, model.parameters()):
         numels[parameter.dtype] = numels.get(parameter.dtype, 0) + parameter.numel()
@@ -248,7 +254,7 @@ def _common_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _report(without_effect: Mapping[str, list[str]]) -> None:
-    """Say once which keys of a configuration mean nothing."""
+    """Log which keys of a configuration have no effect, once for each set of keys."""
     names = tuple(sorted(name for names in without_effect.values() for name in names))
     if names and names not in _reported:
         _reported.add(names)

@@ -1,8 +1,8 @@
 """List every key of a configuration, and its treatment.
 
-Keys and meanings are those of DeepSpeed's configuration (https://www.deepspeed.ai/docs/config-json/, as in its version
-0.19) and of PatrickStar's guide (version 0.4.6). A dotted name stands for a key inside of sections. A section that is
-named as a whole (`aio`) may hold anything; of one with keys that are named, other keys are unknown.
+Keys and meanings are those of DeepSpeed 0.19 (https://www.deepspeed.ai/docs/config-json/) and of PatrickStar 0.4.6. A
+dotted name is a key inside of sections. A section that is listed as a whole (`aio`) may hold any keys; in others, keys
+that are not listed are errors.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from chunkc.ir.text import one_line, short
 from chunkc.options import Options
 
 AUTO = "auto"
-"""The value that other code is to fill in."""
+"""Value of a key that `chunkc.engine.auto` fills in."""
 
 PARAMS = ("optimizer.params", "scheduler.params")
-"""Sections with keys that depend on their `type`; checked where optimizers and schedulers are built."""
+"""Sections with keys that depend on `type`; `optimizers` and `schedules` check them."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Key:
     """The treatment of a key.
 
     Attributes:
-        name: dotted.
-        fate: `"used"`; `"no effect"`: accepted, and reported once; `"refused"`: where it asks for something.
-        note: what it does, why it has no effect, or what to do instead.
-        harmless: values of a refused key that ask for nothing, besides null. None given: false, empty ones, and a
-            section with `"enabled": false`.
+        name: dotted name.
+        fate: `"used"`; `"no effect"`: accepted, and logged once; `"refused"`: an error, except with a harmless value.
+        note: effect of the key, reason that it has none, or advice.
+        harmless: values of a refused key that are accepted, besides null. If empty: false values, and a section with
+            `"enabled": false`.
     """
 
     name: str
@@ -218,7 +218,7 @@ KEYS: tuple[Key, ...] = (
     ),
     *(_used(f"chunkc.{name}", "as in [options](options.md#options)") for name in Options.model_fields),
 )
-"""In the order of the documentation's table."""
+"""All keys, in the order of the table in docs/engine.md, which has these notes, too."""
 
 BY_NAME: Mapping[str, Key] = {key.name: key for key in KEYS}
 _SECTIONS = {name.rpartition(".")[0] for name in BY_NAME} - {""}
@@ -228,10 +228,10 @@ PATRICKSTAR = ("default_chunk_size", "use_cpu_embedding", "release_after_init", 
 
 
 def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each key with its dotted name and value; sections that `KEYS` names as a whole are one value.
+    """Yield the dotted name and value of each key; a section that `KEYS` lists as a whole is one value.
 
     Raises:
-        OptionsError: a key is unknown, named with the nearest known one; or what must be a section is none.
+        OptionsError: a key is unknown (the message suggests a known one), or a section is no mapping.
     """
     for key, value in config.items():
         name = f"{prefix}{key}"
@@ -248,7 +248,10 @@ def flattened(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def unknown_key(name: str, known: Iterable[str]) -> str:
-    """Explain a dotted name that is not known: it stands elsewhere, or one of its section is spelt alike."""
+    """Return the error text for an unknown key, with a suggestion.
+
+    The suggestion is the same key in another section, else a similarly spelt key of this section, else of any.
+    """
     section, _, last = name.rpartition(".")
     parts = [(other, *other.rpartition(".")[::2]) for other in known]
     nearest = [other for other, _, part in parts if part == last]
@@ -262,10 +265,10 @@ def unknown_key(name: str, known: Iterable[str]) -> str:
 
 
 def check_refused(name: str, value: object) -> None:
-    """Refuse a key that chunkc does not support, where it asks for something.
+    """Refuse a key that chunkc does not support, unless its value is harmless.
 
     Raises:
-        UnsupportedError: it does; with what to do instead.
+        UnsupportedError: the key is refused; with advice.
     """
     key = BY_NAME[name]
     if key.fate == "refused" and (value not in key.harmless if key.harmless else _asks(value)) and value is not None:
@@ -279,7 +282,7 @@ def _asks(value: object) -> bool:
 
 
 def without_effect(names: Iterable[str]) -> dict[str, list[str]]:
-    """The keys among these that have no effect, by the reason."""
+    """Return those of the keys that have no effect, by the reason."""
     reasons: dict[str, list[str]] = {}
     for name in names:
         if BY_NAME[name].fate == "no effect":

@@ -1,7 +1,7 @@
-"""By what a loss is multiplied, so that small gradients are not lost in fp16: DeepSpeed's static and dynamic scale.
+"""Scale a loss so that small gradients do not underflow in fp16: DeepSpeed's static and dynamic loss scale.
 
-The algorithm is that of `DynamicLossScaler` in DeepSpeed 0.19 (deepspeed/runtime/fp16/loss_scaler.py), which goes back
-to Megatron-LM and to Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740).
+The algorithm is that of `DynamicLossScaler` in DeepSpeed 0.19 (deepspeed/runtime/fp16/loss_scaler.py), after
+Megatron-LM and Micikevicius et al., "Mixed Precision Training" (arXiv:1710.03740).
 """
 
 from __future__ import annotations
@@ -13,31 +13,31 @@ from typing import Any
 from chunkc.ir.errors import ChunkcError, OptionsError
 
 FACTOR = 2.0
-"""By which a dynamic scale grows and shrinks."""
+"""Factor by which a dynamic scale grows and shrinks."""
 
 
 @dataclass
 class LossScaler:
-    """A scale that stays.
+    """A constant loss scale.
 
     Attributes:
-        loss_scale: by which losses are multiplied, and gradients divided.
+        loss_scale: factor of losses, and divisor of gradients.
     """
 
     loss_scale: float = 1.0
 
     def update(self, overflow: bool) -> None:
-        """A step was taken, or skipped because of an overflow."""
+        """Do nothing after a step: the scale is constant."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, as plain numbers."""
         return asdict(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Load a state that `state_dict` returned.
 
         Raises:
-            OptionsError: it is another kind of scaler's; nothing has changed.
+            OptionsError: the state is that of another kind of scaler; nothing has changed.
         """
         if set(state_dict) != set(asdict(self)):
             raise OptionsError(
@@ -49,17 +49,17 @@ class LossScaler:
 
 @dataclass
 class DynamicLossScaler(LossScaler):
-    """A scale as large as gradients allow: halved where they overflow, doubled where they have not for long.
+    """A loss scale that is halved when gradients overflow, and doubled after many steps without overflow.
 
     Attributes:
-        loss_scale: the scale now.
-        window: it doubles each time that as many steps have passed since the step after an overflow.
-        min_scale: below which it does not go.
-        hysteresis: at how many overflows it is halved first; at each one after that it is halved again.
-        consecutive: whether any step without overflow makes that count begin anew; else only a doubling does.
-        steps: so far, skipped ones among them.
-        last_overflow: the number of the latest step that overflowed, from 0; -1: none.
-        left: what is left of the hysteresis.
+        loss_scale: current scale.
+        window: steps without overflow between doublings; the first is at step `last_overflow + 1 + window`.
+        min_scale: smallest scale.
+        hysteresis: index, from 1, of the first overflow that halves the scale; each later one halves it again.
+        consecutive: whether any step without overflow restarts that count of overflows; otherwise only a doubling does.
+        steps: number of steps so far, including skipped ones.
+        last_overflow: index of the latest step that overflowed, from 0; -1: none.
+        left: overflows until the scale is halved: 1 if the next one halves it.
     """
 
     loss_scale: float = 2.0**16
@@ -75,10 +75,13 @@ class DynamicLossScaler(LossScaler):
         self.left = self.left or self.hysteresis
 
     def update(self, overflow: bool) -> None:
-        """A step was taken, or skipped because of an overflow.
+        """Adjust the scale after a step.
+
+        Args:
+            overflow: whether gradients overflowed, so that the step was skipped.
 
         Raises:
-            ChunkcError: it overflowed, and the scale is the smallest one already.
+            ChunkcError: gradients overflowed, and the scale is already the smallest.
         """
         if overflow:
             if self.hysteresis == 1 or self.left == 1:

@@ -1,7 +1,7 @@
-"""The optimizer of a configuration's `optimizer` section, with DeepSpeed's defaults.
+"""Make the optimizer of a configuration's `optimizer` section, with DeepSpeed's defaults.
 
-What DeepSpeed 0.19 makes of a type and its parameters is read in `DeepSpeedEngine._configure_basic_optimizer` and in
-`FusedAdam`, `FusedLamb` and `FusedLion`.
+Types and parameters mean the same as in DeepSpeed 0.19: see `DeepSpeedEngine._configure_basic_optimizer`, `FusedAdam`,
+`FusedLamb` and `FusedLion`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Params(Section):
     overlap: Literal["none", "forward", "backward", "both"] = "none"
 
     def check(self) -> None:
-        """Refuse what chunkc's optimizer does not do."""
+        """Raise UnsupportedError for a parameter that asks for a feature chunkc's optimizer does not have."""
 
 
 class _Formats(_Params):
@@ -99,24 +99,26 @@ def _refuse(is_asked: bool, name: str, value: object, instead: str) -> None:
 
 
 _OWN: Mapping[str, type[_Params]] = {"adam": _Adam, "adamw": _Adam, "lamb": _Lamb, "lion": _Lion, "sgd": _Sgd}
-"""DeepSpeed's types that have an optimizer in `chunkc.optim`."""
+"""DeepSpeed's types with an optimizer in `chunkc.optim`, in lower case -> their parameters."""
 
 
 def make_optimizer(
     kind: str, params: Mapping[str, Any], parameters: Iterable[Any], *, update_on: str, is_patrickstars: bool = False
 ) -> Optimizer:
-    """The optimizer of a type, with these parameters.
+    """Make an optimizer of a type.
 
     Args:
-        kind: `"Adam"`, `"AdamW"`, `"Lamb"`, `"Lion"`, `"SGD"`, or the name of a class of `torch.optim`.
-        params: of the section; besides DeepSpeed's and PatrickStar's, all arguments of the class in `chunkc.optim`.
-        parameters: of the model, or groups of them.
-        update_on: where updates run, if the parameters do not say it.
-        is_patrickstars: whether the configuration was written for PatrickStar; its Adam decays otherwise.
+        kind: `"Adam"`, `"AdamW"`, `"Lamb"`, `"Lion"`, `"SGD"`, in upper or lower case, or the name of a class of
+            `torch.optim`.
+        params: the section's parameters: DeepSpeed's, PatrickStar's, or arguments of the class in `chunkc.optim`.
+        parameters: parameters of the model, or groups of them.
+        update_on: device of updates, "cpu" or "device", if `params` does not set it.
+        is_patrickstars: whether the configuration was written for PatrickStar; then warn where Adam's weight decay
+            differs: PatrickStar's is not decoupled.
 
     Raises:
-        OptionsError: there is no such type, or a parameter is unknown or makes no sense.
-        UnsupportedError: a parameter asks for something that chunkc's optimizer does not do.
+        OptionsError: there is no such type, or a parameter is unknown or invalid.
+        UnsupportedError: a parameter asks for a feature that chunkc's optimizer does not have.
     """
     if "max_grad_norm" in params:
         raise OptionsError(f"{PATH}.max_grad_norm is none of the optimizer's; use gradient_clipping")
@@ -166,7 +168,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _of_torch(kind: str, params: Mapping[str, Any], parameters: Iterable[Any]) -> Optimizer:
-    """Take the type from `torch.optim`, as DeepSpeed does with types that it has no code for."""
+    """Make an optimizer of `torch.optim`, as DeepSpeed does with types that it has no code for."""
     chosen: Callable[..., Optimizer] | None = getattr(torch.optim, kind, None)
     if not (inspect.isclass(chosen) and issubclass(chosen, Optimizer)) or chosen is Optimizer:
         raise OptionsError(

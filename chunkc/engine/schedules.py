@@ -1,7 +1,7 @@
-"""DeepSpeed's learning-rate schedules, as pure functions and as a scheduler of `torch.optim.lr_scheduler`.
+"""Compute DeepSpeed's learning-rate schedules: pure functions, and a scheduler of `torch.optim.lr_scheduler`.
 
-Values are those of the classes of the same names in DeepSpeed 0.19 (deepspeed/runtime/lr_schedules.py), at each step.
-That DeepSpeed counts from -1 is kept: `WarmupLR` and `WarmupDecayLR` use the smallest rate for two steps.
+Values at each step are those of the classes of the same names in DeepSpeed 0.19 (deepspeed/runtime/lr_schedules.py).
+Steps count from -1, as there: so `WarmupLR` and `WarmupDecayLR` use the smallest rate for two steps.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ from chunkc.ir.errors import OptionsError
 from chunkc.ir.text import short
 
 PerGroup = float | list[float]
-"""A number for all parameter groups, or one for each."""
+"""One number for all parameter groups, or one number for each."""
 
 SECOND_BETA = 0.99
-"""What `OneCycle` sets the other beta to."""
+"""Second beta that `OneCycle` sets; its momentum is the first."""
 
 
 class Schedule(Section):
-    """A schedule of hyper-parameters over steps.
+    """A schedule of hyperparameters over steps.
 
     Attributes:
-        last_batch_iteration: the step that training begins after; -1: at the beginning.
+        last_batch_iteration: index of the last step before training begins; -1: none.
     """
 
     last_batch_iteration: int = Field(-1, ge=-1)
 
     def lr(self, at: int, group: int, base: float) -> float:
-        """The learning rate of a parameter group.
+        """Return the learning rate of a parameter group.
 
         Args:
-            at: the latest step's number, from 0; -1 before the first one.
-            base: the rate with which the group was made.
+            at: index of the latest step, from 0; -1 before the first one.
+            group: index of the parameter group.
+            base: learning rate that the group was made with.
         """
         raise AssertionError("a schedule has values")
 
     def momentum(self, at: int, group: int) -> float | None:
-        """The first beta of a parameter group; None: it stays."""
+        """Return the first beta of a parameter group; None: it does not change."""
         return None
 
 
@@ -61,14 +62,14 @@ class _Warmup(Schedule):
         return max(2, self.warmup_num_steps)
 
     def warmth(self, at: int) -> float:
-        """From 0 to 1 during the first steps."""
+        """Return the fraction of the warmup that is done, from 0 to 1; only for `0 <= at < num_warm`."""
         if self.warmup_type == "linear":
             return at / self.num_warm
         return 1.0 / math.log(self.num_warm) * math.log(at + 1)
 
 
 class WarmupLR(_Warmup):
-    """From one rate to another, which stays; by default to the optimizer's own."""
+    """A rate that rises from one value to another and stays there; by default at the optimizer's own."""
 
     warmup_min_lr: PerGroup = 0.0
     warmup_max_lr: PerGroup | None = None
@@ -81,12 +82,12 @@ class WarmupLR(_Warmup):
         return smallest + (largest - smallest) * (self.warmth(at) if at < self.num_warm else self.after(at))
 
     def after(self, at: int) -> float:
-        """The part of the way from the smallest to the largest rate, once it is warm."""
+        """Return the rate after the warmup, from 0 (the smallest) to 1 (the largest)."""
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
-    """From one rate to another, and linearly back."""
+    """A rate that rises from one value to another, then falls linearly back."""
 
     total_num_steps: PositiveInt
     warmup_max_lr: PerGroup | None = 0.001
@@ -96,7 +97,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(_Warmup):
-    """From a part of the optimizer's rate to all of it, and down again as half a cosine."""
+    """A rate that rises from a fraction of the optimizer's rate to all of it, then falls as half a cosine."""
 
     total_num_steps: PositiveInt
     warmup_min_ratio: float = 0.0
@@ -115,7 +116,7 @@ class WarmupCosineLR(_Warmup):
 
 
 class LRRangeTest(Schedule):
-    """A rate that grows and grows (Smith, arXiv:1803.09820)."""
+    """A rate that grows linearly or in stairs, without limit (Smith, arXiv:1803.09820)."""
 
     lr_range_test_min_lr: PerGroup = 1e-3
     lr_range_test_step_size: PositiveInt = 2000
@@ -130,7 +131,7 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """A rate that grows, falls and decays, and a momentum that goes the other way (Smith, arXiv:1803.09820)."""
+    """A rate that rises, falls and decays, and a momentum that moves the other way (Smith, arXiv:1803.09820)."""
 
     cycle_min_lr: PerGroup
     cycle_max_lr: PerGroup
@@ -154,7 +155,7 @@ class OneCycle(Schedule):
         return self.cycle_first_step_size + self.second_step_size
 
     def height(self, at: int) -> float:
-        """The position of the cycle between its bounds, from 0 to 1."""
+        """Return the position between the cycle's bounds, from 0 to 1."""
         step, first, second = at + 1, self.cycle_first_step_size, self.second_step_size
         ratio = first / self.num_steps
         x = 1.0 + step / self.num_steps - math.floor(1 + step / self.num_steps)
@@ -169,7 +170,7 @@ class OneCycle(Schedule):
         return math.floor(position) / stairs
 
     def decay(self, at: int, rate: float) -> float:
-        """The amount that the decay after the cycle has added to 1."""
+        """Return `x` of the decay's factor `1 + x` after the cycle; 0 without a decay."""
         return rate * ((at - self.num_steps + 1) / self.decay_step_size) if self.decay_step_size and rate else 0.0
 
     def lr(self, at: int, group: int, base: float) -> float:
@@ -197,9 +198,9 @@ SCHEDULES: Mapping[str, type[Schedule]] = {
 
 
 class ScheduledLR(LRScheduler):
-    """A `torch.optim` scheduler of a schedule: values are set, not multiplied, and depend on the number of steps alone.
+    """A `torch.optim` scheduler that sets the values of a schedule, which depend only on the number of steps.
 
-    `state_dict` has only numbers, and `last_epoch` counts steps.
+    `last_epoch` counts steps. The schedule itself is not in `state_dict`.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule) -> None:
@@ -208,7 +209,7 @@ class ScheduledLR(LRScheduler):
         super().__init__(optimizer)
 
     def get_lr(self) -> list[float | Any]:
-        """The learning rates after `last_epoch` steps."""
+        """Return the learning rates after `last_epoch` steps, and set betas if the schedule has a momentum."""
         begun_at = self.schedule.last_batch_iteration
         if self.last_epoch == 0 and begun_at >= 0:
             return list(self.base_lrs)
@@ -219,15 +220,16 @@ class ScheduledLR(LRScheduler):
         return [self.schedule.lr(at, index, float(base)) for index, base in enumerate(self.base_lrs)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Without the schedule, which the configuration has."""
+        """Return the state without the schedule, which the configuration has."""
         return {key: value for key, value in super().state_dict().items() if not key.startswith(("schedule", "_sets"))}
 
 
 def make_schedule(kind: str, params: Mapping[str, Any], num_groups: int) -> Schedule:
-    """The schedule of a configuration's `scheduler` section.
+    """Make the schedule of a configuration's `scheduler` section.
 
     Raises:
-        OptionsError: there is no such type; a parameter is unknown, missing or makes no sense.
+        OptionsError: there is no such type; a parameter is unknown, missing or invalid; a list has not one value for
+            each parameter group.
     """
     if kind not in SCHEDULES:
         raise OptionsError(f"scheduler.type is {short(kind)}; allowed: {', '.join(SCHEDULES)}")

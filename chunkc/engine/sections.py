@@ -1,4 +1,4 @@
-"""Parts of a configuration checked by pydantic, with errors of one line."""
+"""Check sections of a configuration by pydantic, with errors of one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chunkc.ir.text import short
 
 
 class Section(BaseModel):
-    """A section of which every key is a field."""
+    """A section with a field for each key; other keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -22,13 +22,13 @@ S = TypeVar("S", bound=Section)
 
 
 def checked(kind: type[S], values: Mapping[str, Any], path: str = "") -> S:
-    """The section of these values; null stands for a key that is not there.
+    """Return a checked section of these values; a key with null counts as missing.
 
     Args:
-        path: of the section, dotted, for errors; empty at the top.
+        path: dotted name of the section, for errors; empty at the top.
 
     Raises:
-        OptionsError: a key is unknown, `"auto"`, missing or has a value that makes no sense; each is named.
+        OptionsError: a key is unknown, `"auto"` or missing, or has an invalid value; the message names it.
     """
     prefix = f"{path}." if path else ""
     given = {key: value for key, value in values.items() if value is not None}
@@ -50,7 +50,7 @@ def checked(kind: type[S], values: Mapping[str, Any], path: str = "") -> S:
 
 
 def left_open(name: str) -> str:
-    """Explain an `"auto"` that nothing fills."""
+    """Return the error text for an `"auto"` that was not filled in."""
     return (
         f'{name} is "auto", which the Trainer of transformers fills elsewhere: write a value, or pass '
         f"initialize_engine(auto=...) the TrainingArguments or {{{name!r}: ...}}"
