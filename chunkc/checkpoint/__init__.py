@@ -1,4 +1,4 @@
-"""Training checkpoints: saved while training goes on, whole or not there at all, resumed to the bit."""
+"""Save training checkpoints asynchronously and atomically, and resume from them bit by bit."""
 
 from chunkc.checkpoint.batches import Batches
 from chunkc.checkpoint.training import Checkpoint

@@ -1,13 +1,12 @@
-"""The position in a data loader that cannot say it itself, such as `torch.utils.data.DataLoader`.
+"""Save the position in a data loader that has no `state_dict`, such as `torch.utils.data.DataLoader`.
 
     loader = chunkc.checkpoint.Batches(DataLoader(dataset, batch_size=8, shuffle=True))
     ck = chunkc.Checkpoint(DIR, model=model, optimizer=optimizer, dataloader=loader)
 
-A shuffled order is drawn when an epoch begins. So the state is that of the random generators at that moment, and how
-many batches were taken since. To resume, the order is drawn once more, and the batches that were taken are skipped.
+A shuffled order is drawn when an epoch begins. So the position is the state of the random generators at that moment,
+and the number of batches taken since. Resuming draws the order again, and skips that many batches.
 
-A loop that ends with `break` may end the run, which goes on within the epoch when it is resumed, or the epoch, after
-which a new one begins. Only `end_epoch` tells them apart.
+A `break` may end the run, which resumes within the epoch, or only the epoch. `end_epoch` says that it ends the epoch.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from chunkc.ir.errors import UnsupportedError
 
 
 class Batches:
-    """A loader's batches, epoch by epoch, that can be resumed within an epoch.
+    """Iterate over a loader's batches, epoch by epoch; can resume within an epoch.
 
-    Skipped batches are loaded, and thrown away. That is exact where what a batch contains depends on the generators'
-    state at the beginning of the epoch and on nothing else: random augmentations in this process, between which a
-    training step draws random numbers too, are not; with `num_workers` they are.
+    Skipped batches are loaded and discarded. Resuming is exact if batches depend only on the generators' states at the
+    beginning of the epoch. Random augmentations in workers (`num_workers`) do. In this process they do not: training
+    steps draw from the same generators in between.
 
     Args:
-        loader: gives the batches of an epoch when it is iterated over. A `torch.Generator` of its own, or of its
-            sampler, is part of the state.
+        loader: an iterable over the batches of one epoch. The `torch.Generator` of the loader or of its sampler is part
+            of the state.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
@@ -38,18 +37,18 @@ class Batches:
         self._begun: dict[str, Any] | None = None
         self._taken = 0
         self._resumes = False
-        self._told: int | None = None  # how many batches were taken when the position was asked for
+        self._told: int | None = None  # `_taken` at the last `state_dict` of this epoch
 
     def __len__(self) -> int:
-        """The loader's number of batches in an epoch."""
+        """Return the loader's number of batches in an epoch."""
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of the epoch that is resumed, without those taken; else of a new epoch.
+        """Iterate over the rest of a resumed epoch, or over a new epoch.
 
         Raises:
-            UnsupportedError: the former epoch was left by `break`, and the position that was saved last is within it:
-                resuming from there would go on in that epoch.
+            UnsupportedError: the previous epoch was left by `break`, and its position was saved after the last batch
+                taken: a resumed run would continue that epoch.
         """
         if self._begun is not None and not self._resumes and self._told == self._taken:
             raise UnsupportedError(
@@ -63,7 +62,7 @@ class Batches:
             batches = iter(self.loader)
             for _ in range(self._taken):
                 next(batches, None)
-            set_random_state(now["random"])
+            set_random_state(now["random"])  # the training steps' random numbers continue from the checkpoint
         else:
             self._begun, self._taken = self._state(), 0
             batches = iter(self.loader)
@@ -72,21 +71,21 @@ class Batches:
         for batch in batches:
             self._taken += 1
             yield batch
-            if self._begun is not begun:
+            if self._begun is not begun:  # the consumer called end_epoch or load_state_dict, or began another epoch
                 return
         self._begun = None
 
     def end_epoch(self) -> None:
-        """Leave the epoch: a loop over it gets no more batches, and the next one begins a new epoch."""
+        """End the epoch: a loop over it gets no more batches, and the next loop begins a new epoch."""
         self._begun, self._resumes = None, False
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as data."""
+        """Return the position."""
         self._told = self._taken
         return {"begun": self._begun, "taken": self._taken}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a position; the next epoch that is iterated over goes on from there."""
+        """Set the position; the next iteration continues from it."""
         self._begun, self._taken = state["begun"], state["taken"]
         self._resumes = self._begun is not None
 

@@ -1,4 +1,4 @@
-"""The CRC-32 of bytes of which several ranks know a part each."""
+"""Compute the CRC-32 of a file from CRCs of pieces that several ranks have written."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from chunkc.checkpoint.manifest import File
 
 _POLYNOMIAL = 0xEDB88320
 _ONE = 1 << 31
-"""The polynomial 1: bits are reflected, so the highest one is the coefficient of x^0."""
+"""The polynomial 1: bits are reflected, so the highest bit is the coefficient of x^0."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes of a file that were written, in order: where they begin, how many they are, and their CRC-32.
+    """Bytes that a rank has written to a file, in order of offset, perhaps with gaps.
 
     Attributes:
-        gaps_nbytes: between them, which others write. They count as what adds nothing to the file's CRC.
+        offset_nbytes: of the first byte in the file.
+        nbytes: written bytes, without gaps.
+        crc32: of the range from the first byte to the last, where gaps add nothing.
+        gaps_nbytes: bytes in between, which other ranks write.
     """
 
     offset_nbytes: int
@@ -31,13 +34,13 @@ class Piece:
         return self.offset_nbytes + self.nbytes + self.gaps_nbytes
 
     def followed_by(self, other: Piece) -> Piece:
-        """Join this range with one that ends later, maybe with a gap between them."""
+        """Join this piece with one that ends later; there may be a gap between them."""
         nbytes = self.nbytes + other.nbytes
         return Piece(self.offset_nbytes, nbytes, _sum(self, other), other.end_nbytes - self.offset_nbytes - nbytes)
 
 
 def joined(pieces: Iterable[Piece]) -> File:
-    """The file that pieces make up, without a gap."""
+    """Join the pieces of a file, in any order; they must leave no gap."""
     total = Piece(0, 0, 0)
     for piece in sorted(pieces, key=lambda piece: piece.end_nbytes):
         total = total.followed_by(piece)
@@ -46,17 +49,18 @@ def joined(pieces: Iterable[Piece]) -> File:
 
 
 def _sum(one: Piece, later: Piece) -> int:
-    """The CRC of two pieces, of which one ends later.
+    """Combine the CRCs of a piece and one that ends later.
 
-    The CRC of two runs of bytes is that of the first, times x^(8 n) for n bytes that follow, plus that of the second
-    (`crc32_combine` of zlib, which Python does not have). So that of a file is the sum of what each piece adds to it.
+    CRC(a + b) = CRC(a) * x^(8 n) + CRC(b), where b has n bytes (zlib's `crc32_combine`, which Python lacks). It is
+    linear, so a file's CRC is the sum of its pieces' CRCs, each times x^(8 n) for the n bytes from the piece's end to
+    the file's end.
     """
     return _product(_power_of_x(8 * (later.end_nbytes - one.end_nbytes)), one.crc32) ^ later.crc32
 
 
 @lru_cache(maxsize=1 << 16)
 def _power_of_x(exponent: int) -> int:
-    """x^exponent modulo the polynomial."""
+    """Compute x^exponent modulo the CRC's polynomial."""
     power, square = _ONE, _ONE >> 1
     while exponent:
         if exponent & 1:
@@ -67,7 +71,7 @@ def _power_of_x(exponent: int) -> int:
 
 
 def _product(one: int, other: int) -> int:
-    """The product of two polynomials over the integers modulo 2, modulo the polynomial."""
+    """Multiply two polynomials over GF(2), modulo the CRC's polynomial."""
     total = 0
     for bit in range(31, -1, -1):
         if one >> bit & 1:

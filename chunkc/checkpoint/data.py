@@ -1,6 +1,6 @@
-"""Python values as JSON and tensors, and back, exactly: states of schedulers, scalers, data loaders, generators.
+"""Encode Python values as JSON and tensors, and decode them exactly: the `state_dict` of a scheduler, for example.
 
-What JSON has no word for is an object with one key that begins with "$". Reading makes data and nothing else.
+A value that JSON lacks becomes an object with one key that begins with "$". Decoding makes data; it executes nothing.
 """
 
 from __future__ import annotations
@@ -30,10 +30,14 @@ _SEQUENCES: Mapping[type, str] = {
 
 
 def encoded(value: Any, path: str, tensors: Tensors) -> Json:
-    """A value as JSON; its tensors are put into `tensors`, under names of their places.
+    """Encode a value as JSON.
+
+    Args:
+        path: of the value, such as "scheduler.last_lr"; names its tensors, and what errors are about.
+        tensors: gets the value's tensors, by path.
 
     Raises:
-        UnsupportedError: something in it is no data; the message names its place.
+        UnsupportedError: something in the value is not data; the message has its path.
     """
     kind = type(value)
     if kind in _PLAIN:
@@ -45,7 +49,7 @@ def encoded(value: Any, path: str, tensors: Tensors) -> Json:
     if kind in _SEQUENCES:
         return {_SEQUENCES[kind]: _each(value, path, tensors)}
     if isinstance(value, torch.Tensor):
-        while path in tensors:  # {"a": {"b": ...}, "a.b": ...}
+        while path in tensors:  # in {"a": {"b": ...}, "a.b": ...} two tensors have the path "a.b"
             path += "'"
         tensors[path] = value
         return {"$tensor": path}
@@ -68,13 +72,13 @@ def encoded(value: Any, path: str, tensors: Tensors) -> Json:
 
 
 def decoded(value: Json, tensor_of: Callable[[str], torch.Tensor]) -> Any:
-    """The inverse of `encoded`.
+    """Decode what `encoded` has made.
 
     Args:
-        tensor_of: the tensor that was put under a name.
+        tensor_of: returns the tensor with a path.
 
     Raises:
-        CheckpointError: the JSON is not of that form.
+        CheckpointError: the form of a value, its dtype or its number type is unknown.
     """
     if isinstance(value, list):
         return [decoded(entry, tensor_of) for entry in value]

@@ -1,10 +1,10 @@
-"""Manage the directory of a run's checkpoints: the lock of the writer, complete checkpoints, old ones to remove.
+"""Manage the directory of a run's checkpoints: lock it, name complete checkpoints, remove old ones.
 
-DIR/step-000000000050/       a complete checkpoint: it got this name when all of it was on the medium
-DIR/step-000000000050.1/     the same step saved once more; the newer one counts
-DIR/.writing-000000000100/   is being written, or was when its process ended
-DIR/.removing-.../           is being removed
-DIR/.lock                    held by the process that saves
+DIR/step-000000000050/       a complete checkpoint: renamed to this once all its bytes were on the medium
+DIR/step-000000000050.1/     the same step, saved again; the newer one counts
+DIR/.writing-000000000100/   being written, or left by a process that ended meanwhile
+DIR/.removing-.../           being removed
+DIR/.lock                    locked by the process that saves
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ _WRITING, _REMOVING = ".writing-", ".removing-"
 _COMPLETE = re.compile(r"step-(\d{12})(?:\.(\d{1,6}))?")
 
 _held: dict[tuple[int, int], Path] = {}
-"""Directories that this process saves to, by device and inode: POSIX locks do not tell apart what is one process."""
+"""Directories that this process saves to, by device and inode. A POSIX lock does not keep out its own process, and ends
+when the process closes any descriptor of the file: so this is looked up before the lock file is opened again."""
 
 
 @dataclass(frozen=True, order=True)
 class Complete:
-    """A complete checkpoint's name, in order of age: `attempt` counts savings of one step."""
+    """A complete checkpoint, ordered by step, then by age: `attempt` counts how often the step was saved before."""
 
     step: int
     attempt: int
@@ -44,14 +45,14 @@ class Complete:
 
 
 class Folder:
-    """A directory of checkpoints; made if it is not there when something is saved."""
+    """A directory of checkpoints; `lock` creates it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).absolute()
         self.release: weakref.finalize | None = None
 
     def complete(self) -> list[Complete]:
-        """The complete checkpoints, oldest first.
+        """List the complete checkpoints, oldest first.
 
         Raises:
             CheckpointError: the directory cannot be read.
@@ -66,7 +67,7 @@ class Folder:
         return sorted(Complete(int(match[1]), int(match[2] or 0)) for match in matches)
 
     def open(self, checkpoint: Complete) -> int:
-        """A descriptor of a checkpoint's directory, which must be in this one.
+        """Open a checkpoint's directory and return the descriptor.
 
         Raises:
             CheckpointError: it is gone, or a symbolic link.
@@ -80,10 +81,10 @@ class Folder:
             raise _error("it cannot be opened", error) from error
 
     def lock(self) -> None:
-        """Make sure that this object alone saves to the directory, until `unlock` or the object's end.
+        """Lock the directory until `unlock` or the object's end, and remove unfinished checkpoints.
 
         Raises:
-            CheckpointError: another one does, or the directory cannot be written.
+            CheckpointError: another object or process holds the lock, or the directory cannot be written.
         """
         if self.release is not None:
             return
@@ -113,17 +114,17 @@ class Folder:
         self._remove_leftovers()
 
     def unlock(self) -> None:
-        """Let others save to the directory."""
+        """Unlock the directory."""
         if self.release is not None:
             self.release()
             self.release = None
 
     def writing(self, step: int) -> Path:
-        """The directory of a checkpoint that is being written."""
+        """Return the path of a checkpoint that is being written."""
         return self.path / f"{_WRITING}{step:012d}"
 
     def join(self, step: int) -> None:
-        """Make sure that this process sees what another one has begun.
+        """Check that this process sees the directory that rank 0 has made with `begin`.
 
         Raises:
             CheckpointError: it does not.
@@ -135,10 +136,10 @@ class Folder:
             )
 
     def begin(self, step: int, nbytes: int) -> Path:
-        """An empty directory for a checkpoint of about so many bytes.
+        """Make an empty directory for a checkpoint of about `nbytes`.
 
         Raises:
-            CheckpointError: there is no room, or it cannot be made.
+            CheckpointError: there is no room, or the directory cannot be made.
         """
         path = self.writing(step)
         try:
@@ -156,20 +157,20 @@ class Folder:
         return path
 
     def commit(self, writing: Path, step: int) -> Complete:
-        """Give a directory with all files on the medium the name of a complete checkpoint.
+        """Rename a directory as a complete checkpoint; its files must be on the medium.
 
         Raises:
-            OSError: the medium failed; what was complete before still is.
+            OSError: the medium failed; earlier checkpoints are unchanged.
         """
         attempts = [other.attempt for other in self.complete() if other.step == step]
         done = Complete(step, max(attempts, default=-1) + 1)
-        sync_folder(writing)
+        sync_folder(writing)  # before the rename: a complete checkpoint must not lack files after a crash
         os.rename(writing, self.path / done.name)
         sync_folder(self.path)
         return done
 
     def prune(self, keep: int, damaged: Collection[Complete]) -> None:
-        """Remove all but the newest `keep` checkpoints; of one step, all but the newest. The damaged do not count.
+        """Remove all but the newest `keep` checkpoints, and of one step all but the newest; damaged ones do not count.
 
         Raises:
             OSError: the medium failed.
@@ -183,14 +184,14 @@ class Folder:
                 self._discard(self.path / checkpoint.name)
 
     def _discard(self, path: Path) -> None:
-        """Remove a directory that must never be seen in part."""
+        """Remove a complete checkpoint; the rename comes first, so that none is ever seen in part."""
         aside = self.path / f"{_REMOVING}{path.name}"
         _remove(aside)
         os.rename(path, aside)
         _remove(aside)
 
     def _remove_leftovers(self) -> None:
-        """Remove what a process left that was ended while it wrote or removed."""
+        """Remove directories of processes that ended while they wrote or removed a checkpoint."""
         try:
             for name in os.listdir(self.path):
                 if name.startswith((_WRITING, _REMOVING)):
@@ -200,7 +201,7 @@ class Folder:
 
 
 def sync_folder(path: Path) -> None:
-    """Bring the names in a directory to the medium."""
+    """Write the names in a directory to the medium."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,8 +1,8 @@
 """List a checkpoint's files with checksums: `manifest.json`, written last, and read before anything else.
 
-There is one way to write a manifest, so that any change of a byte is seen: what is read must be what would be written.
-Checksums are CRC-32, since they find accidents at the speed of memory; they are no protection from a forger, and need
-not be: nothing in a checkpoint is ever executed, and no name in it leads out of its directory.
+A manifest's bytes are determined by its content. Reading compares them with what would be written, so any changed byte
+is detected. Checksums are CRC-32: they detect accidents at the speed of memory. They do not protect from forgery, nor
+need they: nothing in a checkpoint is ever executed, and no name in it leads out of its directory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chunkc.ir.errors import CheckpointError
 
 NAME = "manifest.json"
 FORMAT = 1
-"""Raised when older versions could no longer read what is written."""
+"""Version of the format; increased when older versions of chunkc could no longer read it."""
 
 _MAX_NBYTES = 64 << 20
 _BLOCK_NBYTES = 4 << 20
@@ -29,7 +29,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}")
 
 @dataclass(frozen=True)
 class File:
-    """A file of a checkpoint as it must be."""
+    """Expected size and checksum of a checkpoint's file."""
 
     nbytes: int
     crc32: int
@@ -37,13 +37,13 @@ class File:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The step that a checkpoint is of, and its files by name."""
+    """A checkpoint's step, and its files by name."""
 
     step: int
     files: Mapping[str, File]
 
     def render(self) -> bytes:
-        """The bytes of the manifest."""
+        """Return the manifest's bytes."""
         files = {name: {"nbytes": file.nbytes, "crc32": f"{file.crc32:08x}"} for name, file in self.files.items()}
         content = {"format": FORMAT, "step": self.step, "files": files}
         checksum = zlib.crc32(json.dumps(content, sort_keys=True).encode())
@@ -51,15 +51,15 @@ class Manifest:
 
 
 def is_plain_name(name: object) -> bool:
-    """Whether a name is a file's in its own directory: no separator, no `..`, nothing hidden."""
+    """Whether a name can only be of a file in the checkpoint's directory: no separator, no `..`, not hidden."""
     return isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
 
 
 def read_manifest(folder_fd: int) -> Manifest:
-    """The manifest of an open checkpoint directory.
+    """Read the manifest of an open checkpoint directory.
 
     Raises:
-        CheckpointError: it is not there, damaged, or of a version that this one cannot read.
+        CheckpointError: it is missing, damaged, or of a newer format.
     """
     with opened(folder_fd, NAME) as fd:
         text = os.pread(fd, _MAX_NBYTES + 1, 0)
@@ -82,10 +82,10 @@ def read_manifest(folder_fd: int) -> Manifest:
 
 
 def verify(folder_fd: int, files: Mapping[str, File]) -> None:
-    """Read files of a checkpoint once.
+    """Compare the sizes and checksums of a checkpoint's files with the manifest's.
 
     Raises:
-        CheckpointError: one is missing or damaged; named.
+        CheckpointError: a file is missing or damaged; the message names it.
     """
     for name, file in files.items():
         with opened(folder_fd, name) as fd:
@@ -103,14 +103,15 @@ def verify(folder_fd: int, files: Mapping[str, File]) -> None:
 
 @contextmanager
 def opened(folder_fd: int, name: str) -> Iterator[int]:
-    """A descriptor of a file in an open directory: a regular one, and no link to another.
+    """Open a regular file in an open directory, and give its descriptor.
 
     Raises:
-        CheckpointError: there is none, or it is something else.
+        CheckpointError: there is none, it is a link or another kind of file, or reading it failed inside the context.
     """
     if not is_plain_name(name):
         raise CheckpointError(f"the file {name!r} is not in the checkpoint's directory")
     try:
+        # O_NONBLOCK: opening a FIFO would wait for its writer.
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder_fd)
     except OSError as error:
         problem = "a symbolic link" if _is_link(folder_fd, name) else str(error.strerror)

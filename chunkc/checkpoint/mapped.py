@@ -1,4 +1,4 @@
-"""Tensors over the pages of a safetensors file, wherever its header may say (see `chunkc.weights.safetensors`)."""
+"""Map a safetensors file (see `chunkc.weights.safetensors`) as tensors, whatever their alignment in the file is."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from chunkc.kernels.fused_pass import host_empty
 from chunkc.weights.safetensors import NAMES
 
 _MAX_HEADER_NBYTES = 100_000_000
-"""As in the package."""
+"""Limit of the safetensors library."""
 
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor in a file: `offset_nbytes` from the beginning of the file."""
+    """A tensor in a file; `offset_nbytes` counts from the beginning of the file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -37,14 +37,14 @@ class Entry:
 
 
 class MappedFile:
-    """A safetensors file as tensors over its pages: nothing is read before it is used, and writes stay in memory.
+    """A safetensors file as tensors over its pages: pages are read when used, and writes to tensors stay in memory.
 
     Args:
         fd: of a regular file; may be closed afterwards.
-        title: for errors.
+        title: the file's name in errors.
 
     Raises:
-        CheckpointError: it is no such file, or says that tensors lie where they cannot.
+        CheckpointError: it is not a safetensors file, or its tensors do not fill it exactly.
     """
 
     def __init__(self, fd: int, title: str) -> None:
@@ -58,10 +58,10 @@ class MappedFile:
             raise CheckpointError(f"{title} has a header that is none of a safetensors file: {error}") from error
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the file, over its pages where they are aligned to its elements.
+        """Return a tensor over the file's pages, or a copy if it is not aligned to its elements.
 
         Raises:
-            CheckpointError: there is none of that name.
+            CheckpointError: the file has no tensor of that name.
         """
         entry = self.entries.get(name)
         if entry is None:
@@ -77,14 +77,18 @@ class MappedFile:
 
 
 class Overlaid:
-    """Files as one: where several have a tensor of a name, that of the last counts."""
+    """Several files as one; of tensors with the same name, that of the last file counts."""
 
     def __init__(self, files: Sequence[MappedFile]) -> None:
         self._of = {key: file for file in files for key in file.entries}
         self.entries = {key: file.entries[key] for key, file in self._of.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor by name, as a `MappedFile` does."""
+        """Return a tensor as `MappedFile.tensor` does.
+
+        Raises:
+            CheckpointError: no file has a tensor of that name.
+        """
         if name not in self._of:
             raise CheckpointError(f"the checkpoint has no {name}")
         return self._of[name].tensor(name)
@@ -100,7 +104,7 @@ def _entries(memory: mmap.mmap, nbytes: int) -> dict[str, Entry]:
     for name, about in content.items():
         if name == "__metadata__":
             continue
-        first, last = about["data_offsets"]
+        first, last = about["data_offsets"]  # in bytes after the header; `last` is exclusive
         entry = Entry(_DTYPES[about["dtype"]], tuple(about["shape"]), begin_nbytes + first)
         if entry.offset_nbytes != end_nbytes or last - first != entry.nbytes or min(entry.shape, default=0) < 0:
             raise ValueError(f"{name} would lie at {first} to {last}")

@@ -1,10 +1,9 @@
 """Assign bytes of files to the ranks that write them.
 
-A checkpoint of several ranks is one of one process, and a few files more. Parameters and states that are cut over ranks
-have a file together, in which they are whole: rows of a tensor are a range of bytes, parts of rows are several ranges,
-and each rank writes its own. So any number of ranks can load it, and any program that reads safetensors. What each rank
-has for itself (buffers, generators, the position in its data) is in the same files for rank 0, and in files of their
-own for the others.
+A checkpoint of several ranks has the files of a single process, and a few more. Sharded parameters and states are whole
+in these files: a shard is one range of bytes if it has whole rows and several ranges otherwise, and each rank writes
+its own. So any number of ranks can load them, and any program that reads safetensors. What each rank has by itself
+(buffers, generators, the position in its data) is in the same files for rank 0, and in files of their own for others.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from chunkc.weights.safetensors import header_of
 
 @dataclass(frozen=True)
 class FileToWrite:
-    """A rank's bytes of a file: a beginning, and tensors, or what this rank has of them.
+    """Bytes of a file that this rank writes.
 
     Attributes:
-        beginning: what stands before all tensors, where this rank writes it.
-        offsets: in bytes; where each source's tensor begins in the file.
+        beginning: the file's first bytes, such as a header; empty if rank 0 writes them.
+        sources: tensors, or this rank's blocks of them.
+        offsets: where the whole tensor of each source begins in the file, in bytes.
     """
 
     name: str
@@ -40,7 +40,7 @@ class FileToWrite:
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A whole tensor in a file."""
+    """Place of a whole tensor in a file."""
 
     offset_nbytes: int
     shape: tuple[int, ...]
@@ -48,26 +48,26 @@ class FileTensor:
 
 
 FileTensors = Mapping[tuple[str, str], FileTensor]
-"""By file and key."""
+"""Places of sharded tensors, by file and key."""
 
 
 def of_rank(rank: int, name: str) -> str:
-    """The name of a rank's own file; rank 0's has no prefix."""
+    """Return the name of a rank's own file; rank 0's has no prefix."""
     return f"rank-{rank}.{name}" if rank else name
 
 
 def is_of_a_rank(name: str) -> bool:
-    """Whether a file is of a rank for itself, and not of rank 0."""
+    """Whether a file is another rank's own, and not of rank 0."""
     return name.startswith("rank-")
 
 
 def files_of(sources: Sequence[Source]) -> tuple[list[FileToWrite], dict[tuple[str, str], FileTensor]]:
-    """The files of all sources of rank 0, and where tensors that are cut over ranks lie in them.
+    """Lay out the files of rank 0's sources; return them, and the places of sharded tensors in them.
 
-    First come those without anything guarded; what is not guarded comes first in each.
+    Files without guarded sources come first, and in each file the sources that are not guarded: `save` waits for these.
 
     Raises:
-        UnsupportedError: two tensors would have one name, or safetensors files have none for a dtype.
+        UnsupportedError: two tensors have the same name, or a name or dtype is impossible in safetensors files.
     """
     by_file: dict[str, list[Source]] = {}
     for source in sorted(sources, key=lambda source: source.is_guarded):
@@ -90,10 +90,10 @@ def files_of(sources: Sequence[Source]) -> tuple[list[FileToWrite], dict[tuple[s
 
 
 def files_of_other_rank(rank: int, sources: Sequence[Source], tensors: FileTensors) -> list[FileToWrite]:
-    """The files of another rank's sources: its own ones, and its shards of tensors that rank 0 has placed.
+    """Lay out the files of another rank's sources: its own files, then its shards in the files of rank 0.
 
     Raises:
-        CheckpointError: this rank has other tensors than rank 0.
+        CheckpointError: sharded tensors differ in name, shape or dtype from those of rank 0.
         UnsupportedError: as `files_of`.
     """
     cut = {(source.file, source.key): source for source in sources if source.block is not None}

@@ -1,4 +1,4 @@
-"""The process's random generators: torch's on the CPU and on CUDA devices, Python's, NumPy's."""
+"""Save and restore the process's random generators: torch's on the CPU and on CUDA devices, Python's, NumPy's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Let them draw what they would have drawn then."""
+    """Restore the states of all generators; CUDA's only if there are as many devices as were saved, else warn."""
     torch.set_rng_state(state["torch"].clone())
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])

@@ -1,4 +1,4 @@
-"""A checkpoint back into models, optimizers and all else: checked as a whole before anything changes."""
+"""Load a checkpoint into models, optimizers and other objects; check all of it before anything changes."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _MAX_SHOWN = 5
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was read and found whole, as one rank sees it.
+    """A verified checkpoint, as one rank loads it.
 
     Attributes:
-        files: by the names that one process gives them.
-        has_generators: the random generators are those of this very rank. One that there was not when the checkpoint
-            was saved gets all else as rank 0 had it, and keeps its own generators. (Of ranks that compute layers
-            together, and so have the same data, one that there was not is the first of them again.)
+        files: by the names that rank 0 has for them; a rank's own file is laid over that of rank 0.
+        has_generators: whether the random generators in `document` are this rank's. A rank that did not exist when the
+            checkpoint was saved takes all else from rank 0 and keeps its generators. With tensor parallelism, a new
+            rank of a layer takes all from the layer's first rank, which has the same data.
     """
 
     step: int
@@ -56,18 +56,18 @@ class Saved:
 
 
 def read(folder_fd: int, step: int, rank: int, num_ranks: int, ranks_of_a_layer: int = 1) -> Saved:
-    """A checkpoint, once every byte of it has been compared with its checksums: by one of the ranks.
+    """Read a checkpoint; of its files, this rank compares every `num_ranks`-th with its checksum.
 
     Args:
-        ranks_of_a_layer: of those that load it, see `Parts`.
+        ranks_of_a_layer: of the ranks that load (see `Parts.ranks_of_a_layer`).
 
     Raises:
-        CheckpointError: what this rank has read is damaged.
+        CheckpointError: a file that this rank reads is missing or damaged.
     """
     manifest = read_manifest(folder_fd)
     if manifest.step != step:
         raise CheckpointError(f"it says that it is of step {manifest.step}")
-    names = sorted(manifest.files, key=lambda name: -manifest.files[name].nbytes)
+    names = sorted(manifest.files, key=lambda name: -manifest.files[name].nbytes)  # ranks get about equal bytes
     verify(folder_fd, {name: manifest.files[name] for name in names[rank::num_ranks]})
     number = _saved_rank(rank, ranks_of_a_layer, _document(folder_fd, manifest, STATE_JSON).get(RANKS_OF_A_LAYER, 1))
     has_own = of_rank(number, STATE_JSON) in manifest.files
@@ -81,20 +81,20 @@ def read(folder_fd: int, step: int, rank: int, num_ranks: int, ranks_of_a_layer:
 
 
 def _saved_rank(rank: int, of_a_layer: int, saved_of_a_layer: int) -> int:
-    """The rank that had, where a checkpoint was saved, the data that this one has here."""
+    """Find the rank of the saved run that had this rank's place in the data and, if it existed, in its layer."""
     data, place = divmod(rank, of_a_layer)
     return data * saved_of_a_layer + (place if place < saved_of_a_layer else 0)
 
 
 def prepared(saved: Saved, parts: Parts) -> Callable[[], None]:
-    """Check that everything fits, and return a function that loads it; nothing changes before that is called.
+    """Check that a checkpoint fits, and return a function that loads it; nothing changes before its call.
 
-    It may raise HomeError: there is no room at home for an optimizer's states; models are loaded, and that optimizer is
-    not.
+    The function raises HomeError if there is no room at home for an optimizer's states. Models are loaded then, and
+    that optimizer is not.
 
     Raises:
-        CheckpointError: the checkpoint is of other models, optimizers or other parts.
-        OptionsError: it does not fit an optimizer of chunkc.
+        CheckpointError: the checkpoint is of other models, optimizers or other objects.
+        OptionsError: states do not fit an optimizer of chunkc.
     """
     document = saved.document
     for kind, here in (
@@ -152,12 +152,12 @@ def _document(folder_fd: int, manifest: Manifest, name: str) -> Json:
         text = os.pread(fd, manifest.files[name].nbytes, 0)
     try:
         return json.loads(text)
-    except (ValueError, RecursionError) as error:  # its checksum may be another rank's to compare
+    except (ValueError, RecursionError) as error:  # another rank may verify this file
         raise CheckpointError(f"{name} is damaged ({type(error).__name__})") from error
 
 
 def _loose(files: Mapping[str, Overlaid]) -> Callable[[str], torch.Tensor]:
-    """Tensors that lie among what is JSON; copies, as they are small and live on."""
+    """Return a look-up of the tensors in JSON values; it copies them, so that they do not keep the file mapped."""
     return lambda key: files[STATE_FILE].tensor(key).clone()
 
 
@@ -170,10 +170,10 @@ def _same(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
 def _targets(
     file: str, own: OwnTensors, document: Json, files: Mapping[str, Overlaid]
 ) -> dict[tuple[str, str], torch.Tensor]:
-    """A model's tensors by where their values are.
+    """Map the file and key of each saved tensor to the model's tensor.
 
     Raises:
-        CheckpointError: keys, shapes or dtypes differ.
+        CheckpointError: keys, shapes, dtypes or ties of the model and the checkpoint differ.
     """
     entries, aliases = files[file].entries if file in files else {}, document["aliases"]
     there = {**{key: key for key in entries}, **aliases}
@@ -181,7 +181,7 @@ def _targets(
     _refuse(f"{file} lacks", [key for key in here if key not in there])
     _refuse(f"{file} has what the model does not have:", [key for key in there if key not in here])
     _refuse("the extra state differs:", sorted(set(own.extra) ^ set(document["extra"])))
-    # Tied here, apart there: the values may differ, and only one could be taken.
+    # Tied here, separate in the checkpoint: the values may differ, and only one of them could be loaded.
     _refuse(
         "tied in the model, but saved apart:", [key for key, first in own.aliases.items() if there[key] != there[first]]
     )
@@ -208,8 +208,13 @@ def _refuse(what: str, keys: Sequence[str]) -> None:
 def _state_dict(
     name: str, optimizer: Optimizer, document: Json, names: Mapping[int, str], files: Mapping[str, Overlaid]
 ) -> dict[str, Any]:
-    """Build the argument of an optimizer's `load_state_dict`. For one of chunkc, tensors are still in the file: it
-    copies each."""
+    """Build the argument of an optimizer's `load_state_dict`.
+
+    For an optimizer of chunkc, tensors are mapped from the file: it copies each. Others get copies.
+
+    Raises:
+        CheckpointError: the optimizer has other parameters than in the checkpoint, or other parameter groups.
+    """
     file, loose, label = file_of("optimizer", name), _loose(files), f"the optimizer{name and f' {name!r}'}"
     here, there = names_in_groups(optimizer, names), [group["params"] for group in document["groups"]]
     if [sorted(group) for group in here] != [sorted(group) for group in there]:

@@ -1,7 +1,7 @@
-"""Collect a checkpoint's contents: tensors by file and name, and all else as JSON. Nothing is copied here.
+"""Collect a checkpoint's contents: tensors by file and key, and all else as JSON. Tensors are not copied here.
 
-A model's keys are those of its `state_dict`, without the `_orig_mod.` of compiled modules. A tensor that has several is
-saved under the first. An optimizer's states are saved by the name of their parameter, as `torch.optim` has them.
+A model's keys are those of its `state_dict`, without the `_orig_mod.` of compiled modules. A tensor with several keys
+is saved under the first. An optimizer's states have keys such as `h.3.up.weight.exp_avg`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ STATE_JSON = "state.json"
 STATE_FILE = "state.safetensors"
 
 RANKS_OF_A_LAYER = "ranks of a layer"
-"""What the JSON calls it; one where it says nothing."""
+"""Key of `Parts.ranks_of_a_layer` in the JSON; 1 if it is missing."""
 
 _COMPILED = "_orig_mod."
-"""What `torch.compile` puts into the names of a compiled module's parts."""
+"""What `torch.compile` inserts into the names of a compiled module's parameters and buffers."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects that are saved and loaded, by the user's names; a single object's is "".
+    """Objects that are saved and loaded, by the user's names; a single object has the name "".
 
     Attributes:
-        others: schedulers, a scaler, a data loader: whatever has a `state_dict`; by kind, and then by name.
+        others: objects with `state_dict` and `load_state_dict`, by kind ("scheduler", "scaler", "dataloader") and name.
     """
 
     models: Mapping[str, nn.Module]
@@ -47,17 +47,17 @@ class Parts:
     others: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters of models and optimizers, each once; of a sharded one also this rank's local shard."""
+        """List the parameters of models and optimizers, each once, and this rank's local shards of sharded ones."""
         of_models = [p for model in self.models.values() for p in model.parameters()]
         of_optimizers = [p for o in self.optimizers.values() for group in o.param_groups for p in group["params"]]
         found = {id(p): p for whole in (*of_models, *of_optimizers) for p in (whole, local_shard_of(whole))}
         return list(found.values())
 
     def transport(self) -> Transport | None:
-        """By which all ranks meet that train these models; None: one process does.
+        """Find the transport of all ranks that train these models; None: the models are not sharded.
 
         Raises:
-            UnsupportedError: some of the models are cut over ranks and others are not.
+            UnsupportedError: some parameters are sharded and others are not, or over other ranks.
         """
         found = {
             f"{name}/{key}" if name else key: local_shard_of(parameter)
@@ -76,19 +76,19 @@ class Parts:
         return transport
 
     def ranks_of_a_layer(self) -> int:
-        """Count the ranks that compute a layer together on the same data (see `chunkc.distributed.tensor_parallel`)."""
+        """Count the ranks of tensor parallelism, which compute a layer on the same data; 1 without it."""
         part = next((part for part in self.parameters() if isinstance(part, LocalShard)), None)
         return 1 if part is None else part.world.num_ranks // part.transport.num_ranks
 
 
 @dataclass(frozen=True)
 class OwnTensors:
-    """A model's parameters and buffers.
+    """A model's parameters and buffers, and the extra state of its modules.
 
     Attributes:
         tensors: each once, under the first of its keys.
-        aliases: every other key, with the first.
-        extra: what modules add with `get_extra_state`.
+        aliases: every other key -> the first one.
+        extra: results of modules' `get_extra_state`, by key.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -97,15 +97,15 @@ class OwnTensors:
 
 
 def file_of(kind: str, name: str) -> str:
-    """The file of a model's or an optimizer's tensors."""
+    """Return the name of the file of a model's or an optimizer's tensors."""
     return f"{kind}.{name}.safetensors" if name else f"{kind}.safetensors"
 
 
 def own_tensors(name: str, model: nn.Module) -> OwnTensors:
-    """A model's parameters and buffers by the keys of its `state_dict`.
+    """Collect a model's parameters and buffers by the keys of its `state_dict`.
 
     Raises:
-        UnsupportedError: the `state_dict` has tensors that are neither: writing to them would not change the model.
+        UnsupportedError: the `state_dict` has a value that is neither: loading into it would not change the model.
     """
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -130,7 +130,7 @@ def own_tensors(name: str, model: nn.Module) -> OwnTensors:
 
 
 def parameter_names(parts: Parts) -> dict[int, str]:
-    """The names of the models' parameters, by identity."""
+    """Name the models' parameters and buffers, by the `id` of the tensor."""
     found: dict[int, str] = {}
     for name, model in parts.models.items():
         for key, tensor in own_tensors(name, model).tensors.items():
@@ -139,7 +139,7 @@ def parameter_names(parts: Parts) -> dict[int, str]:
 
 
 def names_in_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list[str]]:
-    """The names of an optimizer's parameters, by parameter group; of those of no model, their place."""
+    """List the names of an optimizer's parameters, by parameter group; of those of no model, "#group.position"."""
     return [
         [names.get(id(p), f"#{number}.{position}") for position, p in enumerate(group["params"])]
         for number, group in enumerate(optimizer.param_groups)
@@ -147,7 +147,7 @@ def names_in_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[list
 
 
 def ranks_that_save(parts: Parts) -> Transport | None:
-    """By which ranks meet that save these together; None: one process does.
+    """Find the transport of the ranks that save these objects; None: this process saves alone.
 
     Raises:
         UnsupportedError: there are several processes, but the models are not distributed over them.
@@ -163,7 +163,7 @@ def ranks_that_save(parts: Parts) -> Transport | None:
 
 
 def snapshot(parts: Parts) -> tuple[list[Source], Json]:
-    """Collect all tensors, and the JSON of all else.
+    """Collect all tensors, and all else as JSON.
 
     Raises:
         UnsupportedError: something cannot be saved; the message names it.
@@ -232,7 +232,7 @@ def _optimizer(
 
 
 def _as_in_torch(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A parameter's states under the names that `torch.optim`'s optimizer has for them: a split master is a master."""
+    """Rename the lower bits of a split master: they are saved joined with the parameter, as the whole fp32 master."""
     return {MASTER if kind == MASTER_LOW else kind: value for kind, value in state.items()}
 
 
@@ -251,22 +251,27 @@ def _state(
         return encoded(value, f"{file}.{key}", loose)
     is_chunked = isinstance(optimizer, ChunkedOptimizer)
     if kind == MASTER and value.dtype == torch.int16 and is_chunked:
+        # Lower bits of other values of the parameter, which was written to since, are left out: see `master_of`.
         lower = value if optimizer.contents.belong(local_shard_of(parameter)) else None  # type: ignore[attr-defined]
         sources.append(master_of(file, key, parameter, lower))
     else:
         if is_chunked and isinstance(parameter, DTensor) and kind != "step":
             value = with_local(parameter, value)
         sources.append(source_of(file, key, value, is_guarded=True))
-    if value.dtype == torch.uint8 and not value.is_contiguous():  # scales go along memory
+    if value.dtype == torch.uint8 and not value.is_contiguous():  # 8-bit scales are of blocks in memory order
         return {"$tensor": key, "strides": list(value.stride())}
     return {"$tensor": key}
 
 
 def named(kind: str, given: Any, check: type | tuple[type, ...] | None = None) -> dict[str, Any]:
-    """An argument as objects by name: nothing, one, or a mapping.
+    """Turn an argument (None, an object, or a mapping of names to objects) into objects by name.
+
+    Args:
+        kind: the argument's name in errors.
+        check: class of the objects; None: any that has `state_dict` and `load_state_dict`.
 
     Raises:
-        OptionsError: an object is not of the kind, or a name cannot be part of a file's.
+        OptionsError: an object is of another class, or a name cannot be part of a file's name.
     """
     if given is None:
         return {}

@@ -1,7 +1,8 @@
-"""The bytes of a tensor, piece by piece: what a checkpoint's file gets.
+"""Read the bytes of tensors for a checkpoint's files, piece by piece.
 
-Nothing here asks torch's allocator for memory. A checkpoint is written while the model computes, and the plan has
-no room for it. Pieces are views of the tensor's own memory where they can be; else they are copied to NumPy's.
+A checkpoint is written while the model computes, and the plan has no room for it. So nothing here allocates from the
+compute tier, except for a GPU tensor that is not contiguous. Pieces of a contiguous CPU tensor are views of its memory.
+Others are in NumPy's memory; a CPU tensor that is not contiguous is copied whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from chunkc.runtime.store.shards import block_of
 from chunkc.torch_private.dtensor import DTensor, local_of
 
 PIECE_NBYTES = 1 << 20
-"""Bytes that are written at a time, and that a copy takes at most."""
+"""Bytes of a piece at most."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,14 +36,14 @@ class Source:
     """A tensor to be saved.
 
     Attributes:
-        file, key: where it goes.
-        shape, dtype: as it is saved, whole.
-        pieces: its bytes in row-major order, from the beginning.
-        is_guarded: only an optimizer's step changes it, and the next step waits. All else is written before `save`
-            returns.
-        check: raises CheckpointError if it has changed since.
-        block: of a tensor that is cut over ranks, what this one has, `pieces` are of that; of copies the first is
-            saved. None: every rank has a tensor of its own.
+        file, key: where it is saved.
+        shape, dtype: of the whole tensor in the file.
+        pieces: yields the bytes in row-major order; each call begins at the first. Of a sharded tensor, those of
+            `block`; none if another rank writes the same block.
+        is_guarded: whether only an optimizer's step changes it: the next step waits until it is read. Sources that are
+            not guarded are written before `save` returns.
+        check: raises CheckpointError if the tensor was written to since the source was made.
+        block: this rank's block of a sharded tensor; None: the tensor is not sharded.
     """
 
     file: str
@@ -68,19 +69,22 @@ class Source:
 
     @property
     def run_nbytes(self) -> int:
-        """Bytes of `pieces` that follow on each other in the whole tensor."""
+        """Bytes of each run: those of `pieces` that are consecutive in the whole tensor."""
         return self.whole_nbytes if self.block is None else self.block.run_numel * self.dtype.itemsize
 
     def runs(self) -> Iterator[int]:
-        """The offset of each run of `run_nbytes`, in bytes from the beginning of the tensor."""
+        """Iterate over the runs' offsets from the beginning of the whole tensor, in bytes."""
         return iter((0,)) if self.block is None else (first * self.dtype.itemsize for first in self.block.runs())
 
 
 def source_of(file: str, key: str, tensor: torch.Tensor, *, is_guarded: bool, title: str | None = None) -> Source:
-    """A tensor as it is; of one that is cut over ranks, this rank's part.
+    """Make the source of a tensor; of a sharded one, the source of this rank's block.
+
+    Args:
+        title: the tensor's name in errors; `key` by default.
 
     Raises:
-        UnsupportedError: it is no ordinary dense tensor; the message names it.
+        UnsupportedError: it is not an ordinary dense tensor with values; the message names it.
     """
     title = title or key
     if isinstance(tensor, DTensor):
@@ -98,18 +102,18 @@ def source_of(file: str, key: str, tensor: torch.Tensor, *, is_guarded: bool, ti
 
 
 def _of_rank(part: Source, block: Block) -> Source:
-    """A part as one of the whole tensor. Of copies the first one is written."""
+    """Turn the source of a local tensor into that of its block; only the first rank with a block has its bytes."""
     assert part.shape == block.sizes, part.key
     found = replace(part, shape=block.shape, block=block)
     return found if block.is_first else replace(found, pieces=lambda: iter(()))
 
 
 def _unchanged(title: str, *tensors: torch.Tensor) -> Callable[[], None]:
-    """A check that raises CheckpointError once one of the tensors was written to, or its data replaced."""
+    """Return a function that raises CheckpointError if a tensor was written to since, or its data replaced."""
 
     def state_of(tensor: torch.Tensor) -> tuple[int | None, int | None, int]:
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-        if tensor.is_inference():
+        if tensor.is_inference():  # it has no version counter
             return None, None, local.data_ptr()
         return tensor._version, local._version, local.data_ptr()
 
@@ -126,10 +130,11 @@ def _unchanged(title: str, *tensors: torch.Tensor) -> Callable[[], None]:
 
 
 def master_of(file: str, key: str, parameter: torch.Tensor, lower: torch.Tensor | None) -> Source:
-    """The fp32 master of a bf16 parameter with a split master (see `kernels.split`); None: it is the parameter.
+    """Make the source of the fp32 master of a bf16 parameter with a split master (see `kernels.split`).
 
     Args:
-        lower: int16 lower bits, dense in the parameter's order; of one that is cut over ranks, those of this rank.
+        lower: int16 lower bits, of the parameter's shape; of a sharded parameter, this rank's. None: the master equals
+            the parameter.
     """
     if isinstance(parameter, DTensor):
         return _of_rank(master_of(file, key, local_of(parameter), lower), block_of(parameter))
@@ -139,7 +144,7 @@ def master_of(file: str, key: str, parameter: torch.Tensor, lower: torch.Tensor 
 
 
 def pieces_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """A tensor's bytes in row-major order."""
+    """Yield a tensor's bytes in row-major order, in pieces; each is valid until the next one is requested."""
     if tensor.numel() == 0:
         return
     if tensor.device.type != "cpu":
@@ -158,7 +163,7 @@ def pieces_of(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def bits_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """A CPU tensor's elements as integers of their size, over its own memory; complex numbers as two."""
+    """View a CPU tensor's elements as integers of their size; a complex number as two integers."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_BITS[tensor.dtype.itemsize]).numpy()
@@ -169,7 +174,7 @@ def _bytes_of(array: npt.NDArray[Any]) -> memoryview:
 
 
 def _cut(array: npt.NDArray[Any]) -> Iterator[memoryview]:
-    """Pieces of an array; pages of a disk home leave the RAM once they were read."""
+    """Yield pieces of an array; once the next one is requested, drop the RAM behind a piece of a disk home."""
     whole = _bytes_of(array)
     for begin in range(0, len(whole), PIECE_NBYTES):
         piece = whole[begin : begin + PIECE_NBYTES]
@@ -178,7 +183,7 @@ def _cut(array: npt.NDArray[Any]) -> Iterator[memoryview]:
 
 
 def _from_device(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Pieces copied to the host; a tensor that is not contiguous is, for a moment, in the device's memory twice."""
+    """Yield pieces copied to one host buffer; a tensor that is not contiguous is copied whole on the device first."""
     flat = tensor.contiguous().reshape(-1)
     numel = max(PIECE_NBYTES // flat.dtype.itemsize, 1)
     room = host_empty((min(numel, flat.numel()),), flat.dtype)
@@ -190,7 +195,7 @@ def _from_device(tensor: torch.Tensor) -> Iterator[memoryview]:
 
 
 def _joined(parameter: torch.Tensor, lower: torch.Tensor | None) -> Iterator[memoryview]:
-    """fp32 masters, as `kernels.split.join_master` makes them, in NumPy."""
+    """Yield pieces of the fp32 masters that `kernels.split.join_master` would make, computed in NumPy."""
     upper_bits, lower_bits = _rows_of(parameter), None if lower is None else _rows_of(lower)
     numel = PIECE_NBYTES // 4
     for begin in range(0, len(upper_bits), numel):
@@ -204,7 +209,7 @@ def _joined(parameter: torch.Tensor, lower: torch.Tensor | None) -> Iterator[mem
 
 
 def _rows_of(tensor: torch.Tensor) -> npt.NDArray[np.int16]:
-    """A 16-bit tensor's elements in row-major order, over its own memory where that has them so."""
+    """Return a 16-bit tensor's elements in row-major order, in 1-D: a view of a contiguous CPU tensor, else a copy."""
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         return bits_of(tensor).reshape(-1)
     return np.frombuffer(b"".join(pieces_of(tensor)), dtype=np.int16)

@@ -1,4 +1,4 @@
-"""`chunkc.Checkpoint`: a training run's state on disk, saved while the run goes on, and resumed to the bit."""
+"""Save a training run's state on disk while the run goes on, and resume it bit by bit: `chunkc.Checkpoint`."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from chunkc.session.session import sessions_of
 class Checkpoint:
     """The checkpoints of one training run in a directory.
 
-    A checkpoint holds the model's parameters and buffers, the optimizer's states and parameter groups, what the other
-    parts return from `state_dict()`, and the state of the random generators of torch, Python and NumPy. It does not
-    hold gradients: save after `optimizer.step()`.
+    A checkpoint has the model's parameters and buffers, the optimizer's states and parameter groups, the `state_dict()`
+    of the other objects, and the states of the random generators of torch, Python and NumPy. It has no gradients: save
+    after `optimizer.step()`.
 
-    Saving is asynchronous. `save` returns when all is written but what only an optimizer's step changes; the rest is
-    written during the next forward and backward, and the next step waits for it. (A copy aside would be in memory once
-    more; memory is what is short. CheckFreq, Mohan et al., FAST 2021, pipelines a copy and its persistence in the same
-    way.) A checkpoint gets its name when all of it is on the medium, so the latest one is always whole.
+    Saving is asynchronous. Parameters and optimizer states, which only an optimizer's step changes, are written during
+    the next forward and backward, and the next step waits for that. All else is written before `save` returns. Nothing
+    is copied first, since memory is scarce. (CheckFreq, Mohan et al., FAST 2021, pipelines a copy and its persistence
+    in the same way.) A checkpoint gets its name when all of it is on the medium, so the latest is always complete.
 
-    Where ranks train the model (`chunkc.distribute`), all of them call `save` and `load_latest`, with one directory on
-    a file system that they share. Each writes its own parts. An error of one is an error of all, and all take the same
-    checkpoint. Any number of ranks loads what another number has saved.
+    If ranks train the model (`chunkc.distribute`), all of them call `save` and `load_latest`, with one directory on a
+    shared file system. Each writes its own shards. An error of one rank is raised on all, and all load the same
+    checkpoint. The number of ranks may change between saving and loading.
 
     Args:
         directory: of this run alone; made by the first `save`.
         model: an `nn.Module`, compiled or not, or a dict of names to several.
         optimizer: of chunkc or `torch.optim`, or a dict of names to several.
-        scheduler, scaler, dataloader: whatever has `state_dict` and `load_state_dict`, or dicts of names to such; a
-            `torch.utils.data.DataLoader` goes into `chunkc.checkpoint.Batches`.
-        keep: how many checkpoints are kept.
+        scheduler, scaler, dataloader: an object with `state_dict` and `load_state_dict`, or a dict of names to several.
+            Wrap a `torch.utils.data.DataLoader` in `chunkc.checkpoint.Batches`.
+        keep: number of checkpoints to keep.
 
     Raises:
-        OptionsError: an argument is of another kind.
+        OptionsError: an argument has another type or value.
     """
 
     def __init__(
@@ -88,18 +88,21 @@ class Checkpoint:
 
     @property
     def directory(self) -> Path:
-        """The directory of the checkpoints; absolute."""
+        """Absolute path of the directory of the checkpoints."""
         return self._folder.path
 
     def save(self, step: int) -> None:
-        """Begin to save a checkpoint, once the one before is complete.
+        """Begin to save a checkpoint, once the previous one is complete.
 
         Args:
-            step: how many steps are done; what `load_latest` will return.
+            step: number of steps done; `load_latest` will return it.
 
         Raises:
-            CheckpointError: the one before could not be saved; another process saves to the directory; it cannot be
-                written, or has no room; or it has checkpoints of later steps that have not been loaded.
+            CheckpointError: the previous checkpoint could not be saved; another process saves to the directory; it
+                cannot be written, or has no room; or it has checkpoints of later steps that `load_latest` has not found
+                damaged.
+            DistributedError: a rank is gone, or calls something else.
+            OptionsError: `step` is not a whole number from 0 to 10**12 - 1.
             UnsupportedError: something cannot be saved; the message names it.
         """
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 10**12:
@@ -132,22 +135,23 @@ class Checkpoint:
                 self._folder.join(step)
                 files.extend(files_of_other_rank(rank, sources, tensors))
 
+        # In this order: rank 0 needs the bytes of all ranks, and the others its directory and places of tensors.
         nbytes = together(transport, phase, gather, CheckpointError)
         tensors = together(transport, phase, begin, CheckpointError)[0]
         together(transport, phase, join, CheckpointError)
         writing = Writing(
             self._folder.writing(step), step, files, lambda written: self._complete(written, step), transport
         )
-        sources.clear()
+        sources.clear()  # so that only `writing` holds the tensors
         self._writing = writing
         writing.start(self._parts.parameters())
 
     def wait(self) -> None:
-        """Block until what `save` began is complete.
+        """Block until the checkpoint that `save` began is complete.
 
         Raises:
-            CheckpointError: it could not be saved, for the reason that the message tells. Nothing is left of it, and
-                those before are as they were.
+            CheckpointError: it could not be saved: nothing is left of it, and earlier checkpoints are unchanged. Or it
+                is complete, but older ones could not be removed. The message has the reason.
         """
         writing, self._writing = self._writing, None
         if writing is not None:
@@ -158,16 +162,18 @@ class Checkpoint:
                 raise
 
     def load_latest(self) -> int | None:
-        """Load the latest checkpoint that is whole, and return its step; None if there is no checkpoint.
+        """Load the latest intact checkpoint, and return its step; None if there is no checkpoint.
 
-        All of a checkpoint is read and compared with its checksums before anything changes. One that is damaged is
-        left out with a warning. A model that does not fit the device is `chunkc.place`d before, so that parameters and
-        states go home one by one.
+        All of a checkpoint is read and compared with its checksums before anything changes. Damaged checkpoints are
+        skipped with a warning. If the model does not fit the device, call `chunkc.place` first: then parameters and
+        states are loaded home one by one.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is whole; or the latest is of another model or optimizer.
-                Nothing has changed.
-            OptionsError, HomeError: its states do not fit the optimizer, or have no room at home.
+            CheckpointError: all checkpoints are damaged, or the latest intact one is of another model or optimizer;
+                nothing has changed.
+            DistributedError: a rank is gone, or calls something else.
+            HomeError: an optimizer's states have no room at home; models have been loaded.
+            OptionsError: states do not fit the optimizer; nothing has changed.
         """
         transport, phase = self._parts.transport(), "Checkpoint.load_latest()"
 
@@ -192,7 +198,7 @@ class Checkpoint:
         return None
 
     def _read(self, found: Complete, transport: Transport | None, phase: str) -> tuple[Saved | None, str]:
-        """A checkpoint that is whole as far as any rank has read it; else what is damaged, the same on all ranks."""
+        """Read a checkpoint on all ranks; return it, or None and the first rank's problem if any rank found damage."""
         saved: list[Saved] = []
         rank, num_ranks = (0, 1) if transport is None else (transport.rank, transport.num_ranks)
 
@@ -211,12 +217,16 @@ class Checkpoint:
         return (None, problems[0]) if problems else (saved[0], "")
 
     def _load(self, saved: Saved, found: Complete, transport: Transport | None, phase: str) -> None:
-        """Load what was read, once every rank has found that it fits."""
+        """Load a checkpoint after every rank has checked that it fits.
+
+        Raises:
+            CheckpointError: it does not fit on some rank.
+        """
         checked: list[Callable[[], None]] = []
 
         def check() -> None:
             self._await_changes()
-            await_readers(self._parts.parameters())  # for another directory they may be being saved
+            await_readers(self._parts.parameters())  # another Checkpoint may still be saving them
             checked.append(prepared(saved, self._parts))
 
         try:
@@ -226,7 +236,11 @@ class Checkpoint:
             raise CheckpointError(f"{self.directory / found.name} cannot be loaded: {error}") from error
 
     def close(self) -> None:
-        """Wait as `wait` does, and let others save to the directory. Happens by itself with the object's end."""
+        """Wait as `wait` does, and unlock the directory, which the object's end does too.
+
+        Raises:
+            CheckpointError: as `wait`.
+        """
         try:
             self.wait()
         finally:
@@ -241,7 +255,7 @@ class Checkpoint:
         self.close()
 
     def _await_changes(self) -> None:
-        """Wait for all that may still change a parameter or a state."""
+        """Wait for updates and GPU work under way, and make masters follow parameters that were written to."""
         parameters = self._parts.parameters()
         finish_all(session.store.updates for session in sessions_of(parameters))
         for optimizer in self._parts.optimizers.values():
@@ -253,7 +267,11 @@ class Checkpoint:
             torch.cuda.synchronize(device)
 
     def _check_later(self, step: int) -> None:
-        """Save to the directory alone, if it has no checkpoints that a former run has left."""
+        """Lock the directory, and refuse to save a step if there are checkpoints of later steps, known damage aside.
+
+        Raises:
+            CheckpointError: there are, or another object or process saves to the directory.
+        """
         self._folder.lock()
         later = [found for found in self._folder.complete() if found.step > step and found not in self._damaged]
         if later:
@@ -263,8 +281,11 @@ class Checkpoint:
             )
 
     def _complete(self, written: Path, step: int) -> str | None:
-        """Commit a checkpoint with all files on the medium, on rank 0's writing thread; return what failed
-        afterwards."""
+        """Commit a checkpoint, and remove old ones, on rank 0's writing thread; return why these cannot be removed.
+
+        Raises:
+            OSError: the checkpoint cannot be committed.
+        """
         done = self._folder.commit(written, step)
         try:
             self._folder.prune(self._keep, self._damaged - {done})
@@ -277,5 +298,5 @@ class Checkpoint:
 
 
 def _wait_before_step(optimizer: Optimizer, args: Iterable[Any], kwargs: Mapping[str, Any]) -> None:
-    """A pre-hook of a `torch.optim` optimizer's step."""
+    """Wait until no checkpoint reads the optimizer's parameters and states: a pre-hook of `torch.optim` steps."""
     await_readers(parameter for group in optimizer.param_groups for parameter in group["params"])

@@ -1,11 +1,11 @@
-"""A checkpoint on its way to the medium, on a thread of its own.
+"""Write a checkpoint to the medium on a thread of its own.
 
-Data that any code may change at any time is written first: `save` waits for that. Then data that only an optimizer's
-step changes: the next step waits for that. Then both go on, while the medium is waited for and the checkpoint gets its
-name.
+1. Data that any code may change at any time is written; `save` waits for this.
+2. Data that only an optimizer's step changes is written; the next step waits for this.
+3. Files are synced, and the checkpoint gets its name; only `wait` and the next `save` wait for this.
 
-Where ranks save together, each has such a thread, and these meet by messages of their own: when all have written, rank
-0 names the checkpoint, and tells the others.
+If several ranks save, each has such a thread, and the threads exchange messages on a channel of their own. When all
+ranks have written, rank 0 names the checkpoint and tells the others.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 Finish = Callable[[Path], str | None]
-"""Gives its name to a directory with all files on the medium. Returns what failed then, though the checkpoint is
-complete."""
+"""Called with a directory when its files are on the medium: renames it as a complete checkpoint. Returns None, or an
+error message about work after that."""
 
 
 class Writing:
-    """The thread that writes one checkpoint.
+    """A thread that writes one checkpoint.
 
     Args:
-        path: an empty directory, which goes again if the checkpoint does not become complete.
-        files: as `checkpoint.placement` orders them. The list is emptied, so that tensors are held no longer than
+        path: an empty directory, removed if the checkpoint does not become complete.
+        files: in the order of `checkpoint.placement`. The list is emptied, so that tensors are held no longer than
             needed.
-        finish: called when everything is on the medium, by rank 0.
-        transport: by which ranks meet that save together; None: one process saves alone.
+        finish: called on rank 0 when everything is on the medium.
+        transport: of the ranks that save; None: this process saves alone.
     """
 
     def __init__(
@@ -58,21 +58,22 @@ class Writing:
     ) -> None:
         self._path, self._step, self._files, self._finish = path, step, files, finish
         self._transport, self._is_first = transport, transport is None or transport.rank == 0
-        self._late: str | None = None
+        self._late: str | None = None  # why work after the commit failed
+        # Sources that are not guarded and not yet written: `start` waits for these.
         self._num_open = sum(not source.is_guarded for file in files for source in file.sources)
         self._open_written, self._all_read = threading.Event(), threading.Event()
         self._problem: BaseException | None = None
-        # No daemon: an interpreter that ends, on Ctrl-C too, waits for the checkpoint.
+        # Not a daemon: when the interpreter ends, also by Ctrl-C, it waits for the checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"chunkc checkpoint {step}")
 
     def start(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Begin, and return when nothing is left to write but what an optimizer's step changes.
+        """Start the thread, and block until only data that an optimizer's step changes is left to write.
 
         Args:
-            parameters: optimizer steps of these wait until everything has been read.
+            parameters: their optimizer steps wait until everything has been read.
 
         Raises:
-            CheckpointError: there is no thread to be had; nothing is left of the checkpoint.
+            CheckpointError: the thread cannot be started; nothing is left of the checkpoint.
         """
         try:
             self._thread.start()
@@ -80,7 +81,7 @@ class Writing:
             self._refuse(error)
             self._remove()
             raise _named(error, self._step, self._path) from error
-        finally:
+        finally:  # also on Ctrl-C: once the thread runs, steps must wait for it
             if self._thread.ident is not None:
                 declare_reader(parameters, self._all_read)
         self._open_written.wait()
@@ -89,7 +90,8 @@ class Writing:
         """Block until the checkpoint is complete.
 
         Raises:
-            CheckpointError: it will never be, and nothing is left of it; or it is, but older ones could not be removed.
+            CheckpointError: it could not be saved, and nothing is left of it; or it is complete, but older checkpoints
+                could not be removed.
         """
         if self._thread.ident is not None:
             self._thread.join()
@@ -105,14 +107,12 @@ class Writing:
         except BaseException as error:
             self._remove()
             self._problem = error
-            logger.error(
-                "%s", _named(error, self._step, self._path)
-            )  # a waiting caller gets it, too; there may be none
+            logger.error("%s", _named(error, self._step, self._path))  # `finish` raises it too, but may never be called
         finally:
-            del self._finish  # which keeps the directory's lock, and may be the last to do so
+            del self._finish  # it holds the Checkpoint, and with it the directory's lock
 
     def _refuse(self, problem: BaseException) -> None:
-        """Tell the other ranks that this one writes nothing."""
+        """Tell the other ranks that this one cannot write; their threads then raise the problem."""
 
         def refuse() -> None:
             raise problem
@@ -125,8 +125,7 @@ class Writing:
         return together(self._transport, phase, action, CheckpointError, CHECKPOINTS)
 
     def _write_files(self) -> dict[str, list[Piece]]:
-        """Write this rank's files, and return their pieces once all are on the medium; always releases waiting
-        threads."""
+        """Write this rank's files, and return their pieces when all are on the medium; release waiters in any case."""
         try:
             return self._write_each()
         except BaseException as error:
@@ -146,7 +145,7 @@ class Writing:
                 descriptors.append(_new_file(self._path / file.name))
                 written[file.name] = self._write_file(descriptors[-1], file)
                 del file
-            self._all_read.set()
+            self._all_read.set()  # before fsync, which takes long and reads no tensors: steps may go on
             for fd in descriptors:
                 os.fsync(fd)
             return written
@@ -159,7 +158,7 @@ class Writing:
         for source, offset_nbytes in zip(file.sources, file.offsets, strict=True):
             pieces.append(_write_runs(fd, source, offset_nbytes))
             assert pieces[-1].nbytes == source.nbytes, source.key
-            source.check()
+            source.check()  # after the last read: a change before it may be in the file
             if not source.is_guarded:
                 self._num_open -= 1
                 if self._num_open == 0:
@@ -167,7 +166,11 @@ class Writing:
         return pieces
 
     def _complete(self, written: Sequence[Mapping[str, list[Piece]]]) -> str | None:
-        """Rank 0's last work, when every rank has written: the manifest, and the name."""
+        """Write the manifest and name the checkpoint; rank 0 does this after every rank has written.
+
+        Args:
+            written: pieces by file name, from each rank.
+        """
         names = dict.fromkeys(name for of_rank in written for name in of_rank)
         files = {name: joined(piece for of_rank in written for piece in of_rank.get(name, ())) for name in names}
         fd = _new_file(self._path / NAME)
@@ -179,20 +182,20 @@ class Writing:
         return self._finish(self._path)
 
     def _remove(self) -> None:
-        """Leave nothing of the checkpoint; rank 0 does, when no other rank writes any more."""
+        """Remove the unfinished checkpoint, on rank 0."""
         if self._is_first:
             shutil.rmtree(self._path, ignore_errors=True)
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Clear what the frames of an error hold: views of parameters, for as long as the error is referenced."""
+    """Clear the frames of an error and its contexts: while the error is referenced, they hold views of parameters."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
 
 
 def _new_file(path: Path) -> int:
-    """A file to write, which another rank may have made already; the directory is new.
+    """Open a file for writing in the checkpoint's new directory; another rank may have made the file already.
 
     Raises:
         CheckpointError: the directory is gone.
@@ -207,7 +210,7 @@ def _new_file(path: Path) -> int:
 
 
 def _write_runs(fd: int, source: Source, offset_nbytes: int) -> Piece:
-    """Write what this rank has of a tensor that begins there: run by run, each where it is in the whole."""
+    """Write this rank's block of a tensor, run by run; the whole tensor begins at `offset_nbytes` in the file."""
     written, runs, left_nbytes = Piece(offset_nbytes, 0, 0), source.runs(), 0
     for content in source.pieces():
         rest = content
@@ -223,7 +226,7 @@ def _write_runs(fd: int, source: Source, offset_nbytes: int) -> Piece:
 
 
 def _write_all(fd: int, content: memoryview) -> tuple[int, int]:
-    """Write all bytes; how many they are, and their checksum."""
+    """Write all bytes at the file's position; return their number and their CRC-32."""
     left = content
     while left:
         moved = os.write(fd, left)
@@ -234,7 +237,7 @@ def _write_all(fd: int, content: memoryview) -> tuple[int, int]:
 
 
 def _named(problem: BaseException, step: int, path: Path) -> CheckpointError:
-    """The error of a checkpoint that did not become complete, for its user."""
+    """Make the user's error for a checkpoint that could not be saved."""
     what = f"the checkpoint of step {step} was not saved to {path.parent}"
     if isinstance(problem, OSError):
         text = f"{what}: {problem.strerror or problem}"
