@@ -1,1 +1,1 @@
-"""Weights in files: read into a model and written out of it, one tensor in memory at a time."""
+"""Load a model's weights from files, and save them to files, with one tensor in memory at a time."""

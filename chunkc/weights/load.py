@@ -1,4 +1,4 @@
-"""`chunkc.load`: weights from files into a model's own memory, one tensor after the other."""
+"""Load weights from files into a model's own memory, one tensor after the other: `chunkc.load`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_COMPILED = "_orig_mod."
 
 
 class IncompatibleKeys(NamedTuple):
-    """Names that did not match, as `load_state_dict` returns them."""
+    """Names that only the model or only the files have, as `load_state_dict` returns them."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -35,25 +35,26 @@ class IncompatibleKeys(NamedTuple):
 def load(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> IncompatibleKeys:
     """Load weights from files into a model, wherever its parameters live, as `load_state_dict` does.
 
-    Values are copied into the parameters and buffers that there are and converted to their dtypes. One tensor at a time
-    is in memory in addition to the model, so the model may be larger than the RAM (see `chunkc.init`). A weight that
-    modules share may be in the files under any of its names.
+    Values are copied into the model's parameters and buffers, and converted to their dtypes. One tensor at a time is in
+    memory in addition to the model, so the model may be larger than the RAM (see `chunkc.init`). Files may have a
+    shared weight under any of its names.
 
-    Where ranks train the model (`chunkc.distribute`), all of them call this, and each reads its part of each tensor.
+    If ranks train the model (`chunkc.distribute`), all of them call this, and each copies its shard of each tensor.
 
     Args:
-        model: compiled or not; names are those of the module itself.
+        model: compiled or not; names in files are those of the module itself.
         path: a file of safetensors or of `torch.save`, an index such as `model.safetensors.index.json`, or a directory
             as Hugging Face lays it out.
         strict: refuse files with other names than the model's.
 
     Returns:
-        The names that files or model lack.
+        Names that the files lack, and names that the model lacks.
 
     Raises:
-        FileError: a file cannot be read, or is in none of these formats.
-        RuntimeError: as `load_state_dict`: names with `strict`, or shapes do not fit.
-        UnsupportedError: parameters are on the meta device.
+        FileError: a file cannot be read, or is in none of these formats; or another rank could not load.
+        RuntimeError: as `load_state_dict`: shapes differ or, with `strict`, names.
+        UnsupportedError: parameters are on the meta device, or only some of them are sharded.
+        DistributedError: a rank is gone, or calls something else.
     """
     module = weights_module(model)
     for name, parameter in module.named_parameters():
@@ -82,9 +83,9 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True)
 
 
 def weights_module(model: nn.Module) -> nn.Module:
-    """The module inside its wrappers: `torch.compile`'s, and those that show the names of their `module`.
+    """Return the module inside its wrappers: `torch.compile`'s, and any with the names of its `module`'s `state_dict`.
 
-    `chunkc.engine.Engine` and Lightning's Fabric wrap a model so.
+    The latter are those of `chunkc.engine.Engine` and Lightning Fabric.
     """
     found = unwrapped(model)
     inner = found._modules.get("module")
@@ -94,17 +95,17 @@ def weights_module(model: nn.Module) -> nn.Module:
 
 
 def plain(name: str) -> str:
-    """A name as the module has it that the user wrote, without what compiled modules put in."""
+    """Return a name without the prefixes that compiled modules insert."""
     return name.replace(OF_COMPILED, "")
 
 
 def names_of(module: nn.Module) -> dict[str, str]:
-    """Plain name -> the name in the `state_dict`, which differs inside modules that are compiled themselves."""
+    """Map plain names to names in the `state_dict`, which have prefixes inside submodules that are compiled."""
     return {plain(name): name for name in module.state_dict()}
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Equal where two tensors are one, or one memory (`b.data = a.data`)."""
+    """Return a key that is equal for the same tensor, and for tensors over the same memory (`b.data = a.data`)."""
     if isinstance(tensor, DTensor):
         return place_of(local_of(tensor)) if local_of(tensor).numel() else (id(tensor),)
     if tensor.numel() == 0 or tensor.device.type == "meta":
@@ -113,13 +114,15 @@ def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _as_cut(tensor: torch.Tensor, own: object) -> torch.Tensor:
-    """Take this rank's shard of a tensor if its own tensor is sharded; the whole tensor otherwise, or if shapes
-    differ."""
+    """Return this rank's shard of a tensor if the model's tensor `own` is sharded, else the whole tensor.
+
+    It stays whole if the shapes differ, too: `load_state_dict` raises then.
+    """
     return shard_like(tensor, own) if isinstance(own, DTensor) and own.shape == tensor.shape else tensor
 
 
 def _shared(module: nn.Module) -> list[list[str]]:
-    """The names of each tensor that has several."""
+    """List the names of each tensor that has several."""
     by_place: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if isinstance(tensor, torch.Tensor):
@@ -128,7 +131,7 @@ def _shared(module: nn.Module) -> list[list[str]]:
 
 
 class _OneAtATime(TorchFunctionMode):
-    """After each copy, the pages of both its sides leave the memory, where a file has their contents."""
+    """Drop the pages of both sides after each `copy_`, if they are mapped from a file."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None

@@ -1,7 +1,7 @@
-"""Weights of a model that is cut over ranks, one tensor after the other: whole on rank 0, from the parts of all.
+"""Gather the weights of a sharded model on rank 0, one tensor after the other.
 
-Rank 0 writes, so the files need not be where other ranks see them. Before each tensor all ranks meet. So where rank 0
-cannot write any more, the others are told, and do not wait for it.
+Only rank 0 writes, so other ranks need not see the files. All ranks meet before each tensor: if rank 0 cannot write,
+the others learn it there and do not wait for it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SAVE, LOAD = "chunkc.save()", "chunkc.load()"
 
 
 def transport_of_module(module: nn.Module) -> Transport | None:
-    """By which all ranks meet that train a model; None: one process does.
+    """Find the transport of all ranks that train a model; None: the model is not sharded.
 
     Raises:
-        UnsupportedError: some of the parameters are cut over ranks and others are not.
+        UnsupportedError: some parameters are sharded and others are not, or over other ranks.
     """
     parts = {name: local_shard_of(parameter) for name, parameter in module.named_parameters()}
     transport_of(parts)
@@ -33,7 +33,9 @@ def transport_of_module(module: nn.Module) -> Transport | None:
 
 
 def whole_on_first(tensor: torch.Tensor, transport: Transport | None) -> torch.Tensor:
-    """Gather a tensor on rank 0, into memory that is not the compute tier's; return one that is not sharded as it is.
+    """Gather a sharded tensor on rank 0, into memory outside the compute tier; return any other tensor as it is.
+
+    Only rank 0 calls this; meanwhile the others call `send_to_first`.
 
     Raises:
         DistributedError: a rank is gone, or does not come.
@@ -52,7 +54,7 @@ def whole_on_first(tensor: torch.Tensor, transport: Transport | None) -> torch.T
             place.copy_(local_of(tensor).detach())
         elif place.is_contiguous():
             receives.append((rank, place))
-        else:  # parts of rows
+        else:  # parts of rows: messages are contiguous, so these go through a buffer
             received = host_empty((block.numel,), tensor.dtype).view(block.sizes)
             transport.exchange(GATHERS, [], [(rank, received)])
             place.copy_(received)

@@ -1,8 +1,8 @@
-"""Safetensors files, written as a stream.
+"""Write safetensors files as a stream.
 
 The format (https://huggingface.co/docs/safetensors): the header's length in 8 bytes, little endian; a header in JSON,
-with dtype, shape and place of each tensor; the tensors' bytes. The library's own writer wants all tensors at once, and
-would keep the pages of all of them in memory.
+with dtype, shape and offsets of each tensor; the tensors' bytes. The library's own writer takes all tensors at once,
+and would keep the pages of all of them in memory.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ NAMES: Mapping[torch.dtype, str] = {
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
 }  # fmt: skip
-"""The format's word for each dtype that it can hold."""
+"""Name of each dtype in the format."""
 
 _ALIGNMENT_NBYTES = 8
 
 
 def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The header of a file that has these tensors in this order.
+    """Make the header of a file that has these tensors (name, dtype, shape) in this order, with its length before it.
 
     Raises:
-        UnsupportedError: the format has no word for a dtype.
+        UnsupportedError: the format lacks a dtype, or a tensor is called `__metadata__`.
     """
     content: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset_nbytes = 0
@@ -52,10 +52,10 @@ def header_of(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> by
 
 
 def check_storable(name: str, tensor: object) -> torch.Tensor:
-    """The tensor, if a safetensors file can hold it.
+    """Return the tensor if a safetensors file can hold it.
 
     Raises:
-        UnsupportedError: it cannot; named.
+        UnsupportedError: it cannot; the message has its name.
     """
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"{name} is a {type(tensor).__name__}: safetensors files hold tensors only")
@@ -66,20 +66,21 @@ def check_storable(name: str, tensor: object) -> torch.Tensor:
 
 
 def in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of tensors as a file has them, so that every one is aligned."""
+    """Sort the names of tensors, largest elements first, so that every tensor is aligned in a file."""
     return sorted(tensors, key=lambda name: -tensors[name].itemsize)
 
 
 def write(
     file: BinaryIO, tensors: Mapping[str, torch.Tensor], whole: Callable[[torch.Tensor], torch.Tensor] = torch.detach
 ) -> None:
-    """Write tensors that are storable, one after the other; pages of a disk home leave the memory as they are written.
+    """Write tensors, one after the other; drop the pages of a disk home once they are written.
 
     Args:
-        whole: gives a tensor's values, where it is none that has them itself; called once for each, `in_order`.
+        tensors: each passes `check_storable`.
+        whole: gathers a sharded tensor, and returns any other as it is; called once for each, `in_order`.
 
     Raises:
-        OSError: no room; nothing was written then.
+        OSError: the file cannot be written; if there is no room, nothing was written.
     """
     names = in_order(tensors)
     header = header_of((name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names)

@@ -1,4 +1,4 @@
-"""`chunkc.save`: a model's weights into safetensors files, one tensor after the other."""
+"""Save a model's weights to safetensors files, one tensor after the other: `chunkc.save`."""
 
 from __future__ import annotations
 
@@ -28,34 +28,35 @@ from chunkc.weights.over_ranks import SAVE, send_to_first, transport_of_module, 
 from chunkc.weights.weights import INDEX, SINGLE
 
 Whole = Callable[[torch.Tensor], torch.Tensor]
-"""Gives all of a tensor that is cut over ranks."""
+"""Gathers a sharded tensor; returns any other as it is."""
 
 _SHARD = re.compile(r"model(-[0-9a-f]{8})?-\d{5}-of-\d{5}\.safetensors")
 
 
 def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int | str = "5GB") -> None:
-    """Save a model's weights as safetensors files that `transformers` and the safetensors library read as they stand.
+    """Save a model's weights as safetensors files that `transformers` and the safetensors library can read.
 
-    Tensors are streamed: one at a time is in memory, in addition to the model. A weight that modules share is written
-    once. What is saved are the entries of the module's own `state_dict`, without the names that `torch.compile` puts
-    in.
+    Entries of the module's own `state_dict` are saved, without the prefixes that `torch.compile` inserts into names.
+    Tensors are streamed: one at a time is in memory, in addition to the model. A shared weight is written once.
 
-    A directory then has what was saved, or what it had before, whenever the process ends: files are written aside and
-    synced, and one rename makes them count. Where a directory has shards already, new ones have other names. Other
-    files in it stay. A model of `transformers` saves its configuration, too.
+    Whenever the process ends, the directory has the new weights or the old ones: files are written under other names
+    and synced, and one rename or removal makes them count. Other files in the directory stay. The configuration of a
+    `transformers` model is saved too, before its weights.
 
-    Where ranks train the model (`chunkc.distribute`), all of them call this. Rank 0 writes, with one whole tensor at a
-    time in memory, and the others send it their parts. Buffers are those of rank 0.
+    If ranks train the model (`chunkc.distribute`), all of them call this. Rank 0 writes, with one whole tensor at a
+    time in memory, and the others send it their shards. Buffers are those of rank 0.
 
     Args:
         model: compiled or not.
-        path: a directory, which is made if need be; or one file with a name that ends in `.safetensors`.
-        max_shard_size: of a directory's files: bytes, or a size such as `"5GB"`. A larger tensor has a file of its own.
+        path: a directory, which is made if needed; or a file with a name that ends in `.safetensors`.
+        max_shard_size: largest size of a directory's files: bytes, or text such as `"5GB"`. A larger tensor has a file
+            of its own.
 
     Raises:
-        FileError: the files cannot be written; what was saved there before is as it was.
-        UnsupportedError: the `state_dict` has something that safetensors files cannot hold.
-        OptionsError: the size makes no sense.
+        FileError: the files cannot be written; weights that were saved there before are unchanged.
+        UnsupportedError: the `state_dict` has an entry that safetensors files cannot hold.
+        OptionsError: the size is not valid.
+        DistributedError: a rank is gone, or calls something else.
     """
     limit = parse_size(max_shard_size, "max_shard_size") if isinstance(max_shard_size, str) else max_shard_size
     if limit < 1:
@@ -93,12 +94,16 @@ def _nothing() -> None:
 
 
 def _entries_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The entries of the `state_dict`, by plain name."""
+    """Collect the entries of the `state_dict`, by plain name.
+
+    Raises:
+        UnsupportedError: a safetensors file cannot hold an entry.
+    """
     return {plain(name): safetensors.check_storable(name, value) for name, value in module.state_dict().items()}
 
 
 def _tensors_of(module: nn.Module, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Select the entries to save: of several names of one tensor, the one that `transformers` expects."""
+    """Select the entries to save: of several names of one tensor, the first that `transformers` does not call tied."""
     secondary = getattr(module, "all_tied_weights_keys", None) or getattr(module, "_tied_weights_keys", None) or ()
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in found.items():
@@ -110,7 +115,7 @@ def _tensors_of(module: nn.Module, found: Mapping[str, torch.Tensor]) -> dict[st
 
 
 def _sharded(tensors: Mapping[str, torch.Tensor], limit_nbytes: int) -> list[dict[str, torch.Tensor]]:
-    """The tensors in order, in parts that keep to the limit unless they are one tensor."""
+    """Split the tensors, in order, into files of at most `limit_nbytes`, or of one larger tensor."""
     shards: list[dict[str, torch.Tensor]] = [{}]
     room = limit_nbytes
     for name, tensor in tensors.items():
@@ -123,14 +128,15 @@ def _sharded(tensors: Mapping[str, torch.Tensor], limit_nbytes: int) -> list[dic
 
 
 def _write_directory(directory: Path, shards: Sequence[Mapping[str, torch.Tensor]], whole: Whole) -> None:
-    """Write all files; the last rename or removal is what makes a reader see them instead of the former ones."""
+    """Write all files. Readers see the new ones from one rename or removal on; then former shards are removed."""
     if len(shards) == 1:
         names: list[str] = []
-        _write(directory / SINGLE, shards[0], whole)  # goes before an index
+        _write(directory / SINGLE, shards[0], whole)  # readers prefer it to an index
         (directory / INDEX).unlink(missing_ok=True)
     else:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
         if any((directory / name).exists() for name in names):
+            # Not over former shards: the index may name them until it is replaced.
             names = [name.replace("model-", f"model-{secrets.token_hex(4)}-", 1) for name in names]
         for name, shard in zip(names, shards, strict=True):
             _write(directory / name, shard, whole)
@@ -139,7 +145,7 @@ def _write_directory(directory: Path, shards: Sequence[Mapping[str, torch.Tensor
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
         with _replacing(directory / INDEX) as file:
             file.write(text.encode())
-        (directory / SINGLE).unlink(missing_ok=True)
+        (directory / SINGLE).unlink(missing_ok=True)  # after the index: readers prefer this file to it
     _sync_directory(directory)
     for other in directory.iterdir():
         if _SHARD.fullmatch(other.name) and other.name not in names:
@@ -153,7 +159,7 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor], whole: Whole) -> Non
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that becomes `path`, whole and on the disk, or nothing."""
+    """Open a new file that replaces `path` when all of it is on the disk; an error removes it instead."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.saving")
     try:
         with aside.open("xb") as file:
@@ -177,7 +183,7 @@ def _sync_directory(directory: Path) -> None:
 
 
 def _save_configuration(module: nn.Module, directory: Path) -> None:
-    """The configuration of a model of `transformers`, with what its own `save_pretrained` writes into it."""
+    """Save the configuration of a `transformers` model as its own `save_pretrained` does; of other models nothing."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "save_pretrained"):
         return

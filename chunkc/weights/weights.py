@@ -1,4 +1,4 @@
-"""Files of weights, opened as tensors that are mapped from them: nothing is read before a tensor is."""
+"""Map tensors from files of weights; pages are read when a tensor is read."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from safetensors import SafetensorError, safe_open
 from chunkc.ir.errors import FileError
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-"""What a directory of Hugging Face has: one file, or the index of several. If it has both, the one counts."""
+"""Names in a Hugging Face directory: one file of weights, or the index of several. If both exist, the file counts."""
 
 _IN_DIRECTORIES = (SINGLE, INDEX, "pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:
-    """Read the tensors of a file, of an index of files, or of a directory with one of these, by name.
+    """Map the tensors of a file, of an index of files, or of a directory with one of these, by name.
 
-    Formats: safetensors, and what `torch.save` wrote of a `state_dict`, of which only data is taken.
+    Formats: safetensors, and a `state_dict` that `torch.save` wrote, loaded with `weights_only`.
 
     Raises:
-        FileError: there is no such file, or it is not in one of these formats.
+        FileError: there is no such file, or it is in none of these formats.
     """
     try:
         if path.is_dir():
@@ -44,10 +44,10 @@ def _in_directory(directory: Path) -> Path:
 
 
 def shards_of(index: Path) -> list[Path]:
-    """The files that an index names, which must be in its directory.
+    """List the files that an index names, which must be in its directory.
 
     Raises:
-        FileError: it is no index, or names files elsewhere.
+        FileError: it is not an index, or names files elsewhere.
         OSError: it cannot be read.
     """
     try:
