@@ -1,1 +1,1 @@
-"""Small helpers that know nothing of chunks: caches, weak keys, garbage collection, progress."""
+"""Small helpers that know nothing of chunks: caches, weak keys, garbage collection, progress, reachable values."""

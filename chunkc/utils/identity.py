@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 
 class WeakIdentity(weakref.ref[nn.Parameter]):
-    """A weak reference to a parameter, equal to another of the same one."""
+    """A weak reference to a parameter; equal to other weak references to that parameter, also after its end."""
 
     __slots__ = ("_key",)
 
@@ -32,10 +32,10 @@ class WeakIdentity(weakref.ref[nn.Parameter]):
 
 
 class ByIdentity(Generic[V]):
-    """A value for each of some parameters, until the parameter is gone.
+    """A mapping from parameters to values; an entry goes with its parameter.
 
-    What `torch.utils.weak.WeakTensorKeyDictionary` does, at a sixth of the time of a look-up, of which a step has
-    several for each parameter. Threads may read and write at once.
+    Like `torch.utils.weak.WeakTensorKeyDictionary`, but a look-up takes a sixth of the time; a step has several for
+    each parameter. Threads may read and write concurrently.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ByIdentity(Generic[V]):
         return [value for _, value in list(self._entries.values())]
 
     def _lost(self, reference: WeakIdentity) -> None:
-        """A parameter is gone. Another may have its number already."""
+        """Remove the entry of a parameter that is gone, unless a new parameter has its `id` by now."""
         number = hash(reference)
         entry = self._entries.get(number)
         if entry is not None and entry[0] is reference:

@@ -1,4 +1,4 @@
-"""Show a line on standard error while a compilation takes long, if that is a terminal."""
+"""Show a progress line on standard error during long compilations, if standard error is a terminal."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 DELAY_S = 2.0
-"""Compilations that are over sooner show nothing."""
+"""Compilations that end sooner show nothing, in seconds."""
 
 Show = Callable[[str, int, int | None], None]
-"""Called with the name of what begins, how many parts of it are done, and how many there are (None: unknown)."""
+"""Called with the name of a stage, the number of its parts that are done, and their total (None: unknown)."""
 
 
 @contextmanager
 def compilation_progress(console: Console | None = None, delay_s: float | None = None) -> Iterator[Show]:
-    """Give a function to be called with each stage; the latest is shown from `delay_s` on, and erased at the end.
+    """Give a function that shows the current stage; the line appears after `delay_s` seconds and is erased at the end.
 
-    Of several processes of one training run, the first shows it.
+    Of several processes of a training run (`RANK` is set), only rank 0 shows it.
     """
     console = console or Console(stderr=True)
     if not console.is_terminal or int(os.environ.get("RANK") or 0) != 0:
         yield lambda what, done, of: None
         return
     columns = (SpinnerColumn(), TextColumn("chunkc: {task.description}"), BarColumn(), TimeElapsedColumn())
-    # Standard output and error stay the program's own: it may write to them meanwhile.
+    # Not redirected: the program may write to standard output and error meanwhile.
     progress = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
     task = progress.add_task("compiling", total=None)
-    may_begin = threading.Lock()
+    may_begin = threading.Lock()  # so that the timer cannot start the line after the end
     is_over = False
 
     def begin() -> None:

@@ -13,11 +13,14 @@ from torch import nn
 
 
 def within_reach(code: CodeType, local_values: Iterable[Any], global_values: Mapping[str, Any]) -> Iterator[Any]:
-    """Yield each value that code may reach from these variables, once: by attributes, items and calls.
+    """Yield each value that code may reach from its variables by attributes, items and calls, once and breadth first.
 
-    The fewer steps lead to a value, the earlier it comes: a caller that stops early has the nearest values, however
-    long the lists among them are. Of PyTorch's own modules and functions nothing is reached, nor of a module with
-    parameters, nor of a tensor.
+    A caller that stops early has the nearest values, however long the lists among them are. The search does not go
+    into PyTorch's own modules and functions, classes, tensors, or modules with parameters.
+
+    Args:
+        local_values: values of the code's local variables.
+        global_values: all global variables, by name; only those that the code names are visited.
     """
     names = frozenset(_names(code))
     visited: dict[int, Any] = {}
@@ -26,21 +29,21 @@ def within_reach(code: CodeType, local_values: Iterable[Any], global_values: Map
     while frontier:
         for value in frontier.popleft():
             if id(value) not in visited:
-                visited[id(value)] = value  # alive, so that no other value gets its id
+                visited[id(value)] = value  # keeps it alive, so that no other value gets its id
                 yield value
                 frontier.append(_parts(value, names))
 
 
 def has_parameters(value: Any) -> bool:
-    """Whether a value is a parameter, or a module that has some."""
+    """Whether a value is a parameter, or a module with parameters."""
     return isinstance(value, nn.Parameter) or (isinstance(value, nn.Module) and any(True for _ in value.parameters()))
 
 
 def _parts(value: Any, names: Collection[str]) -> Iterator[Any]:
-    """Yield the values that code with a value at hand may reach by it.
+    """Yield the values that code may reach from a value in one step.
 
     Args:
-        names: of the attributes and global variables that the code uses.
+        names: names of the attributes and global variables that the code uses.
     """
     if isinstance(value, ModuleType):
         if value.__name__.partition(".")[0] != "torch":
@@ -69,12 +72,12 @@ def _parts(value: Any, names: Collection[str]) -> Iterator[Any]:
 def _contents(cell: CellType) -> Iterator[Any]:
     try:
         yield cell.cell_contents
-    except ValueError:  # empty so far
+    except ValueError:  # the cell is still empty
         return
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names of global variables and attributes in a function's code and in that of functions inside it."""
+    """Yield the names of global variables and attributes in a function's code, and in functions defined inside it."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

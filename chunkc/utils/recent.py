@@ -1,4 +1,4 @@
-"""A least-recently-used cache with a limit on the sizes of its entries."""
+"""A least-recently-used cache with a limit on the total size of its entries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """A bounded mapping of the entries used last: in a training of days, a step's inputs may never repeat exactly.
+    """A least-recently-used cache; bounded, since the exact inputs of a step may never repeat in days of training.
 
     Args:
-        limit: of all entries together; the latest is kept whatever its size.
-        size_of: of an entry, in the limit's unit; by default each is 1.
+        limit: on the total size of all entries; the latest entry is kept whatever its size.
+        size_of: size of an entry, in the unit of `limit`; 1 by default.
     """
 
     def __init__(self, limit: int, size_of: Callable[[V], int] = lambda value: 1) -> None:
@@ -28,27 +28,27 @@ class Recent(Generic[K, V]):
         return len(self._entries)
 
     def items(self) -> ItemsView[K, V]:
-        """Keys and entries, the one last used last."""
+        """Return keys and entries, the most recently used last."""
         return self._entries.items()
 
     def values(self) -> ValuesView[V]:
-        """Entries, the one last used last."""
+        """Return entries, the most recently used last."""
         return self._entries.values()
 
     def clear(self) -> None:
-        """Forget all entries."""
+        """Remove all entries."""
         self._entries.clear()
         self.size = 0
 
     def find(self, key: K) -> V | None:
-        """Look up an entry and mark it as used last; None if there is none."""
+        """Look up an entry and mark it as the most recently used; return None if there is none."""
         if key not in self._entries:
             return None
         self._entries.move_to_end(key)
         return self._entries[key]
 
     def keep(self, key: K, value: V) -> V:
-        """Add `value`, and drop the least recently used entries beyond the limit."""
+        """Add or replace an entry, drop the least recently used ones beyond the limit, and return `value`."""
         if key in self._entries:
             self.size -= self._size_of(self._entries.pop(key))
         self._entries[key] = value
