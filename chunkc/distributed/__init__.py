@@ -1,1 +1,1 @@
-"""Compare what ranks must have in common before they exchange anything; cut models by tensor parallelism."""
+"""Connect ranks, compare what they must have in common, and trace sharded and tensor-parallel parameters."""

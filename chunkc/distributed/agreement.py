@@ -1,9 +1,9 @@
-"""Compare what the ranks of one training must have in common, at points that all of them pass.
+"""Compare what the ranks of a training run must have in common, at points that all of them pass.
 
-Each makes its plans by itself, of the same facts. What a rank alone knows, such as the bytes that its program holds, is
-made a fact of all: the largest of any rank. Everything else is compared by hash, before anything moves: the code, the
-layout and the options of a graph that is compiled, each new plan, and at the beginning of every phase which one it is.
-A rank that cannot go on says so there, and the others raise what it said.
+Each rank plans by itself, from the same facts. Facts that differ by rank, such as external bytes, are gathered, and all
+ranks plan for the maximum. All other facts are compared before anything moves: the code, the layout and the options of
+a graph that is compiled, each new plan, and at the beginning of every phase its name. A rank that cannot continue sends
+its error there, and the others raise it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,24 @@ from chunkc.runtime.store.shards import LocalShard
 T = TypeVar("T")
 
 Facts = Mapping[str, str]
-"""What is compared: its name in messages, and a text that is equal on all ranks."""
+"""Names of facts, as error messages show them -> texts, which must be equal on all ranks."""
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A message of a rank that raised an error instead of coming to an agreement."""
+    """A message of a rank that raised an error instead of taking part in an agreement."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class _Said:
-    """A rank's message at an agreement: facts to be compared, and a result that only this rank has.
+    """A rank's message at an agreement.
 
-    The result is what a phase begins with, or what an action returned that ranks perform collectively.
+    Attributes:
+        facts: compared with those of the other ranks.
+        result: this rank's own: its `Here`, or the result of its action in `together`.
+        problem: text of the error that its action raised.
     """
 
     facts: dict[str, str]
@@ -54,9 +57,9 @@ class Here:
         nbytes: external bytes on the rank, besides the phase.
         outdated: groups with a replicated copy that differs from this rank's shard at home.
         needs: a hash of what the phase's step needs at its sizes.
-        history: of that step's plans (see `SizedStep`).
-        code: a hash of the graph's code, which is the same on ranks of the same `needs` and `kind`.
-        kind: whether its sizes are symbols, and how many of its inputs are.
+        history: where that step's plans come from (see `tracing.steps.SizedStep`); None: it has none in common.
+        code: a hash of the graph's code, which must be equal on ranks with the same `needs` and `kind`.
+        kind: whether the graph's sizes are symbols, and how many.
     """
 
     nbytes: int
@@ -71,16 +74,17 @@ class Here:
 def rendezvous(
     transport: Transport | None, not_final: tuple[type[BaseException], ...] = ()
 ) -> Iterator[Callable[[Callable[[], Facts]], None]]:
-    """Give a function that compares this rank's facts with those of all ranks, once; without a transport it does
-    nothing.
+    """Give a function that compares this rank's facts with those of all ranks; without a transport it does nothing.
 
-    A rank that needs no comparison does not call it. A rank that fails says so at the ranks' next rendezvous.
+    Call it at most once, and not at all if there is nothing to compare. If this rank fails before the comparison, it
+    sends its error to the ranks that wait there. With tensor parallelism it also sends any error to all ranks, which
+    wait where a phase begins.
 
     Args:
-        not_final: errors after which this rank tries again.
+        not_final: errors that are not sent: this rank tries again.
 
     Raises:
-        DistributedError: facts differ, a rank is gone, or another rank has raised an error inside.
+        DistributedError: facts differ, a rank is gone, or another rank has sent an error.
     """
     met = transport is None
 
@@ -97,31 +101,31 @@ def rendezvous(
         if transport is not None and not isinstance(error, not_final):
             if not met:
                 refuse(transport, error)
-            if transport.world is not transport:  # they wait where a phase begins
+            if transport.world is not transport:  # all ranks wait where a phase begins
                 refuse(transport.world, error)
         raise
 
 
 def refuse(transport: Transport, error: Exception) -> None:
-    """Instead of coming to an agreement, a rank says why it cannot: the others raise that."""
+    """Send an error to the other ranks at their next agreement, in place of facts; they raise it."""
     with suppress(DistributedError):
         transport.all_gather(_Refusal(f"{type(error).__name__}: {str(error) or error.__cause__}"))
 
 
 def agree(transport: Transport, facts: Facts) -> None:
-    """Compare facts; all ranks call this.
+    """Compare facts by hash; all ranks call this.
 
     Raises:
-        DistributedError: they differ, a rank is gone, or has raised an error.
+        DistributedError: facts differ, a rank is gone, or another rank has sent an error.
     """
     _heard(transport, _Said({name: hashed(text) for name, text in facts.items()}))
 
 
 def begin_phase(transport: Transport, own: Here, facts: Facts) -> list[Here]:
-    """Compare facts as `agree` does, and return the state of each rank at the beginning of a phase.
+    """Compare facts, and return the state of each rank at the beginning of a phase; all ranks call this.
 
     Raises:
-        DistributedError: as `agree`.
+        DistributedError: as `agree`; or the code differs between ranks with the same needs and kind.
     """
     said: list[Here] = [one.result for one in _heard(transport, _Said(dict(facts), own))]
     codes: dict[tuple[str, str], str] = {}
@@ -138,14 +142,16 @@ def together(
     error: type[ChunkcError],
     channel: str = AGREEMENTS,
 ) -> list[T]:
-    """Perform an action on all ranks, and return the result of each; without a transport, of this process alone.
+    """Perform an action on all ranks, wait for all, and return the result of each, by rank; results are pickled.
+
+    Without a transport, perform it in this process alone. An error of the action on this rank is raised as it is.
 
     Args:
         phase: the action's name in messages.
-        error: what is raised where another rank could not do it.
+        error: class of the error that is raised if the action failed on another rank.
 
     Raises:
-        DistributedError: a rank is gone, or does something else. And whatever the action raises here.
+        DistributedError: a rank is gone, or performs another action.
     """
     if transport is None:
         return [action()]
@@ -182,7 +188,11 @@ def _heard(transport: Transport, own: _Said, channel: str = AGREEMENTS) -> list[
 
 
 def _difference(name: str, values: Sequence[str | None]) -> str:
-    """Name the ranks that differ from the majority; where both are as many, the first ones."""
+    """Describe a fact that differs, and the ranks that differ from its most frequent value.
+
+    Args:
+        values: of each rank; if several are the most frequent, the value of the lowest rank counts.
+    """
     usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
     others = [rank for rank, value in enumerate(values) if value != usual]
     which = ", ".join(map(str, others))
@@ -195,15 +205,15 @@ def _difference(name: str, values: Sequence[str | None]) -> str:
 
 
 def hashed(text: str) -> str:
-    """A hash of a long text, compared in place of it."""
+    """Hash a long text, to compare the hash in its place: 128 bits of BLAKE2b, in hexadecimal."""
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def transport_of(named: Mapping[str, nn.Parameter]) -> Transport | None:
-    """The transport of the ranks that train these parameters; None: one process does.
+    """Find the transport of the ranks that have shards of these parameters; None: they are not sharded.
 
     Raises:
-        UnsupportedError: some of the parameters are cut over ranks and others are not, or over other ranks.
+        UnsupportedError: some parameters are sharded and others are not, or over other ranks.
     """
     found = {name: p.transport if isinstance(p, LocalShard) else None for name, p in named.items()}
     if len({id(transport) for transport in found.values()}) > 1:
@@ -217,10 +227,10 @@ def transport_of(named: Mapping[str, nn.Parameter]) -> Transport | None:
 
 
 def refuse_moved_activations(options: Options) -> None:
-    """Refuse options by which saved values would leave the compute tier.
+    """Refuse options that let saved values be offloaded or recomputed.
 
     Raises:
-        UnsupportedError: they would.
+        UnsupportedError: `activations` is not "keep".
     """
     if options.activations != "keep":
         raise UnsupportedError('distributed models keep what the forward saves (activations="keep") so far')

@@ -1,9 +1,9 @@
 """Connect the processes of a launcher, also after it has restarted them: `chunkc.init_process_group`.
 
-`torchrun` gives every attempt the same store, with all that an earlier one has left in it. PyTorch's own
-`init_process_group` reads there the addresses of processes that have ended, and waits until its timeout. The count of
-restarts is no remedy: each host counts for itself, and none where another host leaves or comes. So ranks first agree
-on a name that no attempt has used, and then connect under it.
+`torchrun` gives every attempt the same store, with everything that earlier attempts left in it. PyTorch's own
+`init_process_group` reads addresses of ended processes there, and waits until its timeout. The number of restarts
+cannot tell attempts apart: each host counts its own, and does not count when another host leaves or joins. So ranks
+first agree on a name that no attempt has used, and connect under it as the prefix of the store's keys.
 """
 
 from __future__ import annotations
@@ -19,23 +19,22 @@ import torch.distributed as dist
 from chunkc.ir.errors import DistributedError, OptionsError
 
 TIMEOUT_S = 300.0
-"""How long ranks wait for each other by default."""
+"""Seconds that ranks wait for each other by default."""
 
 _POLL_S = 0.01
 
 
 def init_process_group(timeout_s: float = TIMEOUT_S) -> None:
-    """`torch.distributed.init_process_group`, with which `torchrun --max-restarts` works: for gloo, and on a machine
-    with GPUs for NCCL, too.
+    """Initialise `torch.distributed` so that `torchrun --max-restarts` works: gloo, and NCCL if there are GPUs.
 
-    Reads what a launcher says in the environment (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`); a process that
-    was started without one is the only rank.
+    Reads the environment that a launcher sets (`RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`). Without `RANK`,
+    this process is the only rank.
 
     Args:
         timeout_s: seconds that a rank waits for the others, here and in PyTorch's own collectives.
 
     Raises:
-        OptionsError: the timeout makes no sense.
+        OptionsError: the timeout is not positive.
         DistributedError: a rank has not come in time.
     """
     if not timeout_s > 0:
@@ -48,7 +47,7 @@ def init_process_group(timeout_s: float = TIMEOUT_S) -> None:
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> None:
-    """Initialise the process group as a given rank; `MASTER_ADDR` and `MASTER_PORT` are in the environment.
+    """Initialise the process group as a given rank, by `MASTER_ADDR` and `MASTER_PORT` in the environment.
 
     Raises:
         DistributedError: a rank has not come in time.
@@ -72,10 +71,13 @@ def _backends() -> str:
 
 
 def _agreed_name(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Agree on a name that rank 0 makes up and every rank of this attempt learns from it.
+    """Agree on a random name that rank 0 makes; the store may have keys of earlier attempts.
 
-    A rank says hello under a name of its own, and takes the answer to that name only. Rank 0 may read the hello of an
-    earlier attempt, and answers the next one, too: it goes on until each rank has said that it knows the name.
+    Each other rank sets a random token as its hello, and accepts only the answer to that token. Rank 0 may read a hello
+    of an earlier attempt; so it answers every new token until each rank has confirmed the name.
+
+    Raises:
+        torch.distributed.DistStoreError: a rank has not come in time.
     """
     own = secrets.token_hex(8)
     if rank != 0:

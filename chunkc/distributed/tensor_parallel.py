@@ -1,14 +1,15 @@
-"""Cut a model over one mesh dimension that `parallelize_module` has cut over another.
+"""Shard a model over one mesh dimension that `parallelize_module` has sharded over another.
 
-Each rank has a local tensor of such a parameter. That is what is cut into parts, gathered and reduced over the mesh of
-`chunkc.distribute`, as a model's whole parameter would be. A module that is compiled reads, in its place,
+Each rank's local tensor of such a parameter is sharded, gathered and reduced over the mesh of `chunkc.distribute`, as
+a whole parameter is without tensor parallelism. In place of the parameter, a module that is compiled reads
 
     weight: "DTensor(f32[8, 4], _S(0, 2), S(0))"
     own: "f32[4, 4]" = chunkc.distributed.whole_parameters.whole_here(weight, (4, 4))
     placed: "DTensor(f32[8, 4], S(0))" = DTensor.from_local(own, mesh, (S(0),), shape=(8, 4), stride=(4, 1))
 
-so all rules of tensor parallelism are PyTorch's, and so are the collectives in the graph (see `passes.collectives`).
-Parameters that are not in the plan of `parallelize_module` are on all its ranks, each of which updates them alike.
+so all rules of tensor parallelism are PyTorch's, and so are the collectives in the graph (see
+`passes/graphs/collectives`). Parameters that are not in the plan of `parallelize_module` are replicated on its ranks,
+which all make the same updates.
 """
 
 from __future__ import annotations
@@ -35,24 +36,24 @@ HOW = (
 
 
 def is_parallel(tensor: torch.Tensor) -> bool:
-    """Whether a tensor lies over ranks, and chunkc has not cut it."""
+    """Whether a tensor is a `DTensor` that `chunkc.distribute` has not sharded."""
     return isinstance(tensor, DTensor) and not isinstance(local_shard_of(tensor), LocalShard)
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """The placement of a model's parameters on the mesh dimensions that `chunkc.distribute` does not cut.
+    """Placements of a model's parameters on the mesh of tensor parallelism, and on the mesh of all ranks.
 
     Attributes:
         mesh: of the ranks that compute a layer together.
-        joint: of these dimensions behind those of `chunkc.distribute`.
+        joint: the dimensions of the mesh of `chunkc.distribute`, then those of `mesh`.
     """
 
     mesh: DeviceMesh
     joint: DeviceMesh
 
     def is_first(self, parameter: torch.Tensor) -> bool:
-        """Whether this rank is the first of those that have the same of a parameter."""
+        """Whether this rank is the first of the ranks of `mesh` with the same local tensor of a parameter."""
         coordinate = self.mesh.get_coordinate()
         assert coordinate is not None
         return all(
@@ -62,17 +63,21 @@ class TensorParallel:
         )
 
     def placements(self, parameter: torch.Tensor) -> tuple[Placement, ...]:
-        """A parameter's placements on `mesh`."""
+        """Return a parameter's placements on `mesh`."""
         return parameter.placements if isinstance(parameter, DTensor) else (Replicate(),) * self.mesh.ndim
 
     def placements_of_parts(self, parameter: torch.Tensor, over_data: Sequence[Placement]) -> list[Placement]:
-        """A parameter's placements on `joint`; `over_data` are those of each rank's local tensor over data ranks."""
+        """Return a sharded parameter's placements on `joint`.
+
+        Args:
+            over_data: placements of each rank's local tensor on the mesh of `chunkc.distribute`; the last one shards.
+        """
         found = self.placements(parameter)
         *copied, cut = over_data
         return [*copied, rows_inside(self.mesh, found) if cut == Shard(0) else cut, *found]
 
     def reader(self, parameter: torch.Tensor) -> Callable[[Any], torch.Tensor]:
-        """The function through which a compiled module reads the parameter that replaces this one."""
+        """Return the function through which a compiled module reads the sharded parameter that replaces this one."""
         shape = tuple(local(parameter).shape)
         if not isinstance(parameter, DTensor):
             return lambda distributed: whole_here(distributed, shape)
@@ -81,7 +86,7 @@ class TensorParallel:
 
 
 def placing(like: DTensor) -> Callable[[torch.Tensor], DTensor]:
-    """A function that wraps this rank's local tensor as a `DTensor` placed like another one, without communication."""
+    """Return a function that wraps a local tensor as a `DTensor` placed like another one, without communication."""
     mesh, placements, shape, stride = like.device_mesh, like.placements, like.shape, like.stride()
     return lambda own: DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
@@ -92,10 +97,10 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None:
-    """Find how `parallelize_module` has cut a model that is to be cut over a mesh; None: it has not.
+    """Find how `parallelize_module` has sharded a model that is to be sharded over a mesh; None: it has not.
 
     Raises:
-        UnsupportedError: in a way that does not go with this mesh.
+        UnsupportedError: as `mesh_of_layers`, or both meshes are not dimensions of one mesh.
     """
     first = mesh_of_layers(model)
     if first is None:
@@ -110,10 +115,11 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None
 
 
 def mesh_of_layers(model: nn.Module) -> tuple[str, DeviceMesh] | None:
-    """The ranks over which `parallelize_module` has cut a model, behind the name of a parameter; None: it has not.
+    """Find the first parameter that `parallelize_module` has sharded: its name and mesh; None: there is none.
 
     Raises:
-        UnsupportedError: in a way that chunkc does not know.
+        UnsupportedError: `fully_shard` was applied, a buffer is a `DTensor`, parameters are on several meshes, or a
+            placement is neither `Shard` nor `Replicate`.
     """
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):

@@ -1,13 +1,13 @@
-"""Replace parameters that are cut over ranks by whole tensors in Dynamo's graph.
+"""Replace sharded parameters by whole tensors in Dynamo's graph.
 
-A module of a distributed model reads its parameter through `whole`. Dynamo puts that call into its graph as it stands:
+A module of a distributed model reads its parameter through `whole`. Dynamo puts that call into its graph unchanged:
 
     weight: "DTensor(f32[7, 5], S(0))"
     whole: "f32[7, 5]" = chunkc.distributed.whole_parameters.whole(weight)
 
-Before AOTAutograd sees the graph, the call is taken out and the parameter becomes the whole tensor. So everything
-behind it, from the layout to the plan, is as for one device, and no gather is in any graph: chunks are gathered.
-`torch.utils.checkpoint` has a graph of its own for what is computed again; the call is taken out there, too.
+Before AOTAutograd sees the graph, the call is removed and the placeholder becomes the whole tensor. So all later
+stages, from the layout to the plan, are as for one device, and graphs have no gathers: the runtime gathers chunks.
+`torch.utils.checkpoint` has a graph of its own for what is recomputed; the call is removed there, too.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ from chunkc.torch_private.fake import detect_fake_mode
 
 tag_activation_checkpoint = torch.ops.higher_order.tag_activation_checkpoint
 
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on; this is Linux's number
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python has it from 3.13 on; the number is Linux's
 
 
 @torch.compiler.allow_in_graph
 def whole(parameter: DTensor) -> torch.Tensor:
-    """Gather a distributed parameter, under autograd; stands in graphs in place of a module's parameter."""
+    """Gather a distributed parameter, under autograd: the call that Dynamo's graphs have for a module's parameter."""
     return parameter.full_tensor(grad_placements=[Partial("avg")] * parameter.device_mesh.ndim)
 
 
 @torch.compiler.allow_in_graph
 def whole_here(parameter: DTensor, shape: Sequence[int]) -> torch.Tensor:
-    """Gather this rank's tensor of a parameter that is also cut by tensor parallelism. No graph runs it."""
+    """Stand in for the gather of this rank's local tensor, which has `shape`, with tensor parallelism.
+
+    Only its shape, dtype and use of the parameter count; it is removed before a graph runs.
+    """
     local = parameter.to_local()
     return local.new_zeros(shape) + local.sum(dtype=local.dtype)
 
 
 def let_read(module: nn.Module, readers: Mapping[str, Callable[[Any], torch.Tensor]]) -> None:
-    """Give a module its own class, in which each of these parameters is read through a function."""
+    """Give a module a subclass of its own, in which each named parameter is read through its function."""
     properties: dict[str, Any] = {name: _reader(name, read) for name, read in readers.items()}
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
@@ -64,10 +67,11 @@ def _reader(name: str, read: Callable[[Any], torch.Tensor]) -> property:
 
 
 def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The graph with whole tensors in place of parameters that are cut over ranks; the same one where none are.
+    """Copy a graph with whole tensors in place of sharded parameters; return the same graph if there are none.
 
     Raises:
-        UnsupportedError: something else than a module reads such a parameter.
+        UnsupportedError: a sharded parameter is read otherwise than through its module, or an input is another
+            `DTensor`.
     """
     cut = [isinstance(local_shard_of(value), LocalShard) for value in inputs]
     if not any(cut):
@@ -78,7 +82,11 @@ def with_whole_parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.Graph
 
 
 def _with_whole_inputs(gm: fx.GraphModule, cut: Sequence[bool]) -> fx.GraphModule:
-    """Copy a graph, with whole inputs in place of sharded ones, also in regions inside it."""
+    """Copy a graph with whole inputs in place of sharded ones, also in activation checkpoints inside it.
+
+    Args:
+        cut: whether each input is sharded.
+    """
     graph = copy_of(gm.graph)
     made = LazyGraphModule(gm, graph)
     found = [node for node, is_cut in zip(placeholders(graph), cut, strict=True) if is_cut]
@@ -107,8 +115,10 @@ def _with_whole_inputs(gm: fx.GraphModule, cut: Sequence[bool]) -> fx.GraphModul
 
 
 def with_own_meshes(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[int]]:
-    """The graph with the meshes that are inputs of it, as with tensor parallelism, as attributes of its own instead;
-    and the places of the inputs that are left.
+    """Copy a graph with its inputs that are meshes, as with tensor parallelism, as attributes instead.
+
+    Returns:
+        The copy, and the positions of the other inputs.
 
     Raises:
         UnsupportedError: the model returns a `DTensor`.
@@ -132,13 +142,13 @@ def with_own_meshes(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.Graph
 
 
 def has_own_meshes(gm: fx.GraphModule) -> bool:
-    """Whether `with_own_meshes` has given the graph some."""
+    """Whether `with_own_meshes` has made meshes attributes of the graph."""
     return any(isinstance(value, DeviceMesh) for value in vars(gm).values())
 
 
 def as_traced(inputs: Sequence[Any]) -> list[Any]:
-    """A graph's inputs, with a whole parameter in memory that is never touched for each one that is sharded."""
-    mode = detect_fake_mode()  # Dynamo's, which takes sizes of what it has not met for symbols
+    """Return a graph's inputs for tracing: for each sharded parameter a whole one, of memory that is never touched."""
+    mode = detect_fake_mode()  # Dynamo's: sizes of tensors that are new to it would be symbols, if not static
 
     def traced(part: LocalShard) -> torch.Tensor:
         whole = _untouched(part)
@@ -148,7 +158,7 @@ def as_traced(inputs: Sequence[Any]) -> list[Any]:
 
 
 def _untouched(part: LocalShard) -> nn.Parameter:
-    """A parameter of the whole's shape, on the part's device; its pages take no RAM, since none is ever written."""
+    """Make a parameter of the whole shape on the shard's device; its pages take no RAM, as none is ever touched."""
     pages = mmap.mmap(
         -1, max(1, part.shards.numel * part.itemsize), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     )
