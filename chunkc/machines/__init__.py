@@ -1,1 +1,1 @@
-"""Machines in numbers: by name, by file, as measured, and the one at hand."""
+"""Machines in numbers: by name, from a file, as measured, and the local one."""

@@ -1,17 +1,17 @@
-"""Measure the machine at hand, in under half a minute, as a `Hardware` to plan with.
+"""Measure the local machine, in under half a minute, as a `Hardware` to plan with.
 
-Each figure is the median of a few repetitions after one that does not count, within a share of the time; sizes
-grow until a repetition is long enough to time or the sizes' limit is reached. What a link is depends on the tier:
+Each figure is the median of a few repetitions after a warm-up, within a limit of seconds. Matrices grow until a product
+is long enough to time or their largest size is reached. The links depend on the compute tier:
 
-- on a CPU, between RAM and a home file, through `chunkc.runtime.storage.homes` and the page cache, as training does it;
-- on CUDA, between the device and a home's pinned regions, on streams, as training does it.
+- CPU: between RAM and a home file, through `chunkc.runtime.storage.homes` and the page cache, as in training;
+- CUDA: between the device and a home's pinned regions, on streams, as in training.
 
-On CUDA also what the driver takes besides the allocator once libraries and kernels of a training step are loaded, and
-what its page tables take for each GiB of host memory that is mapped for the device.
+On CUDA also: device memory that the driver takes outside of torch's allocator once the libraries and kernels of a
+training step are loaded, and bytes of its page tables for each GiB of host memory that is mapped for the device.
 
-The disk's rates are measured apart, as a disk home writes and reads it, past the page cache as far as a user without
-privileges can get: writes end with `fsync`, reads come after `posix_fadvise(DONTNEED)`. A file system that keeps its
-own cache, or lies in RAM (tmpfs), still answers from memory. Run it on a machine that does nothing else.
+The disk's rates are measured separately, as a disk home writes and reads it, past the page cache as far as a user
+without privileges can: writes end with `fsync`, reads follow `posix_fadvise(DONTNEED)`. A file system with a cache of
+its own, or in RAM (tmpfs), still answers from memory. Run this on a machine that is otherwise idle.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ from chunkc.runtime.storage.homes import DiskHome
 __all__ = ["Sizes", "calibrate"]
 
 Show = Callable[[str, int, int], None]
-"""Called as `show(what, done, of)`: what is measured now, and how many of the measurements are done."""
+"""Called as `show(what, done, of)`: the measurement that begins, the number of those done, and of all."""
 
 _UPDATED = StateFormat(master=FLOAT32)
-"""The states of the bf16 parameters in the timed update; the rate is of the bytes that `update_traffic` counts."""
+"""States of the bf16 parameters in the timed update, by which `update_traffic` counts its bytes."""
 
 
 def calibrate(
@@ -72,15 +72,16 @@ def calibrate(
 
     Args:
         device: "cpu" or a CUDA device; None: the current CUDA device where there is one.
-        directory: where disk homes would be; None: the temporary directory. Needs twice `sizes.disk_nbytes`.
+        directory: where disk homes would be; None: the temporary directory. Needs room for `sizes.disk_nbytes`, in
+            whole chunks of 64 MiB, and on a CPU for twice `sizes.link_nbytes`; not for both at once.
         sizes: smaller ones are quicker and less exact.
-        show: told before each measurement and after the last.
+        show: called before each measurement and after the last.
 
     Returns:
-        The machine with one such device, also where there are several. Rates are of this process's threads.
+        The machine with one such device, even if it has several. Rates are those of this process's threads.
 
     Raises:
-        UnsupportedError: the device is no CPU and no CUDA device, or updates cannot be compiled.
+        UnsupportedError: the device is neither a CPU nor an available CUDA device, or updates cannot be compiled.
         ChunkcError: the directory cannot be used.
     """
     sizes = sizes or Sizes()
@@ -142,7 +143,7 @@ def calibrate(
 
 
 class _Progress:
-    """Tells `show` of each measurement as it begins, and of the end."""
+    """Calls `show` as each measurement begins, and at the end."""
 
     def __init__(self, show: Show | None, of: int) -> None:
         self._show, self._done, self._of = show, 0, of
@@ -168,7 +169,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _matrix_names(device: torch.device) -> dict[str, torch.dtype]:
-    """Names of the rates to measure, and the dtype of their matrices."""
+    """Return name of each rate to measure -> dtype of its matrices."""
     names = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     has_tf32 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
     return names | ({"tf32": torch.float32} if has_tf32 else {})
@@ -176,7 +177,7 @@ def _matrix_names(device: torch.device) -> dict[str, torch.dtype]:
 
 @contextlib.contextmanager
 def _tf32(wanted: bool) -> Iterator[None]:
-    """Whether fp32 products on CUDA round to tf32; what the user set comes back."""
+    """Set whether fp32 products on CUDA round to tf32; restore the user's setting afterwards."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
     settings.fp32_precision = "tf32" if wanted else "ieee"
@@ -188,7 +189,7 @@ def _tf32(wanted: bool) -> Iterator[None]:
 
 @torch.no_grad()
 def _matrix_flops_per_s(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Operations per second of a square product, on the smallest power of two edges that takes long enough."""
+    """Measure operations per second of a square product; its edge doubles until the product takes long enough."""
     edge = min(256, sizes.matrix)
     while True:
         a, b = (torch.randn(edge, edge, device=device).to(dtype) for _ in range(2))
@@ -208,7 +209,7 @@ def _matrix_flops_per_s(device: torch.device, dtype: torch.dtype, sizes: Sizes) 
 
 @torch.no_grad()
 def _memory_bytes_per_s(device: torch.device, sizes: Sizes) -> float:
-    """Bytes read and written per second by STREAM's triad, a = b + s * c, in fp32 (McCalpin, 1995)."""
+    """Measure bytes read and written per second by STREAM's triad, a = b + s * c, in fp32 (McCalpin, 1995)."""
     a, b, c = (torch.ones(sizes.memory_nbytes // 8, device=device) for _ in range(3))
 
     def triad() -> None:
@@ -220,7 +221,7 @@ def _memory_bytes_per_s(device: torch.device, sizes: Sizes) -> float:
 
 @contextlib.contextmanager
 def _copies(device: torch.device, folder: str, sizes: Sizes) -> Iterator[tuple[Start, Start]]:
-    """(copy to the device, copy to home), as training makes them."""
+    """Yield (copy to the device, copy to home), as training makes them."""
     if device.type == "cuda":
         with cuda_copies(TorchGpu(device.index), sizes.link_nbytes) as found:
             yield found.inwards, found.outwards
@@ -231,7 +232,7 @@ def _copies(device: torch.device, folder: str, sizes: Sizes) -> Iterator[tuple[S
 
 @torch.no_grad()
 def _update_bytes_per_s(sizes: Sizes) -> float:
-    """Memory traffic per second of AdamW on bf16 parameters with fp32 states."""
+    """Measure bytes of memory traffic per second of AdamW on bf16 parameters with fp32 states."""
     numel = sizes.update_numel
     update = prepare(AdamFormat(torch.bfloat16, torch.bfloat16, master=True), AdamHyper(lr=1e-3, step=1))
     param, grad = (torch.zeros(numel, dtype=torch.bfloat16) for _ in range(2))
@@ -241,13 +242,13 @@ def _update_bytes_per_s(sizes: Sizes) -> float:
 
 
 def _mappable_nbytes(sizes: Sizes) -> int:
-    """Host memory to map for a look at page tables: not more than an eighth of what is available."""
+    """Return bytes of host memory to map when page tables are measured: at most an eighth of those available."""
     _, available_nbytes = compute_tier_memory()
     return max(mmap.PAGESIZE, min(sizes.pinned_nbytes, available_nbytes // 8))
 
 
 def _disk_bytes_per_s(folder: str, sizes: Sizes) -> tuple[float, float]:
-    """(write, read) bytes per second of the medium behind `folder`, as a disk home writes and reads it."""
+    """Measure (write, read) bytes per second of the drive behind `folder`, as a disk home writes and reads it."""
     chunk = torch.randint(256, (64 * MIB,), dtype=torch.uint8)[: sizes.disk_nbytes]  # random: some drives compress
     num_chunks = max(1, math.ceil(sizes.disk_nbytes / len(chunk)))
     try:

@@ -1,6 +1,6 @@
-"""Devices at their peaks, as their datasheets state them, and the parts of these peaks that programs reach.
+"""Peaks of devices, as their datasheets state them, and the fractions of these peaks that programs reach.
 
-The two are kept apart, so that either can be doubted alone.
+The two are kept apart, so that each can be checked alone.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from chunkc.ir.links import BETWEEN_DEVICES, BETWEEN_HOSTS, LinkSpec, host_links
 MIB = 1 << 20
 
 NVLINK_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 9.6e-6
-"""Of one step of a ring, as NCCL reckons with it to choose its algorithms (`src/graph/tuning.cc`, protocol Simple)."""
+"""Seconds of one step of a ring, as NCCL assumes to choose algorithms (`src/graph/tuning.cc`, protocol Simple)."""
 
 KNOWN_HOSTS: Mapping[str, int] = MappingProxyType(
     {"8xv100-32g": 240 * GIB, "8xa100-40g": 1024 * GIB, "8xa100-80g": 1024 * GIB}
 )
-"""Hosts that papers have trained on (PatrickStar, arXiv:2108.05818, the first two), and their RAM. The RAM of any other
-count of devices is that of so many parts of the host in the device's datasheet."""
+"""Hosts that papers have trained on -> bytes of their RAM. The first two: PatrickStar (arXiv:2108.05818). The RAM of any
+other count of devices is that many times `Datasheet.host_nbytes`."""
 
 KNOWN_CLUSTERS: Mapping[str, str] = MappingProxyType({"32xa100": "4x8xa100-40g"})
-"""Machines by a name that does not say their hosts."""
+"""Names of machines that do not state their hosts -> the machine as hosts and devices."""
 
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Parts of a datasheet's peaks that programs reach: assumptions, all in one place, 0 to 1.
+    """Fractions of a datasheet's peaks that programs reach: assumptions, all in one place, from 0 to 1.
 
     Attributes:
         matrix: of matrix products; cuBLAS reaches 0.65 to 0.9 with a transformer's large ones, least on Hopper.
-        memory: of a memory's bandwidth; streaming kernels reach 0.8 to 0.93 of the device's. No copy to the device is
-            faster than that of RAM.
-        link: of one direction with pinned memory; PCIe's packets alone cost a tenth, 12.5 to 13 of 15.75 GB/s. Of links
-            between devices and between hosts NCCL reaches as much: at most 235 of an A100's 300 GB/s.
-        both_links: of twice one direction's rate, while both run.
+        memory: of a memory's bandwidth; streaming kernels reach 0.8 to 0.93 of the device's. The same fraction of RAM's
+            bandwidth limits copies to the device.
+        link: of one direction with pinned memory; PCIe's packets alone cost a tenth, and programs reach 12.5 to 13 of
+            15.75 GB/s. NCCL reaches as much of links between devices and hosts: at most 235 of an A100's 300 GB/s.
+        both_links: of the sum of both directions' rates, while both run.
         cpu_update: of RAM's bandwidth, in a fused update on all cores.
-        disk: of a drive's sequential rates, with a file system in between.
+        disk: of a drive's sequential rates, through a file system.
     """
 
     matrix: float = 0.7
@@ -52,27 +52,28 @@ class Efficiency:
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Peak figures of one device and of the part of a typical machine that comes with it.
+    """Peaks of one device and of its part of a typical host.
 
-    Units: teraflops per second without sparsity, gigabytes (1e9) per second, bytes. None: no unit for it.
+    Units: TFLOPS without sparsity, GB/s (1e9 bytes per second), bytes.
 
     Attributes:
-        memory_nbytes: as PyTorch reports it in its out-of-memory errors, the smallest seen: the driver and error
-            correction keep some of the memory on the box. Where no such error was found, a comment says how the figure
-            was estimated.
+        memory_nbytes: the smallest that PyTorch reports in out-of-memory errors; the driver and error correction keep
+            the rest of the advertised memory. Where no such error was found, a comment says how this was estimated.
         context_nbytes: the driver's context with cuBLAS, without cuDNN; typical, varies with driver and CUDA.
+        memory_bandwidth: of the device's memory.
+        fp32, tf32, bf16, fp16: rates of matrix products; None: the device has no hardware for them.
         link: one direction of the link to the host.
-        reached: rates of the link (to the device, to home) that programs were measured to reach, in the place of a part
-            of its peak; None: not known.
-        host_nbytes, host_bandwidth: RAM of the machine, over its devices. Where both have one memory, the parts of it
-            in `memory_nbytes` and `host_nbytes` do not overlap.
-        disk: (read, write) of the machine's drives, over its devices.
+        host_nbytes, host_bandwidth: RAM of the host, divided by its devices. If device and host share one memory,
+            `memory_nbytes` and `host_nbytes` are disjoint parts of it.
+        disk: (read, write) rates of the host's drives, divided by its devices.
         capability: compute capability, major and minor; None: not an NVIDIA device. Rules that depend on it are those
             of NVIDIA's libraries.
         source: of the figures.
-        between_devices: one direction of all of the device's links to others of its host; None: it has none, as PCIe
-            cards do.
-        between_hosts: what one direction of the host's network is for each of its devices; None: not known.
+        reached: measured rates of the link (to the device, to home), used in place of a fraction of its peak; None:
+            unknown.
+        between_devices: one direction of all of the device's links to others of its host; None: it has none, like PCIe
+            cards.
+        between_hosts: one direction of the host's network, divided by its devices; None: unknown.
     """
 
     memory_nbytes: int
@@ -93,7 +94,7 @@ class Datasheet:
     between_hosts: float | None = None
 
     def hardware(self, name: str, efficiency: Efficiency) -> Hardware:
-        """Scale the peaks to achievable rates: one device in its machine."""
+        """Scale the peaks to achievable rates of one device in its host."""
         e = efficiency
 
         def flops(teraflops: float | None) -> float | None:
@@ -141,8 +142,8 @@ _C2C = 450.0
 _NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5 = 150.0, 300.0, 450.0, 900.0
 # One direction of a MI300X's seven Infinity Fabric links to its neighbours, 128 GB/s for both directions of one.
 _INFINITY_FABRIC = 448.0
-# InfiniBand of a device, which is a part of its host's: eight ports of 100 Gbit/s over a DGX-2's 16 devices, of 200
-# over a DGX A100's eight, of 400 over a DGX H100's eight.
+# One device's part of its host's InfiniBand: eight ports of 100 Gbit/s for the 16 devices of a DGX-2, of 200 for the
+# eight of a DGX A100, of 400 for the eight of a DGX H100.
 _EDR_HALF, _HDR, _NDR = 6.25, 25.0, 50.0
 
 # (read, write) of one drive: Samsung's datasheets of the 970 EVO Plus, 980 PRO and PM9A3 (U.2, 3.84 TB).
@@ -176,7 +177,7 @@ _RTX6000_ADA = Datasheet(
 )  # fmt: skip
 
 # Host: an eighth of AWS's g5.48xlarge: 768 GiB, two EPYC with eight channels of DDR4-3200, half a drive (estimated).
-# Memory: not found; 22.49 GiB of the driver's (23028 MiB), less the half GiB that PyTorch lacks of an RTX 6000 Ada's.
+# Memory: not found; the driver's 22.49 GiB (23028 MiB) less half a GiB, PyTorch's difference on an RTX 6000 Ada.
 _A10G = Datasheet(
     memory_nbytes=int(21.9 * GIB), context_nbytes=400 * MIB, memory_bandwidth=600,
     fp32=31.5, tf32=35, bf16=70, fp16=70, link=_PCIE4,
@@ -195,7 +196,7 @@ _H100 = Datasheet(
 
 DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
     {
-        # 16-bit products of GeForce cards with fp32 sums: half the rate with 16-bit sums.
+        # 16-bit products of GeForce cards are those with fp32 sums: half the rate of those with 16-bit sums.
         # Host: two channels of DDR4-2666, 32 GiB.
         "rtx2060-6g": Datasheet(
             memory_nbytes=int(5.6 * GIB), context_nbytes=300 * MIB, memory_bandwidth=336,
@@ -223,7 +224,7 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             fp32=15.1, tf32=15.1, bf16=30.2, fp16=30.2, link=_PCIE4 / 2, host_nbytes=32 * GIB,
             source="NVIDIA Ada architecture white paper and GeForce RTX 4060 specifications",
         ),
-        # Eight lanes. Host and memory: as of an RTX 4070 Ti SUPER, estimated.
+        # Eight lanes. Host and memory: those of an RTX 4070 Ti SUPER, estimated.
         "rtx4060ti-16g": replace(
             _RTX4070TI_S, memory_bandwidth=288, fp32=22.1, tf32=22.1, bf16=44.1, fp16=44.1, link=_PCIE4 / 2,
             source="NVIDIA Ada architecture white paper and GeForce RTX 4060 Ti (16 GB) specifications",
@@ -235,14 +236,14 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             fp32=43.9, tf32=43.9, bf16=87.9, fp16=87.9, host_nbytes=64 * GIB,
             source="NVIDIA RTX Blackwell architecture white paper and GeForce RTX 5070 Ti specifications",
         ),
-        # Host and memory: as of an RTX 5070 Ti.
+        # Host and memory: those of an RTX 5070 Ti.
         "rtx5080": replace(
             _RTX5090, memory_nbytes=int(15.44 * GIB), memory_bandwidth=960,
             fp32=56.3, tf32=56.3, bf16=112.6, fp16=112.6, host_nbytes=64 * GIB,
             source="NVIDIA RTX Blackwell architecture white paper",
         ),
         "rtx5090": _RTX5090,
-        # 16-bit products of professional cards with fp32 sums: the whole rate.
+        # 16-bit products of professional cards are those with fp32 sums, too: at the full rate.
         # Host: a workstation with one card, a Threadripper PRO 5000 with eight channels of DDR4-3200, 256 GiB.
         # Memory: "47.5" in an error report; 47.46 GiB of a Quadro RTX 8000's 48 GB.
         "a6000": replace(
@@ -258,14 +259,14 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             source="NVIDIA RTX Blackwell PRO architecture white paper and RTX PRO 6000 Blackwell Workstation Edition "
             "datasheet",
         ),
-        # Host: as of an RTX 6000 Ada. Memory: not found; error correction keeps a sixteenth of 48 GB. For 16-bit
-        # products with fp32 sums the datasheet's rate of half precision.
+        # Host: that of an RTX 6000 Ada. Memory: not found; error correction keeps a sixteenth of 48 GB. 16-bit products
+        # with fp32 sums: the datasheet's rate for half precision.
         "w7900": replace(
             _RTX6000_ADA, memory_nbytes=int(44.9 * GIB), memory_bandwidth=864,
             fp32=61.3, tf32=None, bf16=122.6, fp16=122.6, capability=None,
             source=f"AMD Radeon PRO W7900 datasheet; {_AS_NVIDIA}",
         ),
-        # Host: an eighth of AWS's g6.48xlarge, which has a g5.48xlarge's. Memory: as of an A10G, estimated.
+        # Host: an eighth of AWS's g6.48xlarge, equal to a g5.48xlarge. Memory: that of an A10G, estimated.
         "l4": replace(
             _A10G, memory_bandwidth=300, fp32=30.3, tf32=60, bf16=121, fp16=121, capability=(8, 9),
             source="NVIDIA L4 datasheet (halved: it counts sparsity) and AWS's specifications of g6.48xlarge",
@@ -303,21 +304,21 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
         ),
         "h100": _H100,
         "h100-sxm": _H100,
-        # Host: as of a DGX H100, without its NVSwitches and network. Memory: not found; an SXM module's, as the driver
-        # states the same for both.
+        # Host: that of a DGX H100, without its NVSwitches and network. Memory: not found; that of an SXM module, since
+        # the driver states the same for both.
         "h100-pcie": replace(
             _H100, memory_bandwidth=2000, fp32=51, tf32=378, bf16=756, fp16=756,
             between_devices=None, between_hosts=None,
             source="NVIDIA H100 datasheet (PCIe, 80 GB; halved: the datasheet counts sparsity), without an NVLink "
             "bridge, and DGX H100 datasheet for the host",
         ),
-        # Host: an eighth of a DGX H200, which has the DGX H100's.
+        # Host: an eighth of a DGX H200, equal to that of a DGX H100.
         "h200": replace(
             _H100, memory_nbytes=int(139.7 * GIB), memory_bandwidth=4800,
             source="NVIDIA H200 datasheet (SXM, 141 GB; halved: the datasheet counts sparsity) and DGX H200 datasheet",
         ),
         # Host: an eighth of a DGX B200: 2 TB, two Xeon 8570 with eight channels of DDR5-5600, eight drives.
-        # Memory: not found; 179 GiB of the driver's, less the half GiB that PyTorch lacks of an H100's.
+        # Memory: not found; the driver's 179 GiB less 0.7. On an H100 PyTorch reports half a GiB less than the driver.
         "b200": Datasheet(
             memory_nbytes=int(178.3 * GIB), context_nbytes=700 * MIB, memory_bandwidth=8000,
             fp32=75, tf32=1100, bf16=2250, fp16=2250, link=_PCIE5,
@@ -326,7 +327,7 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             source="NVIDIA HGX B200 datasheet (without sparsity), DGX B200 datasheet (180 GB, 8 TB/s) and user guide",
         ),
         # Host: an eighth of a server with 2 TB, two EPYC 9004 with twelve channels of DDR5-4800, eight drives.
-        # Memory: not found; PyTorch lacks 0.02 GiB of a MI355X's 288 GiB, and a tenth of a GiB is left out here.
+        # Memory: not found; 192 GiB less a tenth of a GiB. PyTorch reports 0.02 GiB less than a MI355X's 288 GiB.
         "mi300x": Datasheet(
             memory_nbytes=int(191.9 * GIB), context_nbytes=600 * MIB, memory_bandwidth=5300,
             fp32=163.4, tf32=653.7, bf16=1307.4, fp16=1307.4, link=_PCIE5,
@@ -335,9 +336,9 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             source=f"AMD Instinct MI300X data sheet and MI300X platform data sheet (without sparsity); {_AS_NVIDIA}",
         ),
         # One memory of 128 GB. CUDA sees 121.69 GiB, of which 101 to 102 are free after the start: 100 GiB count as the
-        # device's, 16 as the host's. A copy reads and writes that memory, and so does a copy the other way at the same
-        # time: each has a quarter of its bandwidth. Products in tf32 and 16 bits are estimated: the fractions that an
-        # RTX PRO 6000 has of its rate with sparse fp4, of the stated 1,000. Between hosts: 200 Gbit/s of Ethernet.
+        # device's, 16 as the host's. A copy reads and writes that memory, and so does a simultaneous copy the other
+        # way: each has a quarter of its bandwidth. tf32, bf16 and fp16 are estimated from the stated 1,000 TFLOPS of
+        # sparse fp4, by an RTX PRO 6000's ratios to its own. Between hosts: 200 Gbit/s of Ethernet.
         "dgx-spark": Datasheet(
             memory_nbytes=100 * GIB, context_nbytes=500 * MIB, memory_bandwidth=273,
             fp32=31, tf32=62.5, bf16=125, fp16=125, link=273 / 4,
@@ -347,8 +348,9 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             "sparse fp4. Device and host have one memory of 128 GB, of which 100 GiB count as the device's and 16 GiB "
             "as the host's: a home in RAM adds no memory, only a home on disk does",
         ),
-        # Host: its own Grace with 480 GB of LPDDR5X; one drive. Its link reaches more to the device than home: the
-        # paper on SuperOffload (2025) has 415 and 170 GB/s. A module with 480 GB has slower RAM, which is the limit.
+        # Host: its own Grace with 480 GB of LPDDR5X; one drive. Its link is faster to the device than home: the
+        # SuperOffload paper (2025) measures 415 and 170 GB/s. RAM of 480 GB is slower than smaller ones, and limits
+        # copies to the device.
         "gh200": Datasheet(
             memory_nbytes=int(94.5 * GIB), context_nbytes=600 * MIB, memory_bandwidth=4000,
             fp32=67, tf32=494.7, bf16=989.4, fp16=989.4, link=_C2C,
@@ -359,4 +361,4 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
         ),
     }
 )  # fmt: skip
-"""The devices that presets are made of, at their peaks."""
+"""Name of a preset -> peaks of its device."""

@@ -1,4 +1,4 @@
-"""Look up the device that a model computes on: its name, memory, rates, and what libraries keep on it."""
+"""Look up the device that a model computes on: its name, memory, rates, and bytes that libraries keep on it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from chunkc.passes.graphs.cuda_memory import (
 )
 
 TABLES_NBYTES = 4 << 20
-"""Room for the optimizer's tables of work and scalars (see `chunkc.optim.on_device`)."""
+"""Bytes for the optimizer's tables of work and scalars (see `chunkc.optim.on_device`)."""
 
 _CAUTIOUS = "rtx2060-6g"
-# A DGX Spark and AMD's devices are left out: its preset divides one memory, which the driver and the host both report
-# whole, and their capability is no NVIDIA device's.
+# The first match counts. A DGX Spark is left out: its preset divides one memory, which the driver and the host both
+# report whole. AMD's devices are left out: the capability that PyTorch reports for them is not NVIDIA's.
 _NAMES = (
     (r"\bB200\b", "b200"),
     (r"\bGH200\b", "gh200"),
@@ -58,11 +58,11 @@ _NAMES = (
 
 
 def parse_device(device: torch.device | str) -> torch.device:
-    """The device that a user names, with an index if it is a CUDA device.
+    """Parse the device that a user names; a CUDA device without an index gets the current device's.
 
     Raises:
-        OptionsError: torch does not know it.
-        UnsupportedError: chunkc does not compute on it, or it is not there.
+        OptionsError: torch does not know the device.
+        UnsupportedError: chunkc does not compute on such a device, or this one is not available.
     """
     try:
         found = torch.device(device)
@@ -80,11 +80,11 @@ def parse_device(device: torch.device | str) -> torch.device:
 
 
 def memory_of(device: torch.device, hardware: Hardware) -> tuple[int, int]:
-    """(total, available) bytes of the memory a device computes in; what torch has cached there is available.
+    """Return (total, available) bytes of the memory that a device computes in; torch's cached blocks are available.
 
-    What the driver is still to take is not: page tables, if all host memory that is available now is mapped for the
-    device; and of the context what is not there yet, as the driver loads libraries and kernels when they are first
-    used. Where other processes use the device, they are taken for that part.
+    Memory that the driver has yet to take is not available: page tables for all host memory that is available now, and
+    the missing part of the context, since the driver loads libraries and kernels at their first use. Memory of other
+    processes on the device is mistaken for context that is already loaded.
     """
     if device.type != "cuda":
         return compute_tier_memory()
@@ -97,8 +97,10 @@ def memory_of(device: torch.device, hardware: Hardware) -> tuple[int, int]:
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """Achievable rates of a device: those that `chunkc calibrate` measured on one of this name, else a preset's by its
-    name, else those that were measured on any device, else cautious ones. The host's memory is this machine's.
+    """Return a device's achievable rates, and this machine's host memory.
+
+    The rates of a CUDA device are the first of: those that `chunkc calibrate` measured on a device of this name, those
+    of the preset for this name, those measured on any other CUDA device, cautious ones.
 
     Raises:
         OptionsError: the file of measured figures cannot be read.
@@ -108,7 +110,7 @@ def hardware_of(device: torch.device) -> Hardware:
         return replace(CPU, host_memory_nbytes=host_nbytes)
     properties = torch.cuda.get_device_properties(device)
     found = hardware_by_name(properties.name, properties.total_memory, default_hardware_path())
-    # Of an AMD device, PyTorch gives numbers of its architecture, which would select rules of NVIDIA's devices.
+    # For an AMD device PyTorch returns its architecture's numbers, which would select rules for NVIDIA's devices.
     capability = None if torch.version.hip else (properties.major, properties.minor)
     return replace(found, capability=capability, host_memory_nbytes=host_nbytes)
 
@@ -117,8 +119,8 @@ def hardware_by_name(name: str, memory_nbytes: int, measured: Path) -> Hardware:
     """Look up a CUDA device's rates as `hardware_of` does, without the device.
 
     Args:
-        name: as the driver calls the device.
-        memory_nbytes: the device's memory.
+        name: the driver's name for the device.
+        memory_nbytes: total memory of the device.
         measured: the file that `chunkc calibrate` writes; need not exist.
 
     Raises:
@@ -141,9 +143,9 @@ def hardware_by_name(name: str, memory_nbytes: int, measured: Path) -> Hardware:
 
 
 def preset_by_name(name: str, memory_nbytes: int) -> str | None:
-    """Return the preset of a device by the driver's name for it, such as `NVIDIA A100-SXM4-80GB`; None: there is none.
+    """Return the preset for a device by the driver's name, such as `NVIDIA A100-SXM4-80GB`; None: there is none.
 
-    A preset of much more memory than the device has is another device's: a part of a card (MIG) or a smaller model.
+    A preset with much more memory does not fit the device, which is then a part of a card (MIG) or a smaller model.
     """
     text = name.replace("-", " ")
     for pattern, known in _NAMES:
@@ -153,12 +155,12 @@ def preset_by_name(name: str, memory_nbytes: int) -> str | None:
 
 
 def granule_of(device: torch.device) -> int:
-    """Bytes that the device's allocator gives multiples of."""
+    """Return the granularity of the device's allocator in bytes."""
     return GRANULE_NBYTES if device.type == "cuda" else 1
 
 
 def overhead_of(device: torch.device) -> int:
-    """Bytes that stay on the device whatever is planned: cuBLAS's workspaces, the optimizer's tables."""
+    """Return bytes that every plan leaves on the device: cuBLAS's workspaces, the optimizer's tables."""
     if device.type != "cuda":
         return 0
     workspaces = workspaces_nbytes(*_workspace_sizes(device), shared=shares_workspaces(os.environ))
@@ -166,7 +168,7 @@ def overhead_of(device: torch.device) -> int:
 
 
 def _workspace_sizes(device: torch.device) -> tuple[int, int]:
-    """Bytes of one workspace of cuBLAS's and of cuBLASLt's: as torch says, where it does (from PyTorch 2.13 on)."""
+    """Return bytes of one workspace of cuBLAS and of cuBLASLt: from torch, which has them from PyTorch 2.13 on."""
     if not hasattr(torch.backends.cuda, "cublas_workspace_size"):
         blas = cublas_workspace_nbytes(
             torch.cuda.get_device_capability(device), os.environ.get("CUBLAS_WORKSPACE_CONFIG")
@@ -177,10 +179,10 @@ def _workspace_sizes(device: torch.device) -> tuple[int, int]:
 
 
 def device_of(tensors: Mapping[str, torch.Tensor]) -> torch.device:
-    """The one device that all parameters of a model are on.
+    """Return the device that all of a model's parameters are on; the CPU if there are none.
 
     Raises:
-        UnsupportedError: they are on several, or on one that chunkc does not compute on.
+        UnsupportedError: they are on several devices, or on one that chunkc does not compute on.
     """
     first: dict[torch.device, str] = {}
     for name, tensor in tensors.items():

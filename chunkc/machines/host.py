@@ -1,4 +1,4 @@
-"""The memory of the machine at hand."""
+"""Read the sizes of the local machine's memory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from pathlib import Path
 
 
 def compute_tier_memory(root: Path = Path("/")) -> tuple[int, int]:
-    """(total, available) bytes of RAM, the compute tier of a model that runs on the CPU.
+    """Return (total, available) bytes of RAM, the compute tier of a model that runs on the CPU.
 
-    Linux: `MemTotal` and `MemAvailable` of /proc/meminfo, lowered to the tightest `memory.max` among the
-    process's control groups (version 2); page cache charged to a group counts as available: the kernel
-    drops it. Elsewhere (macOS): physical pages by `os.sysconf`; where it does not know the available
-    ones, both are the total.
+    Linux: `MemTotal` and `MemAvailable` of /proc/meminfo, lowered to the tightest `memory.max` of the process's control
+    group (version 2) and its parents. Page cache that is charged to a group counts as available, since the kernel drops
+    it. Elsewhere (macOS): physical pages from `os.sysconf`; if it has no available pages, both are the total.
 
     Args:
         root: where `proc` and `sys` are mounted; tests give a directory of their own.
@@ -32,7 +31,7 @@ def compute_tier_memory(root: Path = Path("/")) -> tuple[int, int]:
 
 
 def _cgroup_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use that cannot be dropped) of each control group that has a limit."""
+    """Yield (limit, bytes in use that cannot be dropped) of each control group with a limit, parents included."""
     membership = root / "proc/self/cgroup"
     if not membership.exists():
         return

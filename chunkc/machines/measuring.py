@@ -1,8 +1,8 @@
-"""Measures links, page tables and libraries of the machine at hand: for `chunkc calibrate` and `bench/gpu_facts.py`.
+"""Measure links, page tables and libraries of the local machine, for `chunkc calibrate` and `bench/gpu_facts.py`.
 
-A copy is begun by a call that returns what waits for its end. So both links are begun one behind the other and then
-waited for, on CUDA without a thread, elsewhere by threads that are there before a sample begins: a thread that starts
-inside a sample is some 100 us of it.
+A call that starts a copy returns a function that waits for its end. So copies on both links are started first and then
+waited for: on CUDA without threads, elsewhere on threads that the warm-up has started, since starting a thread inside
+a sample would add some 100 us to it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from chunkc.runtime.storage.pinned import PinnedHome
 MIB = 1 << 20
 
 Start = Callable[[], Callable[[], object]]
-"""Begins a copy; what it returns waits for the end, and raises what went wrong."""
+"""Starts a copy; returns a function that waits for its end and raises its error."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class Sizes:
 
     Attributes:
         matrix: the largest edge of a square matrix product.
-        memory_nbytes: of each of a copy's two buffers, on the compute tier.
-        link_nbytes: of a copy over a link, one way.
-        update_numel: parameters of one update on the CPU.
-        disk_nbytes: of the temporary file.
-        repeats: repetitions of a measurement at most; at least one is made.
+        memory_nbytes: twice the bytes of each of the triad's three arrays, on the compute tier.
+        link_nbytes: bytes of a copy over a link, one way.
+        update_numel: elements of the parameter in one update on the CPU.
+        disk_nbytes: bytes of the temporary file, which is whole chunks of at most 64 MiB.
+        repeats: timed repetitions of a measurement at most; at least one is made.
         share_s: seconds after which a measurement stops repeating.
-        enough_s: a repetition this long is timed well; sizes stop growing.
-        pinned_nbytes: host memory that is mapped for a GPU to see what its page tables take.
+        enough_s: seconds of a product that is long enough to time: matrices stop growing.
+        pinned_nbytes: bytes of host memory that are mapped for a GPU when page tables are measured.
     """
 
     matrix: int = 8192
@@ -60,10 +60,10 @@ class Sizes:
 
 
 def median_s(run: Callable[[], object], sizes: Sizes, *, before: Callable[[], object] = lambda: None) -> float:
-    """Median seconds of a few runs, after one that does not count; at least one counts.
+    """Return the median seconds of a few runs after a warm-up; at least one is timed.
 
     Args:
-        before: made ready by this each time, which does not count.
+        before: called before each run, and not timed.
     """
     begin = time.perf_counter()
     before()
@@ -78,12 +78,12 @@ def median_s(run: Callable[[], object], sizes: Sizes, *, before: Callable[[], ob
 
 
 def alone_s(start: Start, sizes: Sizes) -> float:
-    """Median seconds of a copy while the other link rests."""
+    """Return the median seconds of a copy while the other link is idle."""
     return median_s(lambda: start()(), sizes)
 
 
 def together_s(first: Start, second: Start, sizes: Sizes) -> float:
-    """Median seconds of two copies that begin at once, until both have ended; an error of either is raised."""
+    """Return the median seconds until two copies that start together have both ended; raise the error of either."""
 
     def both() -> None:
         for wait in [start() for start in (first, second)]:
@@ -93,14 +93,14 @@ def together_s(first: Start, second: Start, sizes: Sizes) -> float:
 
 
 def both_links_bytes_per_s(nbytes: int, first_s: float, second_s: float, both_s: float) -> float:
-    """Bytes per second of both links while both run.
+    """Return the bytes per second of both links together while both are busy.
 
-    The inverse of `Hardware.link_seconds`: when one copy is done, the other has all of its link. So the seconds by
-    which the slower one takes longer alone are not counted.
+    This inverts `Hardware.link_seconds`: once one copy is done, the other has its whole link. So the seconds by which
+    the slower copy takes longer alone are subtracted.
 
     Args:
-        nbytes: of each of the two copies.
-        first_s, second_s: seconds of each alone.
+        nbytes: bytes of each of the two copies.
+        first_s, second_s: seconds of each copy alone.
         both_s: seconds until both have ended.
     """
     quick_s, slow_s = sorted((first_s, second_s))
@@ -110,7 +110,7 @@ def both_links_bytes_per_s(nbytes: int, first_s: float, second_s: float, both_s:
 
 @contextlib.contextmanager
 def disk_copies(folder: str | Path, nbytes: int) -> Iterator[tuple[Start, Start]]:
-    """(copy to RAM, copy to home) between RAM and a home file, each by a thread of its own that is there already."""
+    """Yield (copy to RAM, copy to home) for a home file, each on a thread of its own that its first copy starts."""
     home = DiskHome(str(folder))
     try:
         regions = [home.allocate(nbytes) for _ in range(2)]
@@ -128,10 +128,11 @@ def disk_copies(folder: str | Path, nbytes: int) -> Iterator[tuple[Start, Start]
 
 @dataclass(frozen=True)
 class CudaCopies:
-    """Copies to the device and home, on streams of their own, between buffers of their own.
+    """Copies to the device and to home, each on its own stream and between its own buffers.
 
     Attributes:
-        arrived: whether all bytes have arrived, where both copies were made.
+        inwards, outwards: start the copy to the device, or to home.
+        arrived: whether all bytes have arrived; call it after both copies have ended.
     """
 
     inwards: Start
@@ -141,10 +142,11 @@ class CudaCopies:
 
 @contextlib.contextmanager
 def cuda_copies(gpu: Gpu, nbytes: int, memory: Literal["home", "pin_memory"] = "home") -> Iterator[CudaCopies]:
-    """Make buffers on both sides.
+    """Make buffers on the device and the host, and yield the copies between them.
 
     Args:
-        memory: a home's regions, copied as training does it, or what torch's pinning gives.
+        nbytes: bytes of each buffer.
+        memory: on the host: a home's regions, copied as in training, or tensors that torch pins.
     """
     pattern = torch.arange(251, dtype=torch.uint8, device="cpu").repeat(-(-nbytes // 251))[:nbytes]
     home = PinnedHome(gpu)
@@ -180,17 +182,17 @@ def cuda_copies(gpu: Gpu, nbytes: int, memory: Literal["home", "pin_memory"] = "
 
 
 def outside_allocator_nbytes(device: torch.device) -> int:
-    """Device memory in use beyond what torch's allocator reserved; other processes' memory counts, too."""
+    """Return bytes of device memory in use that torch's allocator has not reserved, other processes' included."""
     torch.cuda.synchronize(device)
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
 def page_table_nbytes(gpu: Gpu, nbytes: int) -> int:
-    """Measure the device memory that page tables take while so much host memory is mapped for the device.
+    """Measure bytes of device memory that page tables take while `nbytes` of host memory are mapped for the device.
 
     Raises:
-        HomeError: so much host memory cannot be pinned.
+        HomeError: the host memory cannot be pinned.
     """
     home = PinnedHome(gpu)
     before_nbytes = outside_allocator_nbytes(gpu.device)
@@ -202,7 +204,7 @@ def page_table_nbytes(gpu: Gpu, nbytes: int) -> int:
 
 
 def page_table_nbytes_per_gib(gpu: Gpu, nbytes: int) -> int | None:
-    """Measure page tables per GiB of mapped host memory; None where so much cannot be pinned."""
+    """Measure bytes of page tables per GiB of mapped host memory; None if `nbytes` cannot be pinned."""
     try:
         return page_table_nbytes(gpu, nbytes) * GIB // nbytes
     except HomeError:
@@ -212,7 +214,7 @@ def page_table_nbytes_per_gib(gpu: Gpu, nbytes: int) -> int | None:
 def train_a_little(device: torch.device) -> None:
     """Run forwards and backwards of a transformer's operators, so that the driver loads libraries and kernels.
 
-    They are loaded when they are first used, into memory that no allocator of torch's counts.
+    It loads them at their first use, into memory that torch's allocator does not count.
     """
     half = torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0) else torch.float16
     for dtype in (torch.float32, half):

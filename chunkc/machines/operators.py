@@ -1,7 +1,7 @@
-"""Scratch bytes of single operators on this machine's CPU, measured because the user asked, and kept in a file.
+"""Measure scratch bytes of single operators on this machine's CPU at the user's request, and keep them in a file.
 
 `chunkc calibrate --operators` runs each operator of a model that has no exact rule, on real tensors of the sizes in the
-model's graphs. The file has one entry for an operator with the metadata of its arguments; entries hold for the CPU's
+model's graphs. The file has an entry for each operator and metadata of its arguments. Entries hold for the CPU
 instructions, the number of threads and the version of torch that they were measured with. Training and `explain` read
 the same file.
 """
@@ -28,7 +28,7 @@ from chunkc.runtime.device import cpu_allocator
 from chunkc.torch_private import onednn
 
 _NUM_RUNS = 2
-"""Of a call; the largest counts."""
+"""Runs of each call; the largest scratch counts."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class _Spec:
         return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}{list(self.stride)}"
 
     def real(self) -> Tensor:
-        """Make a tensor of random numbers; of zeros where they may be indices."""
+        """Make a tensor: random if floating-point or complex, else zeros, which are valid indices."""
         numel = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
         numel = numel if all(self.shape) else 0
         floats = self.dtype.is_floating_point or self.dtype.is_complex
@@ -62,7 +62,7 @@ class OperatorCall:
 
     @property
     def key(self) -> str:
-        """Text that is the same for calls that take the same bytes."""
+        """Key of the file's entry, the same for calls that take the same bytes."""
         named = [f"{name}={_text(value)}" for name, value in sorted(self.kwargs.items())]
         return f"{self.target}({', '.join([*map(_text, self.args), *named])})"
 
@@ -70,7 +70,7 @@ class OperatorCall:
 def operator_call(
     target: torch._ops.OpOverload, args: tuple, kwargs: Mapping[str, Any], num_threads: int
 ) -> OperatorCall | None:
-    """Describe a call; None where a size is a symbol, or a tensor is not plain memory."""
+    """Describe a call; None if a size is symbolic, or a tensor is not strided."""
     leaves, spec = pytree.tree_flatten((args, dict(kwargs)))
     described = []
     for leaf in leaves:
@@ -91,10 +91,10 @@ def operators_path() -> Path:
 
 
 def measured_nbytes(call: OperatorCall) -> int | None:
-    """Return the bytes that were measured of a call on this machine; None where it was not.
+    """Return the scratch bytes that were measured for a call on this machine; None if it was not measured.
 
     Raises:
-        OptionsError: the file cannot be used.
+        OptionsError: the file cannot be read, or has other content.
     """
     path = operators_path()
     try:
@@ -107,10 +107,13 @@ def measured_nbytes(call: OperatorCall) -> int | None:
 def measure_operators(
     calls: Iterable[OperatorCall], show: Callable[[str], None]
 ) -> tuple[list[tuple[OperatorCall, int]], dict[str, str]]:
-    """Run each call, and measure its scratch.
+    """Run each distinct call, and measure its scratch.
+
+    Args:
+        show: called with a line of text before each call.
 
     Returns:
-        Bytes of each call, and why the calls of other operators could not be run.
+        (call, bytes) of those that ran; and name of an operator -> why a call of it failed.
 
     Raises:
         UnsupportedError: the CPU's allocator cannot be metered.
@@ -134,7 +137,7 @@ def measure_operators(
 
 
 def save_operators(measured: Iterable[tuple[OperatorCall, int]], path: Path) -> None:
-    """Add entries to a file of measured operators; make it, and its folder, if need be.
+    """Add entries to a file of measured operators; create it and its folder if missing.
 
     Raises:
         OptionsError: the file cannot be read or written.
@@ -166,7 +169,7 @@ def _scratch_nbytes(call: OperatorCall) -> int:
 
 
 def _surroundings(num_threads: int) -> str:
-    """Describe instructions, threads and torch, for which entries hold."""
+    """Describe the CPU instructions, threads and version of torch for which entries hold."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "all"
     kinds = {
         "AVX2": onednn.uses_avx2(),
@@ -180,6 +183,7 @@ def _surroundings(num_threads: int) -> str:
 
 @lru_cache(maxsize=4)
 def _entries(path: Path, changed_ns: int) -> dict[str, dict[str, int]]:
+    """Read the file once for each of its modification times (`changed_ns`)."""
     return _read(path)
 
 

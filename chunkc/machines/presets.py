@@ -1,7 +1,7 @@
-"""Machines by name, and by file: what `--hardware` accepts.
+"""Load machines by name or from a file, as `--hardware` accepts them.
 
-A preset is a device's peaks times the parts of them that programs reach (`chunkc.machines.datasheets`). A file states
-achievable figures itself, whole or as changes to a preset:
+A preset is a device's peaks times the fractions of them that programs reach (`chunkc.machines.datasheets`). A file
+states achievable figures, either all of them or changes to a preset:
 
     based_on: rtx3090
     name: my workstation
@@ -43,10 +43,10 @@ RATE_KEYS = {
     "disk_read_bytes_per_s": FROM_DISK,
     "disk_write_bytes_per_s": TO_DISK,
 }
-"""Keys of a hardware file for the rate of one link alone."""
+"""Key in a hardware file for the rate of one link -> name of the link."""
 
 _COUNTED = re.compile(r"(?:([0-9]{1,6})\s*x\s*)?([0-9]{1,6})\s*x\s*(.+)", re.IGNORECASE)
-"""Hosts, devices of each, and the device."""
+"""Groups: number of hosts (optional), devices of each, name of the device."""
 _FILE_ENDINGS = (".json", ".yaml", ".yml")
 _ALLOWED_TEXT = (
     f"a preset ({', '.join(PRESETS)}), a count of one such as 8xv100-32g, hosts of these such as 2x8xh100, "
@@ -55,10 +55,13 @@ _ALLOWED_TEXT = (
 
 
 def preset(name: str, efficiency: Efficiency | None = None) -> Hardware:
-    """Return the preset of that name; `cpu` states achievable figures already and has no datasheet.
+    """Return the preset of that name; `cpu` has no datasheet and states achievable figures itself.
+
+    Args:
+        efficiency: fractions of the datasheet's peaks; None: the default ones.
 
     Raises:
-        OptionsError: there is none.
+        OptionsError: there is no such preset.
     """
     wanted = name.strip().lower()
     if wanted == "cpu":
@@ -74,11 +77,11 @@ def preset(name: str, efficiency: Efficiency | None = None) -> Hardware:
 def load_hardware(text: str) -> Hardware:
     """Load a machine by name: a preset, a count of one (`8xv100-32g`), hosts of these (`2x8xh100`), or a file.
 
-    A count of devices multiplies RAM, CPU and disks with them: the host is that much larger. The RAM of hosts in
-    `KNOWN_HOSTS` is as stated there.
+    A count multiplies the host's RAM, CPU and disks as well as the devices, since a preset has one device's part of
+    them. Hosts in `KNOWN_HOSTS` have the RAM that is stated there.
 
     Raises:
-        OptionsError: one line that says what is wrong and what is allowed.
+        OptionsError: there is no such machine, or the file is wrong; one line that says what is allowed.
     """
     text = text.strip()
     if text.lower().endswith(_FILE_ENDINGS):
@@ -90,7 +93,7 @@ def named_hardware(text: str) -> Hardware:
     """Return a preset, a count of one (`8xv100-32g`), or hosts of these (`2x8xh100`).
 
     Raises:
-        OptionsError: there is none of that name.
+        OptionsError: there is none of that name, or a count is out of range.
     """
     known = text.strip().lower()
     if known in KNOWN_CLUSTERS:
@@ -112,13 +115,13 @@ def named_hardware(text: str) -> Hardware:
 def read_hardware(path: Path) -> Hardware:
     """Read a machine from a JSON or YAML file: fields of `Hardware` by name, and `based_on` for a preset to change.
 
-    Sizes, rates and times may be written with units: `288GiB`, `24GB/s`, `71TFLOPS`, `10us`. `links` maps names to rate
-    and latency; what it leaves out of a link is the preset's, or no latency. A link's rate alone may also be given by
-    the key that `RATE_KEYS` has for it. JSON of `save_hardware` is such a file.
+    Sizes, rates and times may have units: `288GiB`, `24GB/s`, `71TFLOPS`, `10us`. `links` maps a link's name to its
+    rate and latency; a missing one is the preset's, and without a preset the latency is 0. A link's rate may instead be
+    given by its key in `RATE_KEYS`. `save_hardware` writes such a file, in JSON.
 
     Raises:
-        OptionsError: the file is missing or no mapping, a key is unknown or has a wrong value, or a needed one is
-            missing; PyYAML is not installed and the file is YAML.
+        OptionsError: the file is missing or no mapping; a key is unknown, has a wrong value, or is required and
+            missing; or the file is YAML and PyYAML is not installed.
     """
     content = _parse(path)
     if not isinstance(content, dict):
@@ -148,7 +151,7 @@ def read_hardware(path: Path) -> Hardware:
 
 
 def _links(stated: dict[str, Any], known: Sequence[LinkSpec]) -> tuple[LinkSpec, ...]:
-    """Take the links out of a file's figures, and return them over those of the machine that the file is based on."""
+    """Remove the links from a file's figures (`stated`), and return them merged over those of its preset (`known`)."""
     found = {link.name: {"bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s} for link in known}
     listed = stated.pop("links", {})
     for key, name in RATE_KEYS.items():
@@ -164,7 +167,7 @@ def _links(stated: dict[str, Any], known: Sequence[LinkSpec]) -> tuple[LinkSpec,
 
 
 def _both_links(known: Hardware, links: Sequence[LinkSpec]) -> float | None:
-    """Return `both_links_bytes_per_s` of a machine with these links: the base's is of the base's own rates."""
+    """Return the preset's `both_links_bytes_per_s` if `links` have the preset's rates; else None."""
     rates = {link.name: link.bytes_per_s for link in links}
     same = all(link.bytes_per_s == rates[link.name] for link in known.links if link.name in (TO_DEVICE, TO_HOME))
     return known.both_links_bytes_per_s if same else None
@@ -181,7 +184,7 @@ def default_hardware_path() -> Path:
 
 
 def save_hardware(hardware: Hardware, path: Path) -> None:
-    """Write a machine as JSON that `load_hardware` reads back equal; makes the folder if need be.
+    """Write a machine as JSON, which `load_hardware` reads back as an equal one; create the folder if missing.
 
     Raises:
         OptionsError: the file cannot be written.
@@ -204,7 +207,7 @@ _FIGURE = re.compile(r"([0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z/]*)", re.I
 
 
 def _figure(value: object, units: Mapping[str, float]) -> float:
-    """Convert a number, or text of a number with one of the units; `1e9` is text to a YAML reader."""
+    """Convert a number, or text of a number with one of the units; a YAML reader gives `1e9` as text."""
     if isinstance(value, str):
         match = _FIGURE.fullmatch(value.strip())
         if match is None or not (match[2] == "" or match[2].lower() in units):
@@ -218,12 +221,12 @@ def _figure(value: object, units: Mapping[str, float]) -> float:
 
 
 def _size(value: object) -> int:
-    """Convert to whole bytes. A context and page tables may be 0."""
+    """Convert to whole bytes; 0 is allowed, as for a context or page tables."""
     return 0 if type(value) is int and value == 0 else int(_figure(value, BYTE_UNITS))
 
 
 def _latency(value: object) -> float:
-    """Convert to seconds. May be 0."""
+    """Convert to seconds; 0 is allowed."""
     return 0.0 if type(value) in (int, float) and value == 0 else _figure(value, _TIMES)
 
 
@@ -248,7 +251,7 @@ _Flops = Annotated[float, BeforeValidator(lambda value: _figure(value, _FLOPS))]
 
 
 class _LinkFile(BaseModel):
-    """The keys of a link in a hardware file."""
+    """Keys of a link in a hardware file; defaults are placeholders, since only keys that the file has are read."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -257,7 +260,10 @@ class _LinkFile(BaseModel):
 
 
 class _HardwareFile(BaseModel):
-    """The keys of a hardware file: the fields of `Hardware`, `based_on`, and rates of links by `RATE_KEYS`."""
+    """Keys of a hardware file: the fields of `Hardware`, `based_on`, and rates of links by `RATE_KEYS`.
+
+    Defaults are placeholders: only keys that the file has are read (`exclude_unset`).
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
