@@ -20,8 +20,10 @@ NVLINK_LATENCY_S, NETWORK_LATENCY_S = 3.4e-6, 9.6e-6
 KNOWN_HOSTS: Mapping[str, int] = MappingProxyType(
     {"8xv100-32g": 240 * GIB, "8xa100-40g": 1024 * GIB, "8xa100-80g": 1024 * GIB}
 )
-"""Hosts that papers have trained on -> bytes of their RAM. The first two: PatrickStar (arXiv:2108.05818). The RAM of any
-other count of devices is that many times `Datasheet.host_nbytes`."""
+"""Hosts that papers have trained on -> bytes of their RAM. The first two: PatrickStar (arXiv:2108.05818).
+
+Any other count of devices has that many times `Datasheet.host_nbytes`.
+"""
 
 KNOWN_CLUSTERS: Mapping[str, str] = MappingProxyType({"32xa100": "4x8xa100-40g"})
 """Names of machines that do not state their hosts -> the machine as hosts and devices."""
