@@ -24,7 +24,7 @@ _EPS = 1e-12
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(TextConfig):
-    """A BERT; its network is four times as wide as its residual stream."""
+    """Sizes of a BERT; its feed-forward network has 4 * `width` inner features."""
 
     has_heads_apart: ClassVar[bool] = True
 
@@ -37,7 +37,7 @@ class BertConfig(TextConfig):
 
 
 class Block(nn.Module):
-    """Attention over all tokens, then a GELU network, each added and normalised after."""
+    """Post-norm block, [batch, length, width] in and out: attention over all tokens, then a GELU network."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
 
 class Bert(nn.Module):
-    """forward(ids, labels), both int64 [batch, length], gives the mean cross-entropy; a label of -100 is left out."""
+    """BERT: `forward(ids, labels)`, both int64 [batch, length], returns mean cross-entropy; label -100 is ignored."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The built-in models' common parts: configurations, positions, checkpointing, the loss and example inputs.
+"""Common parts of the built-in models: configurations, positions, checkpointing, the loss and example inputs.
 
-Nothing here, nor in the models, chooses a device: build under `torch.device("meta")` or a fake tensor mode and
-nothing is allocated. Weights are random; a built-in model is a shape to plan for, not a checkpoint.
+No model chooses a device: under `torch.device("meta")` or a fake tensor mode nothing is allocated. Weights are random;
+a built-in model is a shape to plan for, not a checkpoint.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from chunkc.torch_private.dynamo import TRACES_REGIONS_ONCE
 
 INITIAL_DEVIATION = 0.02
-"""Standard deviation of weights at the start, GPT-2's and BERT's."""
+"""Standard deviation of initial weights, as in GPT-2 and BERT."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,15 +28,15 @@ class ModelConfig(abc.ABC):
     """Sizes of one model. Subclasses add their own and build the module.
 
     Attributes:
-        num_layers: blocks, one after the other.
+        num_layers: number of blocks.
         width: features of the residual stream.
-        num_heads: query heads of an attention.
+        num_heads: query heads of each attention.
         dtype: of parameters and activations; losses are computed in fp32.
-        activation_checkpointing: keep each block's input only, and run the block again in the backward.
-        blocks_are_regions: Dynamo traces the first block, and repeats it for those that it finds equal. With activation
+        activation_checkpointing: save only each block's input, and recompute the block in the backward.
+        blocks_are_regions: let Dynamo trace the first block only, and repeat it for equal ones. With activation
             checkpointing it traces all.
-        only_dtype: the one dtype that the model can be traced in; None where any floating-point dtype does.
-        has_heads_apart: whether devices can have some heads and inner features of a block each (see
+        only_dtype: the only dtype in which the model can be traced; None: any floating-point dtype.
+        has_heads_apart: whether a block's heads and inner features can be divided over devices (see
             `chunkc.models.layers`).
     """
 
@@ -57,23 +57,23 @@ class ModelConfig(abc.ABC):
 
     @abc.abstractmethod
     def module(self) -> nn.Module:
-        """A new module on the ambient device; `forward` takes what `example` gives and returns a scalar loss."""
+        """Make a module on the ambient device; `forward` takes what `example` makes, returns a scalar loss."""
 
     @abc.abstractmethod
     def example(self, batch_size: int, seq_len: int | None) -> tuple[Tensor, ...]:
-        """Positional arguments of `forward`, on the ambient device: the same numbers every time."""
+        """Make positional arguments of `forward` on the ambient device, with the same values every time."""
 
     def for_length(self, seq_len: int) -> Self:
-        """The configuration with tables of positions, if it has any, that reach `seq_len`."""
+        """Return the configuration with at least `seq_len` rows in its table of positions, if it has one."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextConfig(ModelConfig):
-    """A model over token ids: `forward(ids, labels)`, both int64 [batch, length].
+    """Sizes of a model over token ids: `forward(ids, labels)`, both int64 [batch, length].
 
     Attributes:
-        vocabulary: number of different tokens.
+        vocabulary: number of distinct tokens.
         max_length: rows of the table of learned positions; None for models without such a table.
     """
 
@@ -93,20 +93,20 @@ class TextConfig(ModelConfig):
 
 
 def token_ids(batch_size: int, seq_len: int, vocabulary: int, stride: int) -> Tensor:
-    """int64 [batch_size, seq_len] in [0, vocabulary): well spread, and the same every time."""
+    """Make int64 [batch_size, seq_len] in [0, vocabulary): the multiples of `stride`, modulo `vocabulary`."""
     return (torch.arange(batch_size * seq_len) * stride % vocabulary).view(batch_size, seq_len)
 
 
 class BlockLoop(Protocol):
-    """Runs blocks one after the other."""
+    """Runs blocks in sequence."""
 
     def __call__(self, blocks: Iterable[nn.Module], x: Tensor, *others: Tensor) -> Tensor:
-        """`x` through all blocks; each block also gets `others`."""
+        """Pass `x` through all blocks; each block also gets `others`."""
         ...
 
 
 def blocks_runner(config: ModelConfig) -> BlockLoop:
-    """Return how the blocks of a model run. No block draws random numbers."""
+    """Return the loop over a model's blocks. It saves no random states for recomputation: no block draws numbers."""
     if config.activation_checkpointing:
         return _run_checkpointed
     return _run_regions if config.blocks_are_regions and TRACES_REGIONS_ONCE else _run
@@ -126,7 +126,7 @@ def _run_checkpointed(blocks: Iterable[nn.Module], x: Tensor, *others: Tensor) -
 
 @torch.compiler.nested_compile_region
 def _region(block: nn.Module, x: Tensor, *others: Tensor) -> Tensor:
-    return block(x, *others)  # the block is an argument: of a region that is a method, Dynamo reads the first one's
+    return block(x, *others)  # the block is an argument: a method's region would read the first block's parameters
 
 
 def _run_regions(blocks: Iterable[nn.Module], x: Tensor, *others: Tensor) -> Tensor:
@@ -136,29 +136,29 @@ def _run_regions(blocks: Iterable[nn.Module], x: Tensor, *others: Tensor) -> Ten
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy, a 0-dim float32, of logits [batch, length, vocabulary] and int64 [batch, length].
+    """Return the mean cross-entropy, 0-dim float32, of logits [batch, length, vocabulary] and int64 [batch, length].
 
-    In fp32, as training scripts do: for a large vocabulary this is what fills the memory, so it must be here.
+    The logits are cast to fp32, as in training scripts: for a large vocabulary they take most of the memory.
     """
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
-    """[batch, length, num_heads * d] as [batch, num_heads, length, d]."""
+    """View [batch, length, num_heads * d] as [batch, num_heads, length, d]."""
     batch, length, features = x.shape
     return x.view(batch, length, num_heads, features // num_heads).transpose(1, 2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
-    """The inverse of `split_heads`, contiguous."""
+    """Invert `split_heads`; the result is contiguous."""
     return x.transpose(1, 2).flatten(2)
 
 
 def rotary_angles(length: int, head_width: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [length, head_width] of rotary positions, in `like`'s dtype and on its device.
+    """Compute cosines and sines [length, head_width] of rotary positions, in `like`'s dtype and on its device.
 
-    Source: Su et al., RoFormer (2021). Made anew in each forward, once for all layers, so that the module has no
-    buffers that a meta device would leave without values.
+    Source: Su et al., RoFormer (2021). Each forward computes them once for all layers, since buffers would have no
+    values when the module is built on a meta device.
     """
     steps = torch.arange(0, head_width, 2, device=like.device, dtype=torch.float32)
     frequencies = torch.exp(steps * (-math.log(base) / head_width))
@@ -168,13 +168,13 @@ def rotary_angles(length: int, head_width: int, base: float, like: Tensor) -> tu
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn the pairs (i, i + d / 2) of x [batch, heads, length, d] by their positions' angles [length, d]."""
+    """Rotate the pairs (i, i + d / 2) of x [batch, heads, length, d] by the angles of `rotary_angles`, [length, d]."""
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat((-second, first), dim=-1) * sines
 
 
 def initialise(module: nn.Module) -> None:
-    """Small normal weights, zero biases, for `nn.Module.apply`."""
+    """Set small normal weights and zero biases, for `nn.Module.apply`."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=INITIAL_DEVIATION)
     if isinstance(module, nn.Linear) and module.bias is not None:
@@ -182,10 +182,10 @@ def initialise(module: nn.Module) -> None:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """Count the numbers that the module trains; tied weights count once."""
+    """Count the elements of a module's parameters; tied weights count once."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def linear(num_inputs: int, num_outputs: int, config: ModelConfig, **kwargs: Any) -> nn.Linear:
-    """A linear layer in the configuration's dtype."""
+    """Make a linear layer in the configuration's dtype."""
     return nn.Linear(num_inputs, num_outputs, dtype=config.dtype, **kwargs)

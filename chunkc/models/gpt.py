@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019) and the larger models of its form: pre-norm blocks, learned positions, tied head."""
+"""GPT-2 (Radford et al., 2019) and larger models of its form: pre-norm blocks, learned positions, tied head."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chunkc.models.common import (
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(TextConfig):
-    """A GPT; its network is four times as wide as its residual stream."""
+    """Sizes of a GPT; its feed-forward network has 4 * `width` inner features."""
 
     has_heads_apart: ClassVar[bool] = True
 
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a GELU network, each normalised first and added."""
+    """Pre-norm block, [batch, length, width] in and out: attention, then a GELU network."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """forward(ids, labels), both int64 [batch, length], gives the mean cross-entropy."""
+    """GPT: `forward(ids, labels)`, both int64 [batch, length], returns mean cross-entropy."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

@@ -1,8 +1,9 @@
-"""Built-in models in which several devices compute a layer together, as in Megatron-LM (Shoeybi et al., 2019).
+"""Tensor parallelism of the built-in models, as in Megatron-LM (Shoeybi et al., 2019).
 
-Each device has some heads of an attention, and some inner features of a network: columns of the matrices before them,
-rows of the one behind; the devices' products are added up. Tables of tokens, norms and heads of models are on all of
-them. Where queries, keys and values are one matrix, each device has those of its own heads.
+Each device has some heads of each attention and some inner features of each feed-forward network: columns of the
+matrices before them, and rows of the matrix after them. The devices' products are summed. Embeddings, norms and output
+heads are whole on every device. Where queries, keys and values are one matrix, a device's columns are taken as the
+three of its own heads.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ _HEADS = ("num_heads", "num_kv_heads")
 
 
 def cut_layers(spec: ModelSpec, model: nn.Module, mesh: DeviceMesh) -> None:
-    """Cut the blocks of a built-in model over the ranks of a mesh of one dimension.
+    """Cut the blocks of a built-in model, in place, over the ranks of a one-dimensional mesh.
 
     Raises:
-        OptionsError: the ranks cannot have as many heads each, or the model's blocks are not made for it.
+        OptionsError: the number of heads is no multiple of the number of ranks, or the model's blocks cannot be cut.
     """
     if not spec.config.has_heads_apart:
         raise OptionsError(

@@ -1,6 +1,6 @@
-"""Llama 3 (Meta, 2024): RMS norms, rotary positions, grouped heads of keys and values, SwiGLU, no biases.
+"""Llama 3 (Meta, 2024): RMS norms, rotary positions, grouped-query attention, SwiGLU, no biases.
 
-Llama 3.2 scales its low rotary frequencies; that changes numbers and no shape, and is left out.
+Llama 3.2 scales its low rotary frequencies. That changes values and no shape, and is left out.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from chunkc.models.common import (
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig(TextConfig):
-    """A Llama.
+    """Sizes of a Llama.
 
     Attributes:
         num_kv_heads: heads of keys and values, a divisor of `num_heads`.
-        inner_width: features inside the network.
-        tied: whether the head is the table of tokens.
-        rotary_base: the slowest position's wavelength, in tokens over 2 pi.
+        inner_width: inner features of the feed-forward network.
+        tied: whether the output head is the token embedding.
+        rotary_base: base of the rotary frequencies, `rotary_base ** (-2 * i / head_width)` radians per token.
         norm_eps: added to the mean square in norms.
     """
 
@@ -49,12 +49,12 @@ class LlamaConfig(TextConfig):
         return Llama(self)
 
     def network(self) -> nn.Module:
-        """A block's network, [batch, length, width] in and out."""
+        """Make a block's feed-forward network, [batch, length, width] in and out."""
         return SwiGLU(self)
 
 
 class Attention(nn.Module):
-    """Causal self-attention with shared keys and values: [batch, length, width] in and out."""
+    """Causal grouped-query attention: [batch, length, width] in and out."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """A gated network: [batch, length, width] in and out."""
+    """Gated feed-forward network: [batch, length, width] in and out."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then the network, each normalised first and added."""
+    """Pre-norm block, [batch, length, width] in and out: attention, then the feed-forward network."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """forward(ids, labels), both int64 [batch, length], gives the mean cross-entropy."""
+    """Llama: `forward(ids, labels)`, both int64 [batch, length], returns mean cross-entropy."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

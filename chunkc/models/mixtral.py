@@ -1,12 +1,12 @@
-"""Mixtral (Jiang et al., 2024): a Llama with a mixture of experts as its network, two of them for each token.
+"""Mixtral (Jiang et al., 2024): a Llama with a mixture of experts as its feed-forward network, two for each token.
 
-Each token is copied once per expert chosen, the copies are sorted by expert, and one grouped matrix product
-multiplies each run of rows with its expert's matrix. All shapes are known ahead (tokens times choices, however
-they fall), so the model is one graph; the arithmetic is that of top-2 routing, no token is dropped and no expert
-is padded. The usual loop over experts needs sizes that depend on data, and gathering a weight per token would
-copy hundreds of megabytes for each. PyTorch's grouped product takes bf16 only, on fake tensors and on CUDA.
+Each token is copied once per chosen expert, the copies are sorted by expert, and one grouped matrix product multiplies
+each run of rows by its expert's matrix. Shapes do not depend on the routing (tokens times choices), so the model is one
+graph. The arithmetic is that of top-2 routing: no token is dropped and no expert is padded. The usual loop over experts
+needs data-dependent sizes, and gathering weights would copy hundreds of megabytes per token. PyTorch's grouped product
+takes bf16 only, on fake tensors and on CUDA.
 
-The auxiliary loss that balances experts is a few numbers, and left out.
+The auxiliary loss that balances experts is left out: it is a few numbers.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from chunkc.models.llama import LlamaConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MixtralConfig(LlamaConfig):
-    """A Mixtral.
+    """Sizes of a Mixtral.
 
     Attributes:
-        num_experts: experts of a layer.
-        num_chosen: experts that a token goes to.
+        num_experts: experts of each layer.
+        num_chosen: experts for each token.
     """
 
     has_heads_apart: ClassVar[bool] = False
@@ -46,7 +46,7 @@ class MixtralConfig(LlamaConfig):
 class Experts(nn.Module):
     """SwiGLU experts behind a router: [batch, length, width] in and out.
 
-    Experts' matrices are stacked, [experts, inputs, outputs], as the grouped product reads them.
+    The experts' matrices are stacked, [experts, inputs, outputs], as the grouped product reads them.
     """
 
     def __init__(self, config: MixtralConfig) -> None:
@@ -65,7 +65,7 @@ class Experts(nn.Module):
         share, chosen = self.router(tokens).float().softmax(dim=-1).topk(self.num_chosen, dim=-1)
         share = share / share.sum(dim=-1, keepdim=True)
 
-        experts = chosen.flatten()  # of copy i, which is of token i // num_chosen
+        experts = chosen.flatten()  # expert of copy i, a copy of token i // num_chosen
         order = experts.argsort(stable=True)
         source = order // self.num_chosen
         num_rows = (experts[:, None] == torch.arange(self.num_experts, device=x.device)).sum(dim=0)

@@ -1,4 +1,4 @@
-"""PaLM (Chowdhery et al., 2022): attention and network side by side, one head of keys and values, SwiGLU, no biases."""
+"""PaLM (Chowdhery et al., 2022): parallel blocks, multi-query attention, rotary positions, SwiGLU, no biases."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROTARY_BASE = 10_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class PalmConfig(TextConfig):
-    """A PaLM; its network is four times as wide as its residual stream."""
+    """Sizes of a PaLM; its feed-forward network has 4 * `width` inner features."""
 
     vocabulary: int = 256_000
 
@@ -33,7 +33,7 @@ class PalmConfig(TextConfig):
 
 
 class Block(nn.Module):
-    """Causal attention and a SwiGLU network of the same normalised input, both added."""
+    """Parallel block: causal attention and a SwiGLU network of the same normalised input, added to the residual."""
 
     def __init__(self, config: PalmConfig) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Palm(nn.Module):
-    """forward(ids, labels), both int64 [batch, length], gives the mean cross-entropy. The head is tied."""
+    """PaLM: `forward(ids, labels)`, both int64 [batch, length], returns mean cross-entropy. Its head is tied."""
 
     def __init__(self, config: PalmConfig) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""The built-in models by name. Sizes are their authors'; the large GPTs are PatrickStar's benchmark family.
+"""Built-in models by name. Sizes are their authors'; the large GPTs are PatrickStar's benchmark family.
 
-PatrickStar (Fang et al., 2021) gives layers and widths; its benchmark fills them with post-norm encoders. Here
-they are GPTs, as its paper calls them, with GPT-2's vocabulary of 50,257 tokens and a tied head.
+PatrickStar (Fang et al., 2021) states layers and widths; its benchmark builds post-norm encoders of them. Here they are
+GPTs, as its paper calls them, with GPT-2's vocabulary of 50,257 tokens and a tied head.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ModelSpec:
     Attributes:
         name: as in `MODELS`.
         config: the sizes, with the default dtype.
-        batch_size: examples in a batch unless said otherwise.
-        seq_len: tokens in an example unless said otherwise; None for models of images.
+        batch_size: default number of examples in a batch.
+        seq_len: default number of tokens in an example; None for models of images.
     """
 
     name: str
@@ -55,18 +55,17 @@ class ModelSpec:
         dtype: torch.dtype | None = None,
         seq_len: int | None = None,
     ) -> nn.Module:
-        """A new module with random weights on the ambient device, in training mode.
+        """Make a module with random weights on the ambient device, in training mode.
 
-        Under `torch.device("meta")` or a fake tensor mode nothing is allocated; otherwise all of it is.
+        Under `torch.device("meta")` or a fake tensor mode nothing is allocated.
 
         Args:
-            activation_checkpointing: keep each block's input only, and run the block again in the backward.
-            blocks_are_regions: as of a `ModelConfig`.
+            activation_checkpointing, blocks_are_regions: see `ModelConfig`.
             dtype: of parameters and activations; None: the spec's.
-            seq_len: a table of learned positions shorter than this grows to it; None changes nothing.
+            seq_len: tokens for which a table of learned positions must have rows; None: the spec's.
 
         Raises:
-            OptionsError: `seq_len` makes no sense for this model, or it cannot be built in `dtype`.
+            OptionsError: `seq_len` is not positive or the model reads images, or it cannot be built in `dtype`.
         """
         config = self._config(dtype)
         length = self._length(seq_len)
@@ -84,14 +83,15 @@ class ModelSpec:
         *,
         dtype: torch.dtype | None = None,
     ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-        """(args, kwargs) of one call of `forward`, on the ambient device, the same numbers every time.
+        """Make (args, kwargs) of one call of `forward` on the ambient device, with the same values every time.
 
         Args:
             batch_size, seq_len: None: the spec's.
             dtype: of images; None: the spec's. Tokens and labels are int64.
 
         Raises:
-            OptionsError: a size is not positive, `seq_len` is given for a model of images, or see `build`.
+            OptionsError: a size is not positive, `seq_len` is given for a model of images, or the model cannot be built
+                in `dtype`.
         """
         batch_size = self.batch_size if batch_size is None else batch_size
         if batch_size < 1:
@@ -179,10 +179,10 @@ MODELS: Mapping[str, ModelSpec] = MappingProxyType({spec.name: spec for spec in 
 
 
 def find_model(name: str) -> ModelSpec:
-    """The built-in model of that name; case and punctuation do not matter (`Llama-3-8B`).
+    """Return the built-in model of that name; case and punctuation do not matter (`Llama-3-8B`).
 
     Raises:
-        OptionsError: there is none; one line with the nearest names, or all names.
+        OptionsError: there is none; one line with the nearest names, or with all.
     """
     wanted = _plain(name)
     plain = {_plain(known): known for known in MODELS}

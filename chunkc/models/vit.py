@@ -1,4 +1,4 @@
-"""Vision transformers (Dosovitskiy et al., 2020): an image cut into patches, a class token, pre-norm blocks."""
+"""Vision transformers (Dosovitskiy et al., 2020): patches of an image and a class token, pre-norm blocks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _EPS = 1e-6
 
 @dataclass(frozen=True, kw_only=True)
 class VitConfig(ModelConfig):
-    """A vision transformer over square RGB images.
+    """Sizes of a vision transformer over square RGB images; its networks have 4 * `width` inner features.
 
     Attributes:
         image: pixels along an image's edge, a multiple of `patch`.
         patch: pixels along a patch's edge.
-        num_classes: classes to tell apart.
+        num_classes: number of classes.
     """
 
     has_heads_apart: ClassVar[bool] = True
@@ -55,7 +55,7 @@ class VitConfig(ModelConfig):
 
 
 class Block(nn.Module):
-    """Attention over all patches, then a GELU network, each normalised first and added."""
+    """Pre-norm block, [batch, tokens, width] in and out: attention over all tokens, then a GELU network."""
 
     def __init__(self, config: VitConfig) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Block(nn.Module):
 
 
 class Vit(nn.Module):
-    """forward(images, labels), [batch, 3, image, image] and int64 [batch], gives the mean cross-entropy."""
+    """ViT: `forward(images [batch, 3, image, image], labels int64 [batch])` returns the mean cross-entropy."""
 
     def __init__(self, config: VitConfig) -> None:
         super().__init__()
