@@ -21,7 +21,7 @@ BAD_INPUT = 2
 """Exit code for invalid input."""
 
 WHOLE = re.compile("[0-9]{1,18}")
-"""A whole number as people write it."""
+"""A whole number on the command line: at most 18 digits, which fit 64 bits."""
 
 MASTER_WEIGHTS: dict[str, bool | str] = {"true": True, "false": False, SPLIT: SPLIT, FLOAT32: FLOAT32}
 """Name on the command line -> the optimizer's `master_weights`."""

@@ -1,8 +1,8 @@
 """Run the command `chunkc`: `explain`, `diff` and `calibrate`.
 
-Exit codes: 0 it fits (or the command did its work), 3 it does not fit, 2 bad input, with one line that says why, 1 a
-fault in chunkc itself, with one line that says where, 130 it was interrupted. Names may have any characters: all
-output passes `chunkc.ir.text`, which keeps control characters from the terminal.
+Exit codes: 0: it fits, or the command did its work; 3: it does not fit; 2: bad input, with one line that says why; 1: a
+fault in chunkc itself, with one line that says where; 130: interrupted; 141: the reader of the output left. Names may
+have any characters: all output passes `chunkc.ir.text`, which keeps control characters from the terminal.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _LOGS = "TORCH_LOGS"
 _TRACEBACK = f'; {_LOGS}="+chunkc" shows the traceback'
 
 READER_LEFT = 128 + 13
-"""A shell's exit code for a program that SIGPIPE ended."""
+"""Exit code that shells give a program that SIGPIPE ended."""
 
 
 def _size(text: str) -> int | str:
@@ -131,7 +131,7 @@ def _hardware(options: argparse.Namespace) -> Hardware:
     if options.host_memory is not None:
         nbytes = parse_size(options.host_memory, "--host-memory")
         hardware = replace(hardware, host_memory_nbytes=nbytes)
-        if hardware.kind == "cpu":  # computes in the same memory
+        if hardware.kind == "cpu":  # a CPU computes in the host's memory
             hardware = replace(hardware, device_memory_nbytes=nbytes)
     return with_ranks(hardware, options.world_size, options.mesh)
 
@@ -240,10 +240,11 @@ def _largest(
     show: Show,
     zero_stage: ZeroStage | None,
 ) -> tuple[int, list[str]]:
-    """Return the largest size that fits, and sentences about it; 1 if not even that fits.
+    """Return the largest size that fits, and sentences about it; size 1 if not even that fits.
 
-    The search uses captures with the size as a symbol. The result and the next size are then captured for themselves;
-    if there are no symbolic captures, or the bytes differ, every size that is tried is captured for itself.
+    The search uses captures in which the size is a symbol. The result and the next size are then checked by captures of
+    their own. If the model cannot be captured with a symbol, or the check fails, the search captures each size that it
+    tries.
     """
     words = what.replace("_", " ")
 

@@ -1,4 +1,4 @@
-"""Print the presets that `--hardware` accepts, with the peaks that their sources state."""
+"""Make the table of presets that `--hardware` accepts, with the peaks that their sources state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TITLES = ("name", "memory", "fp16/bf16 TFLOPS", "memory GB/s", "link GB/s", "ho
 
 
 def hardware_table() -> str:
-    """Return one line for each preset, under a line of titles; columns but the last are padded."""
+    """Return a line of titles and one for each preset; columns are padded, except the last."""
     rows = [_TITLES, *_rows()]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, [*widths[:-1], 0])) for row in rows)

@@ -16,7 +16,7 @@ from chunkc.ir.text import one_line
 
 
 def open_streams() -> None:
-    """Make standard output and error accept any text, also if a shell closed them."""
+    """Let standard output and error accept any text, even if a shell has closed them."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -32,10 +32,10 @@ def say(what: str) -> None:
 
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
-    """Flush the answer that the block writes to the standard output, and turn errors in writing into `OptionsError`.
+    """Flush the answer that the block writes to standard output, and turn errors in writing into `OptionsError`.
 
     Raises:
-        OptionsError: it cannot be written, as on a full disk.
+        OptionsError: the answer cannot be written, as on a full disk.
         BrokenPipeError: the reader closed the pipe.
     """
     try:
@@ -50,13 +50,13 @@ def answering() -> Iterator[None]:
 
 
 def leave_standard_output() -> None:
-    """Discard buffered output, which Python would try to write when it exits."""
+    """Redirect standard output to the null device, so that Python's flush at exit does not fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[str], None]]:
-    """Show the work in progress on standard error, if that is a terminal."""
+    """Show progress on standard error, if that is a terminal; yield a function that sets its text."""
     console = Console(stderr=True)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
