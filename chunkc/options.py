@@ -60,9 +60,9 @@ class Options(BaseModel):
         disk_holds: what of the model data a disk home holds, the rest being in RAM: `disk_holds_everything` makes
             a choice of "auto".
         chunk_size: bytes (>= 4096) or "auto".
-        activations: what becomes of the values that a forward saves for its backward. "auto": as many as the budget
-            needs are offloaded or recomputed, whichever is quicker; none where all fit. "keep": they stay; "offload":
-            all that can be go home in between; "rerun": all that can be are dropped, and made again by the backward.
+        activations: what becomes of the values that a forward saves for its backward. "keep": they stay; "offload":
+            all that can be go home in between; "rerun": all that can be are dropped, and made again by the backward;
+            "auto": as many as the budget needs are one or the other, whichever is quicker; none where all fit.
         loss_tile_rows: of a cross entropy over more rows than that, logits and loss are computed in tiles of so many
             rows, and logits again in the backward; None: all at once.
         codegen: how segments are compiled: "inductor", or "eager".
@@ -78,7 +78,7 @@ class Options(BaseModel):
     home: str = "cpu"
     disk_holds: Literal["auto", "states", "everything"] = "auto"
     chunk_size: int | Literal["auto"] = "auto"
-    activations: Activations = "auto"
+    activations: Activations = "keep"
     loss_tile_rows: Annotated[int, Field(gt=0)] | None = None
     codegen: Literal["inductor", "eager"] = "inductor"
     whole_graph: Literal["auto", "never"] = "auto"

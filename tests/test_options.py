@@ -31,7 +31,7 @@ def test_defaults():
         "home": "cpu",
         "disk_holds": "auto",
         "chunk_size": "auto",
-        "activations": "auto",
+        "activations": "keep",
         "loss_tile_rows": None,
         "codegen": "inductor",
         "whole_graph": "auto",

@@ -104,8 +104,8 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--activations",
         choices=("auto", "keep", "offload", "rerun"),
-        default="auto",
-        help="what becomes of the values that the forward saves; default: auto, all are kept where everything fits",
+        default="keep",
+        help="what becomes of the values that the forward saves; default: keep",
     )
     command.add_argument("--loss-tile-rows", type=_positive, metavar="N", help="cross entropy in tiles of so many rows")
     command.add_argument("--strict", action="store_true", help="refuse operators with a guess for inner memory")

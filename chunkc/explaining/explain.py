@@ -166,7 +166,7 @@ def minimum_budget(
     hardware: str | Hardware = "cpu",
     chunk_size: int | str = "auto",
     codegen: str = "eager",
-    activations: str = "auto",
+    activations: str = "keep",
     loss_tile_rows: int | None = None,
     strict: bool = False,
     memory_budget: int | str = "auto",
@@ -382,7 +382,6 @@ def explain_step(
         estimates=largest_of_each(call for found in dry_run.captured for call in found.unknown_operators),
         why=None if why is None else why_is(why, predicted, dry_run),
         ranks=ranks,
-        activations=options.activations,
     )
     needs = host_needs(
         layout,

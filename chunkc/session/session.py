@@ -30,7 +30,6 @@ from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended, restated, unfr
 from chunkc.policy.live_values import RealValues
 from chunkc.policy.needs import SessionNeeds
 from chunkc.policy.plans import UpdatePlan
-from chunkc.policy.seen_steps import SeenSteps
 from chunkc.policy.state import Key, PlannerState
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.execution.executor import Executable
@@ -83,7 +82,6 @@ class Session:
         live: values of earlier calls.
         records: what runs have measured.
         known: what is known of the smallest budget.
-        seen: what is known of the other graphs of a step.
         update_plans: the latest plans of the optimizer's step, by what was asked for.
         keepers: the optimizers with states in chunks.
         modules: those that were placed, or called when a graph was compiled: what has its parameters. Held weakly.
@@ -117,7 +115,6 @@ class Session:
         self.live = RealValues(self.granule_nbytes)
         self.records = Records()
         self.known = SessionNeeds()
-        self.seen = SeenSteps()
         self.update_plans: Recent[Key, tuple[UpdatePlan, Executable]] = Recent(MAX_UPDATE_PLANS)
         self.keepers = StateKeepers(self.store)
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
