@@ -70,7 +70,7 @@ class Step:
 
     Attributes:
         share_s: at most, of the call's seconds; what is not used is left to those behind.
-        takes_spare: also what the steps before it have left of theirs.
+        takes_spare: whether it may also use the time that the steps before it have left of their shares.
         command: arguments of Python. `@out` is a suite's file, `@limit` the seconds that it has, `@facts` the facts.
         variables: of the environment.
         tool: a program that runs Python, with its arguments; a step whose tool is not installed is left out.
@@ -258,10 +258,9 @@ class Runner:
     broken: Mapping[str, str] = field(default_factory=dict)
 
     def share_s(self, step: Step) -> float:
-        """What of this call's seconds is the step's own."""
-        return step.share_s * (
-            max(1.0, self.scale) if step.is_needed else self.scale
-        )  # looking takes as long as it takes
+        """Return the step's own share of this call's seconds."""
+        scale = max(1.0, self.scale) if step.is_needed else self.scale  # looking takes as long as it takes
+        return step.share_s * scale
 
     def run(self, step: Step, spare_s: float = 0.0) -> Done:
         """Run it, its output in the log; show the end of that. Steps before it have left `spare_s` of their time."""
@@ -324,10 +323,10 @@ def run_call(runner: Runner, steps: Sequence[Step]) -> None:
     """Run steps in order; the results are there after each."""
     may_begin, spare_s = True, 0.0
     for step in steps:
-        can_run = may_begin or step.name == "facts"
-        done = (
-            runner.run(step, spare_s) if can_run else Done(step.name, note="not begun: see the first step in the log")
-        )
+        if may_begin or step.name == "facts":
+            done = runner.run(step, spare_s)
+        else:
+            done = Done(step.name, note="not begun: see the first step in the log")
         spare_s = max(0.0, spare_s + runner.share_s(step) - done.seconds)
         may_begin &= not (step.is_needed and done.code == LACKS)
         runner.results.steps.append(done)

@@ -4,8 +4,8 @@
 2. Data that only an optimizer's step changes is written; the next step waits for this.
 3. Files are synced, and the checkpoint gets its name; only `wait` and the next `save` wait for this.
 
-If several ranks save, each has such a thread, and the threads exchange messages on a channel of their own. When all
-ranks have written, rank 0 names the checkpoint and tells the others.
+On several ranks each rank runs one writing thread, and these threads communicate over a separate transport. When all
+ranks have written, rank 0 names the checkpoint and sends the name to the other ranks.
 """
 
 from __future__ import annotations

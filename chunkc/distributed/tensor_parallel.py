@@ -1,7 +1,7 @@
 """Shard a model over one mesh dimension that `parallelize_module` has sharded over another.
 
-Each rank's local tensor of such a parameter is sharded, gathered and reduced over the mesh of `chunkc.distribute`, as
-a whole parameter is without tensor parallelism. In place of the parameter, a module that is compiled reads
+The local tensor of a tensor-parallel parameter is sharded, gathered and reduced over the mesh of `chunkc.distribute`,
+as a whole parameter is without tensor parallelism. In place of the parameter, a module that is compiled reads
 
     weight: "DTensor(f32[8, 4], _S(0, 2), S(0))"
     own: "f32[4, 4]" = chunkc.distributed.whole_parameters.whole_here(weight, (4, 4))

@@ -176,7 +176,7 @@ def _check_several(
     """Refuse features that several processes do not have.
 
     Raises:
-        UnsupportedError: there are several, and the configuration or an argument asks for such a feature.
+        UnsupportedError: there are several, and the configuration or an argument turns one of these features on.
     """
     if settings.world_size == 1:
         return

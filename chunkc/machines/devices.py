@@ -62,7 +62,7 @@ def parse_device(device: torch.device | str) -> torch.device:
 
     Raises:
         OptionsError: torch does not know the device.
-        UnsupportedError: chunkc does not compute on such a device, or this one is not available.
+        UnsupportedError: chunkc supports no device of this type, or the device is not available.
     """
     try:
         found = torch.device(device)

@@ -117,7 +117,7 @@ def read_hardware(path: Path) -> Hardware:
 
     Sizes, rates and times may have units: `288GiB`, `24GB/s`, `71TFLOPS`, `10us`. `links` maps a link's name to its
     rate and latency; a missing one is the preset's, and without a preset the latency is 0. A link's rate may instead be
-    given by its key in `RATE_KEYS`. `save_hardware` writes such a file, in JSON.
+    given by its key in `RATE_KEYS`. `save_hardware` writes this format, in JSON.
 
     Raises:
         OptionsError: the file is missing or no mapping; a key is unknown, has a wrong value, or is required and

@@ -1,7 +1,7 @@
 """Decide which chunk groups one optimizer may update in the next backward of a session.
 
-All of such a group is this optimizer's, in a state that the update can begin with. Where it is not, or arguments are
-wrong, `step()` updates the group or raises.
+A group is eligible if this optimizer has all of its parameters, in a state that the update can begin with. Any other
+group, or one with wrong arguments, is left to `step()`, which updates it or raises.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from chunkc.session.declared_states import declared
 from chunkc.session.session import Session
 
 
-class OfSession:
+class BoundToSession:
     """Weak references to an optimizer and a session, which both exist whenever a method runs."""
 
     def __init__(self, optimizer: SteppingOptimizer, session: Session) -> None:
@@ -41,7 +41,7 @@ class OfSession:
         return session
 
 
-class Eligibility(OfSession):
+class Eligibility(BoundToSession):
     """The chunk groups of a session that one optimizer's updates in the next backward may take.
 
     Attributes:

@@ -34,7 +34,7 @@ from chunkc.ir.errors import OptionsError, StreamError, UnsupportedError
 from chunkc.ir.layout import GRAD, PARAM, ChunkGroup
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE, GradScale
-from chunkc.optim.eligibility import Eligibility, OfSession
+from chunkc.optim.eligibility import BoundToSession, Eligibility
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_updates import (
     home_update,
@@ -58,7 +58,7 @@ _CHANGED_LATE = (
 )
 
 
-class SessionUpdates(OfSession):
+class SessionUpdates(BoundToSession):
     """The updates of one optimizer in one session, outside of `step()` (a `chunkc.session.protocols.Starter`).
 
     The optimizer owns it, and the session calls it.

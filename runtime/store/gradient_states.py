@@ -279,9 +279,9 @@ class Gradients:
     def find_autograd_owned(self) -> frozenset[str]:
         """Find and note the parameters with a `.grad` that must stay the same tensor, so that autograd adds to it.
 
-        Such a gradient is one tensor for several parameters, added to in the order that PyTorch adds in, at home and
-        on the compute tier; or it is the user's own tensor, with references or views in user code. A home view that was
-        handed out becomes one if it has external views when the chunk gets another home.
+        There are two kinds: one tensor that is the gradient of several parameters, at home or on the compute tier,
+        where additions must keep PyTorch's order; and the user's own tensor, with references or views in user code. A
+        home view that was handed out becomes the user's own if it has external views when the chunk gets another home.
 
         Raises:
             HomeError: there is no room for another home.

@@ -179,8 +179,8 @@ READS_VALUES = {
     "aten::searchsorted": "that no position of a sorter is beyond the sequence",
     "aten::_linalg_check_errors": "that all are zero",
 }
-"""These ask kernels for it before they begin, and refuse what is there where kernels do nothing: on the GPU made of
-RAM, whose arithmetic begins with whole operators."""
+"""These operators read the value on the host before they begin. On the GPU made of RAM kernels inside of an operator do
+nothing, so the value is wrong and the operator raises."""
 
 
 def refused() -> Mapping[str, str]:

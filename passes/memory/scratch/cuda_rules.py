@@ -303,7 +303,7 @@ def _last_power_of_2(number: int) -> int:
 
 def cudnn_batch_norm(call: Call) -> list[int]:
     """`ATen/native/cudnn/BatchNorm.cpp`: cuDNN is asked for its workspace when it runs. As for `convolution`, a policy:
-    one copy of the image, 2 KiB per channel, and copies of operands that are not contiguous."""
+    one copy of the image, 2,052 bytes per channel, and copies of operands that are not contiguous."""
     image = call.tensor("input")
     return [nbytes_of(image), (2048 + 4) * image.shape[1], *contiguous(call)]
 
@@ -319,9 +319,9 @@ def convolution(call: Call) -> list[int]:
     choose an algorithm when the convolution runs, and `ATen/native/cudnn/Conv_v8.cpp` gives that its workspace, or
     tries the next if it cannot be had.
 
-    So this is a policy and no bound: all operands and results in fp32 (copies in other layouts), and eight times as
-    much, but at most CONVOLUTION_NBYTES, for the workspace. Under a memory limit cuDNN makes do with less, by another
-    algorithm. To state better figures, declare `aten::convolution` and `aten::convolution_backward`.
+    So this is a policy and no bound: all operands and results in fp32 (copies in other layouts), and for the workspace
+    eight times as much and 32 MiB, but at most CONVOLUTION_NBYTES. Under a memory limit cuDNN makes do with less, by
+    another algorithm. To state better figures, declare `aten::convolution` and `aten::convolution_backward`.
     """
     own = None if torch.backends.cudnn.enabled else own_shards(call.arguments, call.outputs)
     if own is not None:
