@@ -77,7 +77,7 @@ def num_passed(results: Path) -> int:
 
 def record(passed: dict[str, int], seconds: float) -> None:
     """Note under PyTorch's version that all was green at this commit, if it is this commit that has run."""
-    if changed := git("status", "--porcelain", "--untracked-files=no"):
+    if changed := git("status", "--porcelain", "--untracked-files=no", "--", ":/", f":!{RECORD.name}"):
         print(f"not recorded, as the checkout differs from its commit:\n{changed}")
         return
     versions = {name: version(name) for name in RECORDED}
