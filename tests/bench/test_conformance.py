@@ -242,13 +242,16 @@ def test_values_are_compared_to_the_bit() -> None:
 
 @pytest.mark.second_tier
 @pytest.mark.skipif(not HAS_DATABASES, reason="needs expecttest")
-def test_a_tenth_of_the_databases(tmp_path: Path) -> None:
-    """Take the cases with hashes that are divisible by ten: in eager code and the smallest budget, and call by call."""
+@pytest.mark.parametrize("shard", ["0/3", *(pytest.param(f"{k}/3", marks=pytest.mark.slow) for k in (1, 2))])
+def test_a_tenth_of_the_databases(shard: str, tmp_path: Path) -> None:
+    """Take the cases with hashes that are divisible by ten, a third of them in CI: in eager code and the smallest
+    budget, and call by call."""
     command = [sys.executable, conformance.__file__, "--tenth", "--columns", "eager/float32,calls/float32"]
+    command += ["--shard", shard]
     command += ["--out", str(tmp_path / "out.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert len(lines) > 50, done.stderr
+    assert len(lines) > 30, done.stderr
     failures = {(line["column"], line["case"]): line["reason"] for line in lines if line["outcome"] in table.FAULTS}
     assert not failures
-    assert sum(line["outcome"] == TRAINED for line in lines) > 110
+    assert sum(line["outcome"] == TRAINED for line in lines) > 30

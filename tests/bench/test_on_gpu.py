@@ -29,7 +29,7 @@ def _run(out: Path, *arguments: str, **variables: str) -> tuple[str, dict[str, d
 
 @pytest.mark.second_tier
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("call", STEPS)
+@pytest.mark.parametrize("call", [pytest.param(call, marks=[pytest.mark.slow] * (call != "first")) for call in STEPS])
 def test_it_ends_in_time_with_a_table(tmp_path: Path, call: str):
     start_s = time.monotonic()
     printed, steps = _run(tmp_path, call, "25")
