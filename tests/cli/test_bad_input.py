@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -288,19 +285,3 @@ def test_any_hardware_file_is_read_or_refused(content: bytes, ending: str, folde
     (folder / f"any.{ending}").write_bytes(content)
     with contextlib.suppress(OptionsError):
         load_hardware(str(folder / f"any.{ending}"))
-
-
-@pytest.mark.second_tier
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
-def test_a_full_disk_is_said(here: Path) -> None:
-    with open("/dev/full", "w") as full:
-        process = subprocess.run(
-            [sys.executable, "-P", "-m", "chunkc", "explain", "train.py:build"],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": ""},
-            check=False,
-        )
-    assert process.stderr == "importing\nchunkc: cannot write the standard output: No space left on device\n"
-    assert process.returncode == cli.BAD_INPUT

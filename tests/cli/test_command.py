@@ -296,15 +296,6 @@ def test_the_list_of_hardware_has_all_presets(capsys: pytest.CaptureFixture[str]
         assert cells[name][-1] == sheet.source
 
 
-@pytest.mark.second_tier
-def test_as_a_process(here: Path) -> None:
-    """The terminal gets the answer, nothing else, and the exit code; also for code that PyTorch warns about."""
-    command = [sys.executable, "-m", "chunkc", "explain"]
-    fits = subprocess.run([*command, "tiny.py:build", *FITS], capture_output=True, text=True, cwd=here)
-    assert (fits.returncode, fits.stderr) == (0, "")
-    assert "fits, with" in fits.stdout
-
-
 @pytest.mark.slow
 def test_torchs_own_warnings_stay_out(here: Path) -> None:
     command = [sys.executable, "-m", "chunkc", "explain", "tiny.py:looks"]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -87,14 +85,3 @@ def test_what_cannot_be_written_is_said_before_any_work(
     ):
         assert cli.main(["explain", "train.py:raises", "--output", name]) == 2
         assert capsys.readouterr() == ("", f"chunkc: cannot write {name}: {says}\n")
-
-
-@pytest.mark.second_tier
-def test_a_reader_that_leaves_is_no_traceback(here: Path) -> None:
-    command = [sys.executable, "-m", "chunkc", "explain", "train.py:build", "--format", "json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=here)
-    assert process.stdout is not None
-    process.stdout.close()
-    assert process.stderr is not None
-    assert process.stderr.read() == "loading\n"
-    assert process.wait() == cli.READER_LEFT
