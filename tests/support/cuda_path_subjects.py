@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,6 +38,7 @@ class Stack(nn.Module):
         return x.float().square().mean()
 
 
+@functools.cache
 def case(dtype: torch.dtype = torch.float32) -> Case:
     return Case("stack", lambda: Stack(dtype), lambda seed: {"x": floats(seed, (4, 48)).to(dtype)})
 
@@ -54,6 +56,7 @@ def on_fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
         chunkc.session.session.open_compute, chunkc.optim.on_device.computes_by_triton = former, by_triton
 
 
+@functools.cache
 def budget(of: Case, percent: int) -> int:
     """0: the smallest that works, with room to overlap."""
     return refuse(of, memory_budget=TINY).minimum_nbytes + 4 * 48 * 48 * 4 if not percent else HUGE
@@ -99,7 +102,9 @@ def adamw(subject: Subject, update_on: str = "device", **options: Any) -> Any:
     return chunkc.optim.AdamW(subject.model.parameters(), lr=1e-2, weight_decay=0.1, update_on=update_on, **options)
 
 
+@functools.cache
 def on_gpu(of: Case, percent: int, update_on: str = "device") -> list[Any]:
+    """Train on a fake GPU, once for all cases that compare with it: losses and weights."""
     with on_fake_gpu():
         subject = Subject(of, budget(of, percent))
         if not percent:
