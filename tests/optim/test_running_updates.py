@@ -33,6 +33,7 @@ def test_late_copies_and_updates_change_no_bit(mode: str, seeds: range) -> None:
         assert not differences(found, expected(mode)), seed
 
 
+@pytest.mark.quick(1, second=0)
 @pytest.mark.parametrize("mode", MODES)
 def test_half_precision_changes_no_bit(mode: str) -> None:
     found = results(Subject(mode, Late(0, 0.004), Late(1, 0.02), case(torch.bfloat16)), mode)
@@ -121,14 +122,18 @@ def test_every_wait_matters(mode: str, copies_s: float, updates_s: float, leave_
 
 
 @contextmanager
-def under_way(overlap: str = "forward") -> Iterator[Subject]:
+def under_way(made: Subject) -> Iterator[None]:
     """Updates have been begun by a step, and are slow."""
-    made = Subject(overlap, Late(), Late(fixed_s=SLOW_S))
     made.backward(0)
     made.optimizer.step()
     assert made.num_under_way
-    yield made
+    yield
     made.optimizer.synchronize()
+    made.optimizer.zero_grad()
+
+
+def late_subject() -> Subject:
+    return Subject("forward", Late(), Late(fixed_s=SLOW_S))
 
 
 def doors() -> dict[str, Any]:
@@ -149,11 +154,12 @@ def doors() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("door", doors())
-def test_doors_of_our_own_wait(door: str) -> None:
-    with under_way() as made:
-        doors()[door](made)
-        assert all(not made.store.updates.before(group) for group in range(4))
+def test_doors_of_our_own_wait() -> None:
+    made = late_subject()
+    for name, door in doors().items():
+        with under_way(made):
+            door(made)
+            assert all(not made.store.updates.before(group) for group in range(4)), name
 
 
 def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
@@ -180,7 +186,8 @@ def test_copies_and_pickles_keep_the_mode() -> None:
 
 
 def test_what_compiled_code_does_not_train_is_updated_inside_the_step() -> None:
-    with under_way() as made:
+    made = late_subject()
+    with under_way(made):
         made.optimizer.synchronize()
         made.session.trained -= {"layers.1.weight"}
         made.backward(1)

@@ -64,6 +64,7 @@ def follow_torch(model: MLP, call: Any, shadow: MLP, ours: Any, theirs: Any, ste
         assert_close(model, shadow)
 
 
+@pytest.mark.quick(7, second=0)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_one_group_follows_torch(mode: str, name: str) -> None:
@@ -107,6 +108,7 @@ def test_momentum_that_comes_later(mode: str) -> None:
     assert_managed(model, mode)
 
 
+@pytest.mark.quick(5, second=0)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["plain", "dampening"])
 @pytest.mark.parametrize("num_steps", [0, 2])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from harness import array, differences
-from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, interrupt_a_backward
+from slot_cases import ADAMW, Act, Subject, adopted, clip_some, interrupt_a_backward, nothing
+from slot_cases import trained_undoably as trained
 
 import chunkc
 from chunkc.ir.layout import GRAD
@@ -17,36 +17,6 @@ from chunkc.ir.layout import GRAD
 pytestmark = pytest.mark.timeout(120)
 
 UNDOABLE: dict[str, Any] = {**ADAMW, "undoable": True}
-Act = Callable[[Subject, int], object]
-
-
-def adopted(made: Subject) -> set[int]:
-    """The groups whose updates wait to be adopted or undone."""
-    begun = made.optimizer.scheduler.in_session(made.session).begun_groups()
-    return {group.index for group in made.store.layout.groups if group.index in begun}
-
-
-def trained(overlap: str, act: Act, num_steps: int = 5, **options: Any) -> tuple[list[Any], Subject, list[set[int]]]:
-    """Losses, what `act` returns between backward and step, and the final state; and what had begun before each act."""
-    arguments = {**options.pop("arguments", ADAMW), **({"undoable": True} if overlap != "none" else {})}
-    made, found, begun = Subject(overlap, arguments=arguments, **options), [], []
-    for step in range(num_steps):
-        found.append(array(made.backward(step)))
-        begun.append(adopted(made))
-        told = act(made, step)
-        found += [array(told)] if isinstance(told, torch.Tensor) else []
-        made.optimizer.step()
-        made.optimizer.zero_grad()
-    return [*found, *made.state()], made, begun
-
-
-def nothing(made: Subject, step: int) -> None:
-    """A step without anything between."""
-
-
-def clip_some(made: Subject, step: int) -> torch.Tensor:
-    """The norm is above the limit in two steps: in the second nothing begins, nor in the one after it."""
-    return made.optimizer.clip_grad_norm_(1e-3 if step in (1, 2) else 1e6)
 
 
 def clip_as_pytorch_does(made: Subject, step: int) -> torch.Tensor:
@@ -155,45 +125,6 @@ def test_it_is_for_updates_in_the_backward() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(2))]
     with pytest.raises(chunkc.OptionsError, match=r'undoable=True is for updates in the backward: use overlap="backw'):
         chunkc.optim.AdamW(parameters, undoable=True)
-
-
-RULES: dict[str, tuple[Any, dict[str, Any], torch.dtype]] = {
-    "adamw, bf16, split masters": (chunkc.optim.AdamW, ADAMW, torch.bfloat16),
-    "adam, 8 bits, rounded at random": (
-        chunkc.optim.Adam,
-        {"lr": 1e-2, "moments_dtype": "int8", "stochastic_rounding": True},
-        torch.bfloat16,
-    ),
-    "sgd, fp16": (chunkc.optim.SGD, {"lr": 1e-2, "momentum": 0.9}, torch.float16),
-}
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("name", RULES)
-def test_every_rule_has_the_same_bits(name: str) -> None:
-    kind, arguments, dtype = RULES[name]
-    options: dict[str, Any] = {"optimizer": kind, "arguments": arguments, "dtype": dtype}
-    found, made, begun = trained("backward", clip_some, **options)
-    assert begun[-1] == made.moving
-    assert not differences(found, trained("none", clip_some, **options)[0])
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("spare_nbytes", [0, 9_000, 35_000, WITHOUT_GRADIENTS])
-def test_every_budget_has_the_same_bits(spare_nbytes: int) -> None:
-    """From a budget in which nothing is updated in the backward to one in which some stays; that waits for the step."""
-    found, made, begun = trained("backward", clip_some, spare_nbytes=spare_nbytes)
-    assert begun[-1] == (made.moving if spare_nbytes else set())
-    assert not differences(found, trained("none", clip_some)[0])
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("options", [{"codegen": "inductor"}, {"home": "disk"}], ids=["inductor", "disk"])
-def test_compiled_code_and_a_disk_home_have_the_same_bits(options: dict[str, Any], tmp_path: Any) -> None:
-    options = {key: f"disk:{tmp_path}" if value == "disk" else value for key, value in options.items()}
-    found, made, begun = trained("backward", clip_some, **options)
-    assert begun[-1] == made.moving
-    assert not differences(found, trained("none", clip_some, **options)[0])
 
 
 @pytest.mark.parametrize("overlap", ["backward", "both"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -74,6 +75,41 @@ def trained(overlap: str, *args: Any, num_steps: int = 4, **options: Any) -> tup
     made = Subject(overlap, *args, **options)
     losses = [made.step(batch) for batch in range(num_steps)]
     return [*losses, *made.state()], made
+
+
+Act = Callable[[Subject, int], object]
+"""What a user does between a backward and its step; what it returns is compared, too."""
+
+
+def adopted(made: Subject) -> set[int]:
+    """The groups whose updates wait to be adopted or undone."""
+    begun = made.optimizer.scheduler.in_session(made.session).begun_groups()
+    return {group.index for group in made.store.layout.groups if group.index in begun}
+
+
+def trained_undoably(
+    overlap: str, act: Act, num_steps: int = 5, **options: Any
+) -> tuple[list[Any], Subject, list[set[int]]]:
+    """Losses, what `act` returns between backward and step, and the final state; and what had begun before each act."""
+    arguments = {**options.pop("arguments", ADAMW), **({"undoable": True} if overlap != "none" else {})}
+    made, found, begun = Subject(overlap, arguments=arguments, **options), [], []
+    for step in range(num_steps):
+        found.append(array(made.backward(step)))
+        begun.append(adopted(made))
+        told = act(made, step)
+        found += [array(told)] if isinstance(told, torch.Tensor) else []
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+    return [*found, *made.state()], made, begun
+
+
+def nothing(made: Subject, step: int) -> None:
+    """A step without anything between."""
+
+
+def clip_some(made: Subject, step: int) -> torch.Tensor:
+    """The norm is above the limit in two steps: in the second nothing begins, nor in the one after it."""
+    return made.optimizer.clip_grad_norm_(1e-3 if step in (1, 2) else 1e6)
 
 
 def interrupt_a_backward(made: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
