@@ -55,7 +55,8 @@ class Case:
         hardware: a preset; "cpu" is this machine's kind without its rates.
         optimizer, codegen, activations, overlap, home: as `explain` takes them.
         world_size: ranks that share the model; 1: none.
-        batch_size, loss_tile_rows: None: the model's own, and no tiles.
+        batch_size: None: the model's own.
+        loss_tile_rows: None: no tiles.
     """
 
     model: str
@@ -144,7 +145,8 @@ def explain(case: Case, budget: int) -> dict[str, Any]:
         found = chunkc.explain(
             model, *args, hardware=hardware, memory_budget=budget, codegen=case.codegen, activations=case.activations,
             overlap=case.overlap, home=case.home, optimizer=case.optimizer,
-            world_size=case.world_size if case.world_size > 1 else None, loss_tile_rows=case.loss_tile_rows, **kwargs,
+            world_size=case.world_size if case.world_size > 1 else None,
+            loss_tile_rows=_whole_loss() if case.loss_tile_rows is None else case.loss_tile_rows, **kwargs,
         )  # fmt: skip
     except chunkc.ChunkcError as error:
         return {"error": type(error).__name__, "minimum_nbytes": getattr(error, "minimum_nbytes", None)}
@@ -159,6 +161,13 @@ def explain(case: Case, budget: int) -> dict[str, Any]:
         "events": [f"{event.stream} {event.kind} {event.name} {event.nbytes}" for event in found.events],
         "plan": found.plan_text.splitlines(),
     }
+
+
+def _whole_loss() -> str | None:
+    """Return the value of `loss_tile_rows` without tiles: "never", or None in revisions without that word."""
+    from chunkc.options import Options
+
+    return None if Options().loss_tile_rows is None else "never"
 
 
 def subject(case: Case) -> tuple[Any, Sequence[Any], dict[str, Any]]:

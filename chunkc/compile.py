@@ -219,7 +219,7 @@ def trace(context: CompileContext) -> None:
     context.named = {
         name: p for name, p in zip(parameter_names, parameters, strict=True) if name is not None and p is not None
     }
-    log_capture(context.capture)
+    log_capture(context.capture, session.note_losses(context.capture.losses))
 
 
 def lay_out(context: CompileContext) -> None:

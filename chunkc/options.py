@@ -23,6 +23,9 @@ from chunkc.ir.units import NUMBER, parse_nbytes
 Activations = Literal["auto", "keep", "offload", "rerun"]
 """Treatments of the values that a forward saves for its backward."""
 
+LossTileRows = Annotated[int, Field(gt=0)] | Literal["auto", "never"]
+"""Rows of a tile in which a loss and its logits are computed; chosen by their shape; or no tiles."""
+
 MIN_CHUNK_NBYTES = 4 * 1024
 AUTO_BUDGET = Fraction(9, 10)
 """The part of the available memory that `memory_budget="auto"` takes."""
@@ -41,7 +44,7 @@ _ALLOWED = {
     "disk_holds": '"auto", "states" or "everything"',
     "chunk_size": 'an int of bytes or a size such as "4MiB" (at least 4 KiB), or "auto"',
     "activations": '"auto", "keep", "offload" or "rerun"',
-    "loss_tile_rows": "None, or a positive int of rows",
+    "loss_tile_rows": '"auto", "never", or a positive int of rows',
     "codegen": '"inductor" or "eager"',
     "whole_graph": '"auto" or "never"',
     "strict": "True or False",
@@ -64,7 +67,8 @@ class Options(BaseModel):
             all that can be go home in between; "rerun": all that can be are dropped, and made again by the backward;
             "auto": as many as the budget needs are one or the other, whichever is quicker; none where all fit.
         loss_tile_rows: of a cross entropy over more rows than that, logits and loss are computed in tiles of so many
-            rows, and logits again in the backward; None: all at once.
+            rows, and logits again in the backward. "auto": by the shape, where there are many logits (see
+            `passes.rewrite.loss_tiles`); "never": all at once.
         codegen: how segments are compiled: "inductor", or "eager".
         whole_graph: "auto" compiles the graph whole where all fits; "never" always cuts it into segments.
         strict: refuse operators with unknown scratch memory, instead of guessing it.
@@ -79,7 +83,7 @@ class Options(BaseModel):
     disk_holds: Literal["auto", "states", "everything"] = "auto"
     chunk_size: int | Literal["auto"] = "auto"
     activations: Activations = "keep"
-    loss_tile_rows: Annotated[int, Field(gt=0)] | None = None
+    loss_tile_rows: LossTileRows = "auto"
     codegen: Literal["inductor", "eager"] = "inductor"
     whole_graph: Literal["auto", "never"] = "auto"
     strict: bool = False

@@ -44,6 +44,7 @@ class Report:
         moments: (label, predicted bytes, measured bytes or None) of the latest step.
         plan_text: the latest plans, printed.
         estimates: operators with a guess for their inner memory, each with the largest that plans use.
+        loss_tiles: losses that are computed in tiles (option `loss_tile_rows`), each with its tiles.
         num_allocator_retries: how often a GPU's allocator emptied its cache to find room, so far: each time halts
             computation; a smaller budget leaves the cache more room.
         overhead_nbytes: bytes of every prediction that no plan moves: on a GPU, workspaces of libraries and room for
@@ -71,6 +72,7 @@ class Report:
     num_allocator_retries: int = 0
     gradients_read_nbytes: int = 0
     estimates: tuple[EstimatedOperator, ...] = ()
+    loss_tiles: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         measured = self.measured_peak_nbytes
@@ -83,6 +85,7 @@ class Report:
             *([("libraries, tables", format_nbytes(self.overhead_nbytes))] if self.overhead_nbytes else []),
             *([("allocator retries", str(self.num_allocator_retries))] if self.num_allocator_retries else []),
             *(("guessed inside", f"{e.operator}, {format_nbytes(e.nbytes)}") for e in self.estimates),
+            *(("loss", tiles) for tiles in self.loss_tiles),
             ("at home", format_nbytes(self.home_nbytes)),
             (
                 "chunks",
@@ -162,4 +165,5 @@ def _report(session: Session) -> Report:
         num_allocator_retries=store.tier.num_retries(),
         gradients_read_nbytes=store.sums.read_nbytes,
         estimates=session.estimates,
+        loss_tiles=session.losses.tiled,
     )

@@ -107,7 +107,8 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
         default="keep",
         help="what becomes of the values that the forward saves; default: keep",
     )
-    command.add_argument("--loss-tile-rows", type=_positive, metavar="N", help="cross entropy in tiles of so many rows")
+    tiles_help = "a cross entropy in tiles of so many rows; never: whole; default: auto, tiles where logits are many"
+    command.add_argument("--loss-tile-rows", type=_rows, default="auto", metavar="N", help=tiles_help)
     command.add_argument("--strict", action="store_true", help="refuse operators with a guess for inner memory")
     _add_optimizer_arguments(command.add_argument_group("the optimizer of chunkc.optim, by its own arguments"))
     command.add_argument("--largest", choices=["batch_size", "seq_len"], help="the largest that fits")
@@ -138,6 +139,10 @@ def _add_optimizer_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--update-on", choices=list(UPDATE_ON), default=DEVICE, help="default: device")
     group.add_argument("--overlap", choices=list(OVERLAP), default=NONE, help="default: none")
     group.add_argument("--undoable", action="store_true", help="step() can undo what the backward has updated")
+
+
+def _rows(text: str) -> int | str:
+    return text if text in ("auto", "never") else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -50,7 +50,7 @@ from chunkc.ir.states import StateFormat
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.presets import load_hardware
 from chunkc.optim.update_mode import DEVICE, NONE
-from chunkc.options import Options, parse_options, resolve_budget
+from chunkc.options import LossTileRows, Options, parse_options, resolve_budget
 from chunkc.passes.planning.residency import everything
 from chunkc.session.declared_states import state_format_of
 from chunkc.torch_private.dynamo import unwrapped
@@ -77,7 +77,7 @@ def explain(
     codegen: str | None = None,
     whole_graph: str | None = None,
     activations: str | None = None,
-    loss_tile_rows: int | None = None,
+    loss_tile_rows: LossTileRows | None = None,
     strict: bool | None = None,
     update_on: str = DEVICE,
     overlap: str = NONE,
@@ -167,7 +167,7 @@ def minimum_budget(
     chunk_size: int | str = "auto",
     codegen: str = "eager",
     activations: str = "keep",
-    loss_tile_rows: int | None = None,
+    loss_tile_rows: LossTileRows = "auto",
     strict: bool = False,
     memory_budget: int | str = "auto",
     home: str = "cpu",
@@ -372,6 +372,7 @@ def explain_step(
         notes=(
             *updates.notes(step, hardware),
             *_notes(step, options, hardware, page_table_nbytes),
+            *_notes_of_losses(captured),
             *notes(ranks, hardware),
             *(f"{symbol}: {what}" for graph in captured.graphs for symbol, what in graph.sizes.items()),
         ),
@@ -391,6 +392,12 @@ def explain_step(
         num_ranks=1 if ranks is None else ranks.ranks_per_host,
     )
     return replace(found, host=needs, host_fits=host is None or found.host_needs_nbytes <= host)
+
+
+def _notes_of_losses(captured: OfflineStep) -> Iterator[str]:
+    for losses in (graph.capture.losses for graph in captured.graphs):
+        yield from (f"loss_tile_rows: {tiles}" for tiles in losses.tiled)
+        yield from (f"loss_tile_rows: this loss is computed whole, {reason}" for reason in losses.whole)
 
 
 def _notes(step: StepPlans, options: Options, hardware: Hardware, page_table_nbytes: int) -> Iterator[str]:

@@ -28,6 +28,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.layout import ParamSpec
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.states import DEFAULT_STATES, StateFormat
+from chunkc.options import LossTileRows
 from chunkc.passes.codegen import find_vector_isa
 from chunkc.passes.graphs.graphs import placeholders
 from chunkc.policy.graph_fraction import graph_fraction
@@ -107,7 +108,7 @@ def capture_offline(
     kwargs: Mapping[str, Any],
     *,
     codegen: str,
-    loss_tile_rows: int | None = None,
+    loss_tile_rows: LossTileRows = "never",
     repeatable: bool = False,
     dynamic: bool = False,
     state_format_of: Callable[[nn.Parameter], StateFormat] = state_format_of,
@@ -191,7 +192,7 @@ class _Recorder:
     def __init__(
         self,
         codegen: str,
-        loss_tile_rows: int | None,
+        loss_tile_rows: LossTileRows,
         repeatable: bool,
         copied: FakeCopy,
         unmovable: Collection[str],

@@ -12,6 +12,7 @@ from chunkc.ir.estimates import EstimatedOperator, how_to_avoid, not_known, reck
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Plan
 from chunkc.ir.units import format_nbytes
+from chunkc.passes.rewrite.loss_tiles import Losses
 from chunkc.policy.captured_step import Captured
 from chunkc.torch_private.engine import trace_artifact
 from chunkc.tracing.capture import TracedGraphs
@@ -19,9 +20,11 @@ from chunkc.tracing.capture import TracedGraphs
 logger = logging.getLogger(__name__)
 
 
-def log_capture(capture: TracedGraphs) -> None:
-    """Log the graphs that AOTAutograd and the partitioner made."""
-    for reason in capture.whole_losses:
+def log_capture(capture: TracedGraphs, new_losses: Losses) -> None:
+    """Log the graphs that AOTAutograd and the partitioner made, and what became of losses that were not seen before."""
+    for tiles in new_losses.tiled:
+        logger.info("loss %s", tiles)
+    for reason in new_losses.whole:
         logger.warning("option loss_tile_rows: this loss is computed whole, in %s", reason)
     for phase, graph in (("forward", capture.forward), ("backward", capture.backward)):
         if graph is not None:

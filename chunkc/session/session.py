@@ -27,6 +27,7 @@ from chunkc.ir.states import StateFormat
 from chunkc.machines.devices import granule_of, hardware_of, memory_of, overhead_of
 from chunkc.options import Options, resolve_budget
 from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended, restated, unfrozen
+from chunkc.passes.rewrite.loss_tiles import Losses
 from chunkc.policy.live_values import RealValues
 from chunkc.policy.needs import SessionNeeds
 from chunkc.policy.plans import UpdatePlan
@@ -87,6 +88,7 @@ class Session:
         modules: those that were placed, or called when a graph was compiled: what has its parameters. Held weakly.
         in_backward: updates that begin during the backward.
         estimates: operators of every graph so far with a guess for their scratch memory.
+        losses: those of every graph so far that are large enough for tiles, tiled or not.
         is_over: whether it has ended: everything was given back, and what was compiled for it refuses.
         number: in the order in which sessions are made.
     """
@@ -120,6 +122,7 @@ class Session:
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.in_backward = UpdatesInBackward(self.store)
         self.estimates: tuple[EstimatedOperator, ...] = ()
+        self.losses = Losses()
         self._lock = threading.RLock()
         self._num_entered = 0
         self._alive: set[WeakIdentity] = set()
@@ -279,6 +282,12 @@ class Session:
         before = {operator.operator for operator in self.estimates}
         self.estimates = largest_of_each((*self.estimates, *calls))
         return tuple(operator for operator in self.estimates if operator.operator not in before)
+
+    def note_losses(self, losses: Losses) -> Losses:
+        """Keep what became of a graph's losses. Return what is new."""
+        new = losses.without(self.losses)
+        self.losses = Losses(self.losses.tiled + new.tiled, self.losses.whole + new.whole)
+        return new
 
     def own(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Register parameters as this session's, which ends with the last of them."""

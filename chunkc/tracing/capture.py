@@ -13,7 +13,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.options import LossTileRows
 from chunkc.passes.graphs.graphs import module_path, output_node, placeholders, returned, value_of
+from chunkc.passes.rewrite.loss_tiles import Losses
 from chunkc.passes.rewrite.repeats import find_repeats, shortened
 from chunkc.passes.rewrite.runner import Graphs
 from chunkc.passes.rewrite.unrolling import NotAlike
@@ -51,7 +53,7 @@ class TracedGraphs:
         new_buffers: positions of the inputs that the first of these outputs replace: buffers.
         by_placeholder: the forward's (and so the backward's) placeholders that are parameters -> the parameters' names.
         gradients: positions among the backward's outputs -> the parameters they are gradients of.
-        whole_losses: why losses are not computed in tiles that were to be.
+        losses: those that are large enough for tiles, tiled or not.
         may_repeat: parts of the forward may be repeated in the backward.
     """
 
@@ -61,7 +63,7 @@ class TracedGraphs:
     new_buffers: tuple[int, ...] = ()
     by_placeholder: Mapping[str, str] = field(default_factory=dict)
     gradients: Mapping[int, str] = field(default_factory=dict)
-    whole_losses: tuple[str, ...] = ()
+    losses: Losses = field(default_factory=Losses)
     may_repeat: bool = False
 
     def graphs(self) -> Graphs:
@@ -109,7 +111,7 @@ def capture_graph(
     parameter_names: Sequence[str | None],
     *,
     codegen: str,
-    loss_tile_rows: int | None = None,
+    loss_tile_rows: LossTileRows = "never",
     repeatable: bool = False,
     run_forward: Boxed,
     run_backward: Boxed,
@@ -119,7 +121,7 @@ def capture_graph(
     Args:
         parameter_names: per input, the parameter's name; None for an input that is none.
         codegen: what will compile the segments; decides what is decomposed.
-        loss_tile_rows: compute losses of more rows in tiles of so many (see `passes.loss_tiles`); None: whole.
+        loss_tile_rows: compute losses of more rows in tiles of so many (see `passes.loss_tiles`).
         repeatable: parts of the forward may be repeated in the backward: they read copies of buffers that it updates.
         run_forward, run_backward: called with a list of arguments, which they empty, when the graph runs.
 
@@ -146,7 +148,7 @@ def capture_graph(
     )
     capture, wrappers = TracedGraphs(may_repeat=repeatable), _wrapper_inputs(gm, inputs)
     (gm,) = passes.run(passes.DYNAMO, (gm,), context)
-    capture.whole_losses = context.whole_losses
+    capture.losses = context.losses
 
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         of_joint = JointContext(context, joint_inputs, kwargs)

@@ -15,12 +15,13 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from chunkc.ir.layout import ChunkLayout
+from chunkc.options import LossTileRows
 from chunkc.passes.graphs.collectives import wait_at_once
 from chunkc.passes.graphs.graphs import copy_of, placeholders, returned
 from chunkc.passes.graphs.shapes import numbers_first
 from chunkc.passes.memory.inductor.cuda import steady_inductor
 from chunkc.passes.rewrite.casts import read_as_casts, with_casts_given
-from chunkc.passes.rewrite.loss_tiles import tile_losses
+from chunkc.passes.rewrite.loss_tiles import Losses, tile_losses
 from chunkc.passes.rewrite.partition import (
     drop_detaches,
     hoist_for_backward,
@@ -61,18 +62,18 @@ class TraceContext:
         codegen, loss_tile_rows: as in `capture_graph`.
         repeats: equal blocks, most of which the graph that AOTAutograd traces leaves out; None: it has all.
         new_buffers, num_user_outputs: as of `TracedGraphs`.
-        whole_losses: why losses stay whole that should be tiled, as `loss_tiles` found.
+        losses: those that are large enough for tiles, as `loss_tiles` found.
     """
 
     parameter_names: Sequence[str | None]
     without_gradient: Sequence[bool]
     num_outputs: int
     codegen: str
-    loss_tile_rows: int | None
+    loss_tile_rows: LossTileRows
     repeats: Repeats | None = None
     new_buffers: tuple[int, ...] = ()
     num_user_outputs: int | None = None
-    whole_losses: tuple[str, ...] = ()
+    losses: Losses = field(default_factory=Losses)
 
 
 @dataclass
@@ -121,8 +122,8 @@ def _write_out_regions(graphs: Graphs, context: TraceContext) -> Graphs:
 
 def _tile_losses(graphs: Graphs, context: TraceContext) -> Graphs:
     (gm,) = graphs
-    if context.loss_tile_rows is not None:
-        context.whole_losses = tile_losses(gm.graph, context.loss_tile_rows)
+    if context.loss_tile_rows != "never":
+        context.losses = tile_losses(gm.graph, context.loss_tile_rows)
         gm.recompile()
     return graphs
 

@@ -10,6 +10,9 @@ It works on Dynamo's graph, where a cross entropy is one node. What stands betwe
 change each element by a number (a cast, a cap), and shape or cut rows. Logits that have another reader, such as the
 caller, are computed a second time for the loss: their gradient would be there twice else, in pieces and as a whole.
 Where no such product is found, what follows is tiled.
+
+The number of rows in a tile is the user's, or follows from the loss's shape alone (`AUTO`): tiles change the order of
+sums, and no result may depend on the budget.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 import torch
 from torch import fx
@@ -29,6 +32,14 @@ from chunkc.passes.graphs.graphs import TILE, tile_of
 from chunkc.passes.graphs.symbols import hint
 from chunkc.torch_private.aot import next_checkpoint_id
 from chunkc.torch_private.dynamo import LINEAR, SWITCHES
+
+AUTO: Final = "auto"
+
+MANY_LOGITS = 2**28
+"""Losses over more logits are tiled by themselves: in fp32 that is 1 GiB, of which a loss makes two or three."""
+
+TILE_LOGITS = 2**26
+"""At most so many logits are in a tile that the user has not chosen."""
 
 _CASTS = frozenset({"float", "half", "bfloat16", "double", "to"})
 _BY_ELEMENT = frozenset({torch.tanh, torch.mul, torch.div, operator.mul, operator.truediv, "tanh", "mul", "div"})
@@ -50,15 +61,34 @@ class _Chain:
     by_element: tuple[fx.Node, ...]
 
 
-def tile_losses(graph: fx.Graph, rows: int) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Losses:
+    """Name the losses of a graph that are large enough for tiles: those in tiles, and those that stay whole.
+
+    Attributes:
+        tiled: of each loss that is computed in tiles, its name and its tiles.
+        whole: of each that is computed whole, its name and the reason.
+    """
+
+    tiled: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+
+    def without(self, others: Losses) -> Losses:
+        """Return those that are not among the others."""
+        return Losses(
+            tuple(loss for loss in self.tiled if loss not in others.tiled),
+            tuple(loss for loss in self.whole if loss not in others.whole),
+        )
+
+
+def tile_losses(graph: fx.Graph, rows: int | Literal["auto"]) -> Losses:
     """Compute each cross entropy of Dynamo's graph over more than `rows` rows in tiles of that many.
 
+    With "auto", a cross entropy over more than `MANY_LOGITS` logits has tiles of at most `TILE_LOGITS`. It stays whole
+    if the caller, or another operation, has its logits as well: they are in memory then, and tiles save little.
     Where the number of rows is a symbol, there are as many tiles as its present value asks for, of equal sizes.
-
-    Returns:
-        Why a loss stays as it is, of those that do.
     """
-    reasons = []
+    tiled, whole = [], []
     for loss in graph.find_nodes(op="call_function", target=F.cross_entropy):
         if tile_of(loss) is not None:
             continue
@@ -66,25 +96,51 @@ def tile_losses(graph: fx.Graph, rows: int) -> tuple[str, ...]:
         bound.apply_defaults()
         arguments = bound.arguments
         logits, target = arguments["input"], arguments["target"]
-        if _num_tiles(logits, rows) < 2:
+        rows_of_tile = _rows_of_tile(logits) if rows == AUTO else rows
+        num_tiles = _num_tiles(logits, rows_of_tile)
+        if num_tiles < 2:
             continue
+        chain = _chain(logits)
         reason = _reason_against(arguments)
+        if not reason and rows == AUTO and _is_read_elsewhere(chain, loss):
+            reason = (
+                "its logits have another reader, such as the caller, so tiles save little; loss_tile_rows="
+                f"{rows_of_tile} makes them all the same"
+            )
         if reason:
-            reasons.append(f"{loss.name}: {reason}")
+            whole.append(f"{loss.name}: {reason}")
             continue
         with graph.inserting_before(loss):
-            tiled = _tiled(graph, loss, _chain(logits), target, arguments, rows)
-        tiled.meta = dict(loss.meta)
-        loss.replace_all_uses_with(tiled)
+            total = _tiled(graph, loss, chain, target, arguments, rows_of_tile)
+        total.meta = dict(loss.meta)
+        loss.replace_all_uses_with(total)
+        tiled.append(f"{loss.name}: {num_tiles} tiles of at most {rows_of_tile:,} rows")
         _erase(graph, loss)
-    return tuple(reasons)
+    return Losses(tuple(tiled), tuple(whole))
 
 
 def _num_tiles(logits: Any, rows: int) -> int:
+    return -(-_shape(logits)[0] // rows)
+
+
+def _rows_of_tile(logits: Any) -> int:
+    """Return the rows of a tile that follow from the shape of the logits; all where they are not many."""
+    num_rows, num_columns = _shape(logits)
+    return max(1, num_rows if num_rows * num_columns <= MANY_LOGITS else TILE_LOGITS // num_columns)
+
+
+def _shape(logits: Any) -> tuple[int, int]:
+    """Return rows and columns of two-dimensional logits, symbols by their present values; (0, 0) of others."""
     value = logits.meta.get("example_value") if isinstance(logits, fx.Node) else None
     if not isinstance(value, torch.Tensor) or value.dim() != 2:
-        return 0
-    return -(-(hint(value.shape[0]) or 0) // rows)
+        return 0, 0
+    return hint(value.shape[0]) or 0, hint(value.shape[1]) or 0
+
+
+def _is_read_elsewhere(chain: _Chain, loss: fx.Node) -> bool:
+    """Whether anything but the loss reads the logits or a shape of them."""
+    path = {*chain.shaping, *chain.by_element, *(() if chain.linear is None else (chain.linear,)), loss}
+    return any(reader not in path for node in path - {loss} for reader in node.users)
 
 
 def _reason_against(arguments: Mapping[str, Any]) -> str:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from zoo import Case
 
 import chunkc
+from chunkc.passes.rewrite import loss_tiles
 
 ROWS = 32
 BATCH, LENGTH, WIDTH, CLASSES = 4, 33, 32, 3000
@@ -81,7 +82,7 @@ WAYS = [
 
 
 @functools.cache
-def unlimited(name: str, codegen: str, rows: int | None) -> Result:
+def unlimited(name: str, codegen: str, rows: int | str) -> Result:
     options: dict[str, Any] = {"codegen": codegen, "loss_tile_rows": rows, "whole_graph": "never"}
     return train(CASES[name], memory_budget=HUGE, limit=False, **options)
 
@@ -102,7 +103,7 @@ def test_the_same_bits_in_less_memory(name: str, codegen: str, share: float) -> 
         assert found.measured_peak_nbytes <= found.predicted_peak_nbytes <= nbytes
         if (name, codegen) == ("plain", "eager"):
             assert found.measured_peak_nbytes == found.predicted_peak_nbytes
-    losses = unlimited(name, codegen, None).losses
+    losses = unlimited(name, codegen, "never").losses
     assert [float(loss) for loss in expected.losses] == pytest.approx([float(loss) for loss in losses], rel=1e-3)
 
 
@@ -120,7 +121,7 @@ def test_values_that_leave_beside_tiles(activations: str) -> None:
 @SECOND
 @pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_other_sizes_and_evaluations_between(codegen: str) -> None:
-    def losses(rows: int | None) -> list[float]:
+    def losses(rows: int | str) -> list[float]:
         case = CASES["dropout" if codegen == "inductor" else "plain"]
         _, model = compile_case(case, memory_budget=HUGE, codegen=codegen, loss_tile_rows=rows)
         model.eval()  # without dropout, whose numbers are drawn for the graph
@@ -133,7 +134,7 @@ def test_other_sizes_and_evaluations_between(codegen: str) -> None:
                 found.append(model(**words(number, batch + 1, length)).item())
         return found
 
-    assert losses(ROWS) == pytest.approx(losses(None), rel=1e-5)
+    assert losses(ROWS) == pytest.approx(losses("never"), rel=1e-5)
 
 
 @SECOND
@@ -141,7 +142,7 @@ def test_other_sizes_and_evaluations_between(codegen: str) -> None:
 def test_where_everything_fits_the_graph_is_whole(codegen: str) -> None:
     found = train(CASES["plain"], memory_budget=HUGE, limit=False, codegen=codegen, loss_tile_rows=ROWS)
     assert found.measured_peak_nbytes <= found.predicted_peak_nbytes
-    expected = unlimited("plain", codegen, None)
+    expected = unlimited("plain", codegen, "never")
     assert [float(loss) for loss in found.losses] == pytest.approx([float(loss) for loss in expected.losses], rel=1e-4)
 
 
@@ -169,3 +170,37 @@ def test_a_loss_that_stays_whole_is_told(caplog: pytest.LogCaptureFixture) -> No
     with caplog.at_level("WARNING", "chunkc"):
         train(case, memory_budget=HUGE, limit=False, loss_tile_rows=ROWS, steps=1)
     assert "its classes have weights" in caplog.text
+
+
+def test_auto_goes_by_the_shape_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_tiles, "MANY_LOGITS", BATCH * (LENGTH - 1) * CLASSES - 1)
+    monkeypatch.setattr(loss_tiles, "TILE_LOGITS", ROWS * CLASSES)
+    least = least_nbytes("plain")
+    assert least == least_nbytes("plain", loss_tile_rows=ROWS)
+    for nbytes in (least, HUGE):
+        found = train(CASES["plain"], memory_budget=nbytes, limit=False, whole_graph="never")
+        assert_same_training(found, unlimited("plain", "eager", ROWS))
+    _, model = compile_case(CASES["plain"], memory_budget=HUGE)
+    model(**words(0))
+    assert chunkc.report(model).loss_tiles == (f"cross_entropy: 4 tiles of at most {ROWS} rows",)
+
+
+@pytest.mark.parametrize(
+    ("rows", "with_logits", "note"),
+    [(2049, False, "5 tiles of at most 512 rows"), (2049, True, "another reader"), (2048, False, "")],
+)
+def test_explain_says_what_becomes_of_a_large_loss(rows: int, with_logits: bool, note: str) -> None:
+    class Head(nn.Linear):
+        def forward(self, x: Tensor, target: Tensor) -> Any:
+            logits = super().forward(x)
+            loss = F.cross_entropy(logits, target)
+            return (loss, logits) if with_logits else loss
+
+    head = Head(8, 2**17, device="meta")
+    batch = torch.empty(rows, 8, device="meta"), torch.empty(rows, dtype=torch.int64, device="meta")
+    found, whole = (chunkc.explain(head, *batch, **options) for options in ({}, {"loss_tile_rows": "never"}))
+    notes = [text for text in found.notes if text.startswith("loss_tile_rows")]
+    assert len(notes) == bool(note)
+    assert all(note in text for text in notes)
+    assert not any(text.startswith("loss_tile_rows") for text in whole.notes)
+    assert (found.minimum_budget_nbytes < 0.6 * whole.minimum_budget_nbytes) == ("tiles of" in note)

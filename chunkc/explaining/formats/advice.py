@@ -52,7 +52,7 @@ def _contents(explanation: Explanation) -> list[str]:
     if _large(kinds.get("temporaries", 0), total):
         where = f" in {explanation.peak.module}" if explanation.peak.module else ""
         is_loss = any(name in explanation.peak.op for name in _OF_LOSSES)
-        option = " (`--loss-tile-rows 1024`, of a cross entropy)" if is_loss else ""
+        option = " (`--loss-tile-rows 256`, of a cross entropy)" if is_loss else ""
         lines.append(
             f"Temporaries are {share(kinds['temporaries'], total)} of that peak: {explanation.peak.op}{where} takes "
             f"fewer with a smaller batch, or when it is computed in parts{option}."
