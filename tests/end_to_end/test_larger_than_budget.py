@@ -65,7 +65,7 @@ num_steps, period, leaked_nbytes = map(int, sys.argv[3:])
 class Deep(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
     def forward(self, x):
         for layer in self.layers:
             x = x + torch.tanh(layer(x))

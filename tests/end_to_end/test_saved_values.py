@@ -35,9 +35,9 @@ CONVNET_SHARE = 0.95 if onednn.uses_avx512() else 0.98
 """Without AVX-512 the scratch of convolutions is bounded, and more of the smallest budget is that."""
 
 MODELS = [
-    pytest.param("offload", "byte_gpt", "cpu", "eager", 0.75, marks=SECOND),
+    pytest.param("offload", "byte_gpt", "disk", "eager", 0.75, marks=SECOND),
     pytest.param("offload", "checkpointed_gpt", "cpu", "eager", 1.0, marks=[SECOND, SLOW]),
-    pytest.param("offload", "gpt2_dropout", "disk", "eager", 0.75, marks=SECOND),
+    pytest.param("offload", "gpt2_dropout", "disk", "eager", 0.75, marks=[SECOND, SLOW]),
     pytest.param("offload", "llama_tied", "cpu", "eager", 0.8, marks=[SECOND, SLOW]),
     pytest.param("offload", "convnet", "cpu", "eager", CONVNET_SHARE, marks=SECOND),
     pytest.param("offload", "autocast_gpt", "disk", "eager", 0.9, marks=[SECOND, SLOW]),

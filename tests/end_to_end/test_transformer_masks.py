@@ -122,6 +122,7 @@ def test_inductor_compiles_it(name: str) -> None:
         torch.testing.assert_close(call(rows(), CAUSAL), model(rows(), CAUSAL))
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("mask", [None, "attribute", *MASKS])
 def test_an_explanation_answers_as_training_does(mask: str | None) -> None:
     """On fake tensors: of masks that are arguments, belong to the model, or are made inside."""
