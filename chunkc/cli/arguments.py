@@ -85,7 +85,7 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--host-memory", metavar="SIZE", help="RAM of each host, in place of the hardware's")
     ranks_help = "devices that train the model together, each with a part of it; default: all that the hardware has"
     command.add_argument("--world-size", type=_positive, metavar="N", help=ranks_help)
-    mesh_help = "the same as hosts, and devices of each; with C, so many of A x B x C compute each layer together"
+    mesh_help = "the devices as A hosts of B each; with C, every C of A x B x C devices compute each layer together"
     command.add_argument("--mesh", metavar="AxB[xC]", help=mesh_help)
     command.add_argument(
         "--zero-stage", type=int, choices=(1, 2, 3), help="as of distribute; default: the plan's choice"

@@ -299,7 +299,9 @@ def _memory(flat: Mapping[str, Any], default_chunk_size: int | None) -> tuple[st
     for what, holds in (("offload_optimizer", "states"), ("offload_param", "everything")):
         if offload[what].device == "nvme":
             if not offload[what].nvme_path:
-                raise OptionsError(f"zero_optimization.{what}.nvme_path: say the directory of nvme")
+                raise OptionsError(
+                    f'zero_optimization.{what}.device is "nvme" without a directory: set nvme_path in the same section'
+                )
             home = f"disk:{offload[what].nvme_path}"
             if options.get("home", home) != home:
                 raise OptionsError(f"{options['home']!r} and {home!r} are two homes; there is one: see chunkc.home")

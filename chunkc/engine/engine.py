@@ -370,14 +370,15 @@ def check_optimizer(optimizer: Optimizer, config: EngineConfig) -> None:
     if config.dtype is not None and not isinstance(optimizer, ChunkedOptimizer):
         raise OptionsError(
             f"parameters in {str(config.dtype).removeprefix('torch.')} need fp32 masters, which "
-            f"{type(optimizer).__module__}.{type(optimizer).__name__} has not; use Adam, AdamW, Lamb, Lion or SGD, "
-            "which are chunkc.optim's"
+            f"{type(optimizer).__module__}.{type(optimizer).__name__} does not keep; use chunkc.optim's Adam, AdamW, "
+            "LAMB, Lion or SGD, or train in fp32"
         )
     needs_all = config.checks_overflow or config.gradient_clipping > 0
     if needs_all and isinstance(optimizer, ChunkedOptimizer) and optimizer.overlap.is_final:
         raise OptionsError(
-            f'overlap="{optimizer.overlap.mode}" updates before all gradients are known: add "undoable": true, or have '
-            'no gradient_clipping, no fp16, and in bf16 "check_grad_overflow": false'
+            f'overlap="{optimizer.overlap.mode}" updates parameters in the backward, before the norm of all gradients '
+            'and an overflow are known: add "undoable": true to optimizer.params, or leave out gradient_clipping and '
+            'fp16, and with bf16 set "check_grad_overflow": false'
         )
 
 

@@ -58,12 +58,15 @@ def _inside(section: str, *names: str) -> tuple[str, ...]:
 
 
 _PLANNED = "the plan decides it"
-_EXCHANGES = "the plan exchanges between processes, if there are several"
+_EXCHANGES = "the plan decides what processes exchange"
 _OWN_IO = "chunkc does its own I/O"
 
 KEYS: tuple[Key, ...] = (
     _used("train_batch_size", "micro-batch times accumulation steps times processes; two of the three give the third"),
-    _used("train_micro_batch_size_per_gpu", "as above; the size itself is that of what the model is called with"),
+    _used(
+        "train_micro_batch_size_per_gpu",
+        "as above; the actual size is that of the batches that the model is called with",
+    ),
     _used(
         "gradient_accumulation_steps", "losses are divided by it, and `engine.step()` updates at every so many calls"
     ),
@@ -78,21 +81,21 @@ KEYS: tuple[Key, ...] = (
     ),
     _used("fp16.loss_scale", "the loss scale; 0: a dynamic one"),
     _used("fp16.initial_scale_power", "a dynamic loss scale begins with 2 to this power"),
-    _used("fp16.loss_scale_window", "it doubles after as many steps without overflow"),
-    _used("fp16.hysteresis", "it halves at this many overflows, and at each one after them"),
-    _used("fp16.consecutive_hysteresis", "whether a step without overflow makes the count begin anew"),
-    _used("fp16.min_loss_scale", "where an overflow is an error"),
+    _used("fp16.loss_scale_window", "a dynamic loss scale doubles after as many steps without overflow"),
+    _used("fp16.hysteresis", "a dynamic loss scale halves at this many overflows, and at each one after them"),
+    _used("fp16.consecutive_hysteresis", "whether a step without overflow resets the count of overflows"),
+    _used("fp16.min_loss_scale", "the smallest dynamic loss scale; an overflow there is an error"),
     _refused("fp16.fp16_master_weights_and_grads", "fp16 without fp32 masters loses small updates; remove it"),
     _used("bf16.enabled", "parameters and gradients in bf16, fp32 masters"),
     _used("bf16.check_grad_overflow", "skip a step with gradients that are not finite. Default: true"),
     _refused("bf16.bf16_master_weights_and_grads", 'use optimizer.params: "stochastic_rounding": true'),
     _refused("bf16.bf16_optimizer_states", 'use optimizer.params: "moments_dtype": "bfloat16"'),
-    *_no_effect("gradients are updated when `step()` says so", "bf16.immediate_grad_update"),
+    *_no_effect("gradients are accumulated in every backward", "bf16.immediate_grad_update"),
     _used("bfloat16", "an older name of `bf16`"),
     _used("torch_autocast.enabled", "the model runs under `torch.autocast`"),
     _used("torch_autocast.dtype", "`bfloat16`; `float16` is refused: use `fp16`"),
     *_no_effect(_EXCHANGES, "torch_autocast.lower_precision_safe_modules"),
-    _used("data_types.grad_accum_dtype", "refused where it is not the parameters' dtype, in which gradients add up"),
+    _used("data_types.grad_accum_dtype", "gradients accumulate in the parameters' dtype; another one is refused"),
     _refused("data_types.param_dtype", "use fp16 or bf16", "fp32", "float32"),
     _refused("data_types.buffer_dtype", "cast the buffers in model_func", "fp32", "float32"),
     _refused("data_types.keep_in_fp32_modules", "parameters have one dtype; use torch_autocast", AUTO, []),
@@ -137,7 +140,7 @@ KEYS: tuple[Key, ...] = (
         ),
     ),
     *_no_effect(
-        "`state_dict` has whole weights as it is",
+        "`state_dict` always has whole weights",
         *_inside(
             "zero_optimization",
             *("stage3_gather_16bit_weights_on_model_save", "gather_16bit_weights_on_model_save"),
@@ -167,7 +170,7 @@ KEYS: tuple[Key, ...] = (
         ),
     ),
     *_no_effect(_OWN_IO, "aio", "checkpoint", "nebula", "datastates"),
-    *_no_effect("chunkc compiles as it is", "compile", "graph_harvesting"),
+    *_no_effect("chunkc always compiles the model", "compile", "graph_harvesting"),
     *_no_effect("any optimizer works", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
     *_no_effect("chunkc has no fused variants to choose from", "optimizer.legacy_fusion"),
     *_no_effect("the loop is yours", "dataloader_drop_last", "vocabulary_size", "disable_python_gc"),

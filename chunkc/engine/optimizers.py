@@ -121,7 +121,9 @@ def make_optimizer(
         UnsupportedError: a parameter asks for a feature that chunkc's optimizer does not have.
     """
     if "max_grad_norm" in params:
-        raise OptionsError(f"{PATH}.max_grad_norm is none of the optimizer's; use gradient_clipping")
+        raise OptionsError(
+            f"{PATH}.max_grad_norm: chunkc's optimizers do not clip; set the top-level key gradient_clipping"
+        )
     name = kind.lower()
     if name not in _OWN:
         return _of_torch(kind, params, parameters)

@@ -131,7 +131,10 @@ class OverDevices:
         elif dist.is_initialized():
             distribute_over_all(module, self._root_device, self.options, self.zero_stage, self.timeout_s)
         else:
-            raise OptionsError("the processes have not met yet: call fabric.launch() at the beginning")
+            raise OptionsError(
+                "the process group does not exist yet, and this model is trained by several processes: call "
+                "fabric.launch() before fabric.setup()"
+            )
 
     def compile(self, module: nn.Module, parts: Iterable[nn.Module]) -> None:
         """Compile a model and its parts in place. Several distributed models have a budget each."""

@@ -104,7 +104,10 @@ class ModelSpec:
         if not dtype.is_floating_point:
             raise OptionsError(f"{self.name} cannot be built in {dtype}; use a floating-point dtype such as bfloat16")
         if self.config.only_dtype not in (None, dtype):
-            raise OptionsError(f"{self.name} cannot be built in {dtype}; PyTorch plans its products in bfloat16 only")
+            raise OptionsError(
+                f"{self.name} cannot be built in {dtype}: PyTorch has its grouped matrix products in bfloat16 only; "
+                "leave dtype out"
+            )
         return replace(self.config, dtype=dtype)
 
     def _length(self, seq_len: int | None) -> int | None:

@@ -86,7 +86,9 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
                 send_to_first([found[name] for shard in names for name in shard], transport)
             together(transport, SAVE, write if transport is None or transport.rank == 0 else _nothing, FileError)
     except OSError as error:
-        raise FileError(f"cannot save to {path}: {error.strerror or error}; what was there is as it was") from error
+        raise FileError(
+            f"cannot save to {path}: {error.strerror or error}; weights that were saved there before are unchanged"
+        ) from error
 
 
 def _nothing() -> None:

@@ -59,7 +59,7 @@ def test_keys_without_effect_are_told_once(caplog: pytest.LogCaptureFixture) -> 
         engine(**changes)
     (record,) = [r for r in caplog.records if "without effect" in r.getMessage()]
     assert "zero_optimization.overlap_comm" in record.getMessage()
-    assert "prescale_gradients (the plan exchanges between processes" in record.getMessage()
+    assert "prescale_gradients (the plan decides what processes exchange" in record.getMessage()
 
 
 def test_what_several_processes_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

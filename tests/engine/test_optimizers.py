@@ -24,7 +24,7 @@ second_tier = pytest.mark.second_tier
         ({"type": "Adam", "params": {"beta": [0.9, 0.99]}}, "did you mean 'optimizer.params.betas'?"),
         ({"type": "Adam", "params": {"betas": [0.9]}}, "optimizer.params.betas is [0.9]"),
         ({"type": "Adam", "params": {"lr": -1}}, "optimizer.params.lr is -1"),
-        ({"type": "Adam", "params": {"max_grad_norm": 1.0}}, "use gradient_clipping"),
+        ({"type": "Adam", "params": {"max_grad_norm": 1.0}}, "set the top-level key gradient_clipping"),
         ({"type": "Adam", "params": {"bias_correction": False}}, "bias_correction is False"),
         ({"type": "Lamb", "params": {"amsgrad": True}}, "amsgrad is True"),
         ({"type": "Lamb", "params": {"eps_inside_sqrt": True}}, "eps_inside_sqrt is True"),
