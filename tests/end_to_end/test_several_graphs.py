@@ -18,19 +18,28 @@ from chunkc.explaining.explain import minimum_budget
 @pytest.mark.parametrize("percent", [180, 188, 220, 228])
 def test_residents_in_the_way_of_a_later_graph_s_backward(percent: int) -> None:
     """Percent of the smallest budget. Others: `tests/properties/test_ladder.py`."""
-    result = trained(smallest_nbytes() * percent // 100)
-    assert_same_training(result, trained(HUGE))
+    result = trained(smallest_nbytes("keep") * percent // 100, "keep")
+    assert_same_training(result, trained(HUGE, "keep"))
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("activations", ["auto", "offload", "rerun"])
+def test_values_of_earlier_graphs_leave_in_the_smallest_budget(activations: str) -> None:
+    smallest = smallest_nbytes(activations)
+    assert smallest < smallest_nbytes("keep")
+    assert_same_training(trained(smallest, activations), trained(HUGE, "keep"))
 
 
 @cache
-def smallest_nbytes() -> int:
+def smallest_nbytes(activations: str) -> int:
     case = CASES["graph_breaks"]
-    return minimum_budget(case.build(), **case.batch(0), memory_budget=1)
+    return minimum_budget(case.build(), **case.batch(0), memory_budget=1, activations=activations)
 
 
 @cache
-def trained(budget_nbytes: int) -> Result:
-    return train(CASES["graph_breaks"], memory_budget=budget_nbytes, place=False, whole_graph="never", limit=False)
+def trained(budget_nbytes: int, activations: str) -> Result:
+    options = {"place": False, "whole_graph": "never", "limit": False, "activations": activations}
+    return train(CASES["graph_breaks"], memory_budget=budget_nbytes, **options)
 
 
 class ResidualAlone(nn.Module):
@@ -48,10 +57,12 @@ class ResidualAlone(nn.Module):
         return self.second(y).square().mean()
 
 
-def test_a_backward_without_operations_is_planned() -> None:
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_a_backward_without_operations_is_planned(activations: str) -> None:
     case = Case("residual_alone", ResidualAlone, lambda seed: {"x": floats(seed, (8, 64))}, num_graphs=3)
-    smallest = minimum_budget(case.build(), **case.batch(0), memory_budget=1)
-    results = [train(case, memory_budget=b, place=False, whole_graph="never", limit=False) for b in (smallest, HUGE)]
+    smallest = minimum_budget(case.build(), **case.batch(0), memory_budget=1, activations=activations)
+    options = {"place": False, "whole_graph": "never", "limit": False, "activations": activations}
+    results = [train(case, memory_budget=nbytes, **options) for nbytes in (smallest, HUGE)]
     assert_same_training(*results)
 
 

@@ -93,14 +93,15 @@ class Trained:
     peak_nbytes: int
 
 
-def trained(name: str, budget_nbytes: int) -> Trained:
-    """Three steps; moments and traffic of the last."""
+def trained(name: str, budget_nbytes: int, activations: str = "auto") -> Trained:
+    """Three steps; moments and traffic of the last. `activations` is said, as the harness has a default of its own."""
     cpu_allocator.install()
     torch._dynamo.reset()
     gc.collect()
     foreign_nbytes = cpu_allocator.current_nbytes()
     case = CASES[name]
-    model, compiled = compile_case(case, memory_budget=budget_nbytes, place=False, whole_graph="never")
+    options = {"whole_graph": "never", "activations": activations}
+    model, compiled = compile_case(case, memory_budget=budget_nbytes, place=False, **options)
     optimizer = adamw(model.parameters())
     traffic = []
     for step in range(3):
@@ -132,11 +133,12 @@ def by_call(explanation: Explanation) -> dict[str, int]:
 
 
 @pytest.mark.second_tier
+@pytest.mark.parametrize("activations", ["auto", "keep", "offload"])
 @pytest.mark.parametrize("fits_whole", [True, False], ids=["fits", "minimum"])
 @pytest.mark.parametrize("name", NAMES)
-def test_as_trained_and_as_measured(name: str, fits_whole: bool) -> None:
-    budget = HUGE if fits_whole else explained(name, 1).minimum_budget_nbytes
-    explanation, real = explained(name, budget), trained(name, budget)
+def test_as_trained_and_as_measured(name: str, fits_whole: bool, activations: str) -> None:
+    budget = HUGE if fits_whole else explained(name, 1, activations=activations).minimum_budget_nbytes
+    explanation, real = explained(name, budget, activations=activations), trained(name, budget, activations)
     assert explanation.fits
     calls = by_call(explanation)
     assert {call: calls[call] for call in real.moments} == {call: n for call, (n, _) in real.moments.items()}
@@ -161,14 +163,16 @@ def test_the_curve_is_the_meter_s(name: str) -> None:
             assert predicted >= measured - BATCH_NBYTES, call
 
 
-def test_one_byte_less_than_the_minimum_does_not_fit() -> None:
-    found = explained("graph_breaks", 1)
+@pytest.mark.parametrize("activations", ["auto", "keep"])
+def test_training_takes_the_minimum_and_not_one_byte_less(activations: str) -> None:
+    found = explained("graph_breaks", 1, activations=activations)
     minimum = found.minimum_budget_nbytes
     assert not found.fits
-    assert explained("graph_breaks", minimum).fits
-    assert not explained("graph_breaks", minimum - 1).fits
+    assert explained("graph_breaks", minimum, activations=activations).fits
+    assert not explained("graph_breaks", minimum - 1, activations=activations).fits
+    assert trained("graph_breaks", minimum, activations).peak_nbytes <= minimum
     with pytest.raises(chunkc.BudgetError):
-        trained("graph_breaks", minimum - 1)
+        trained("graph_breaks", minimum - 1, activations)
 
 
 def test_minimum_budget_is_that_of_explain() -> None:
