@@ -237,6 +237,7 @@ def reductions(dtype: torch.dtype) -> Iterator[Call]:
             if target is not aten.trace.default or x.dim() == 2:
                 yield call(target, x)
         yield from (call(aten.count_nonzero.dim_IntList, x, [d]) for d in range(x.dim()))
+        yield from (call(aten.count_nonzero.default, x, d) for d in range(x.dim()))
         yield call(aten.sum.default, x, dtype=torch.float32)
         yield call(aten.mean.default, x, dtype=torch.float32)
     for x in (torch.rand(64, 50) > 0.5, torch.randint(9, (64, 50)), torch.randint(9, (64, 50)).int()):
@@ -314,6 +315,7 @@ def shaping(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.constant_pad_nd.default, x, [1, 1, 0, 2], 1.5)
         yield call(aten.repeat.default, x, [2, 1])
         yield call(aten.repeat.default, x, [2, 3, 1, 2])
+        yield call(aten.repeat.default, x.sum().clone(), [])
         yield call(aten.repeat_interleave.self_int, x, 2, 0)
         yield call(aten.slice_scatter.default, x, torch.randn(24, 2).to(dtype), 1, 1, 3)
         yield call(aten.select_scatter.default, x, torch.randn(24).to(dtype), 1, 1)
@@ -350,6 +352,7 @@ def shaping(dtype: torch.dtype) -> Iterator[Call]:
     for image in (y, y.contiguous(memory_format=torch.channels_last), y.transpose(2, 3)):
         yield call(aten.im2col.default, image, [3, 3], [1, 1], [1, 1], [1, 1])
     yield call(aten.col2im.default, torch.randn(2, 27, 64).to(dtype), [8, 8], [3, 3], [1, 1], [1, 1], [1, 1])
+    yield call(aten.col2im.default, torch.randn(2, 12, 4).to(dtype), [5, 5], [2, 2], [1, 1], [0, 0], [2, 2])
     yield call(aten.pixel_shuffle.default, torch.randn(2, 12, 4, 4).to(dtype), 2)
     yield call(aten.pixel_unshuffle.default, y, 2)
     strided = torch.randn(2, 4, 8, 8).to(dtype)[:, :, ::2, ::2]
@@ -381,6 +384,7 @@ def shaping(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.flip.default, z, [2, 3])
         yield call(aten.cat.default, [z, z], 1)
         yield call(aten.roll.default, z, [1, 2], [2, 3])
+        yield call(aten.roll.default, z, [1, 2, -1], [1, 2, 3])
 
 
 # --- indexing, losses, norms, pools, products, attention, convolution, linear algebra ---
@@ -421,7 +425,9 @@ def lookups(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.index_add.default, base, 1, row % 24, torch.randn(50, 40).to(dtype))
         yield call(aten.index_copy.default, base, 0, row, torch.randn(40, 24).to(dtype))
         yield call(aten.index_fill.int_Scalar, base, 0, row, 1.0)
+        yield call(aten.index_add.default, base, 0, row.repeat_interleave(2)[::2], torch.randn(40, 24).to(dtype))
         yield call(aten.index_reduce.default, base, 0, row, torch.randn(40, 24).to(dtype), "prod")
+        yield call(aten.index_reduce.default, base[:, 0].clone(), 0, row, torch.randn(40).to(dtype), "prod")
         yield call(aten.take.default, base, ids)
         yield call(aten.put.default, base, ids, torch.randn(6, 40).to(dtype), True)
         yield call(aten.masked_scatter.default, base, torch.rand(50, 24) > 0.5, torch.randn(50, 24).to(dtype))

@@ -389,6 +389,13 @@ def normal(call: Call) -> list[int]:
     return [*moved, *(3 * [deviation.itemsize]), *reduction(least)]
 
 
+def unfold_backward(call: Call) -> list[int]:
+    """Count, where windows overlap (`UnfoldBackward.h`), the position of each element along the dimension."""
+    result = call.outputs[0]
+    overlap = result.dim() and call.arguments["step"] < call.arguments["size"]
+    return [8 * result.shape[call.arguments["dim"]]] if overlap else []
+
+
 def col2im_outputs(call: Call) -> dict[int, int]:
     """`Col2Im.cu`: the result starts as large as the columns."""
     return {0: max(nbytes_of(call.inputs[0]), nbytes_of(call.outputs[0]))}

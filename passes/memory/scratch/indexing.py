@@ -42,15 +42,17 @@ def scatter_reduce_rule(call: Call) -> int:
 
 
 def index_reduce_rule(call: Call) -> int:
-    """A mean also counts: an array of counts, and ones that are added to it. What the result starts from is written by
-    converted indices, unless that is the operand itself."""
+    """A contiguous copy of the indices. A mean also counts: an array of counts, and ones that are added to it. What the
+    result starts from is written by converted indices, unless that is the operand itself."""
     source = call["self"]
+    indices = contiguous_copy_nbytes(call["index"])
     filling = 0 if call["include_self"] else converted_nbytes(call["index"])
-    filling += 0 if source.dim() else source.itemsize
+    filling += 0 if source.dim() > 1 else nbytes_of(source)  # computed in a copy
     if call["reduce"] != "mean":
-        return filling
+        return indices + filling
     zero = source.numel() + 8 + source.itemsize
-    return max(filling, nbytes_of(source) + max(nbytes_of(call["source"]) + index_add_rule(call), zero))
+    counting = nbytes_of(source) + max(nbytes_of(call["source"]) + index_add_rule(call), zero)
+    return indices + max(filling, counting)
 
 
 def gather_rule(call: Call) -> int:
@@ -67,14 +69,15 @@ def index_select_rule(call: Call) -> int:
 
 
 def index_add_rule(call: Call) -> int:
-    """Sums in low precision: along the first dimension a float32 slice per thread, along the last a float32 copy. By
-    indices that are not int64, neither."""
+    """A contiguous copy of the indices. Sums in low precision: along the first dimension a float32 slice per thread,
+    along the last a float32 copy; by indices that are not int64, neither."""
     source, dim = call["self"], call["dim"] % max(1, call["self"].dim())
+    indices = contiguous_copy_nbytes(call["index"])
     if source.dtype not in LOW_PRECISION or source.dim() < 2 or call["index"].dtype != torch.int64:
-        return 0
+        return indices
     if dim == 0:
-        return call.num_threads * math.prod(source.shape[1:]) * 4
-    return nbytes_of(source, 4) if dim == source.dim() - 1 else 0
+        return indices + call.num_threads * math.prod(source.shape[1:]) * 4
+    return indices + (nbytes_of(source, 4) if dim == source.dim() - 1 else 0)
 
 
 def search_rule(call: Call) -> int:

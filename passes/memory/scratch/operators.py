@@ -93,7 +93,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(rules.nothing_rule, cuda_rules.nothing),
         """
         masked_fill linalg_cross grid_sampler_3d grid_sampler_3d_backward rot90
-        flip unfold_backward rand_like randn_like diagonal_copy _local_scalar_dense
+        flip rand_like randn_like diagonal_copy _local_scalar_dense
         _prelu_kernel _prelu_kernel_backward _unsafe_view addr alias_copy arange as_strided_copy
         as_strided_scatter cauchy complex constant_pad_nd diag_embed diagonal_backward diagonal_scatter
         _assert_async _assert_scalar _assert_tensor_metadata _functional_assert_async _functional_assert_scalar
@@ -131,13 +131,14 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     ),
     (
         Operator(
-            rules.nothing_rule,
+            rules.col2im_rule,
             cuda_rules.contiguous,
             outputs=rules.col2im_outputs,
             cuda_outputs=cuda_rules.col2im_outputs,
         ),
         "col2im",
     ),
+    (Operator(rules.unfold_backward_rule, cuda_rules.unfold_backward), "unfold_backward"),
     (Operator(reductions.count_nonzero_rule, cuda_rules.count_nonzero), "count_nonzero"),
     (
         Operator(

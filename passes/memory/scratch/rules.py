@@ -374,9 +374,22 @@ def col2im_outputs(call: Call) -> dict[int, int]:
     return {0: max(nbytes_of(call["self"]), nbytes_of(call.outputs[0]))}
 
 
+def col2im_rule(call: Call) -> int:
+    """A contiguous copy of the columns; and the result as it started, while it grows (see `col2im_outputs`)."""
+    columns, result = call["self"], call.outputs[0]
+    grows = nbytes_of(result) > nbytes_of(columns)
+    return contiguous_copy_nbytes(columns) + (nbytes_of(columns) if grows else 0)
+
+
+def unfold_backward_rule(call: Call) -> int:
+    """Count the position of each element along the dimension, in int64, where windows overlap."""
+    result = call.outputs[0]
+    return 8 * result.shape[call["dim"]] if result.dim() and call["step"] < call["size"] else 0
+
+
 def repeat_rule(call: Call) -> int:
-    """Sizes and strides of the windows it copies into."""
-    return 32 * len(call["repeats"])
+    """Sizes and strides of the windows it copies into; of a number, 8 bytes."""
+    return max(8, 32 * len(call["repeats"]))
 
 
 def roll_rule(call: Call) -> int:
@@ -384,4 +397,4 @@ def roll_rule(call: Call) -> int:
     source, dims = call["self"], call["dims"]
     if not dims:
         return contiguous_copy_nbytes(source)
-    return nbytes_of(source) if len(dims) > 1 else 0
+    return nbytes_of(source) * (len(dims) - 1)

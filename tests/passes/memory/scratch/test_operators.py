@@ -177,6 +177,14 @@ def test_operands_of_no_element_one_or_no_dimension(name: str) -> None:
     assert num_compared or name == "assertions"
 
 
+@pytest.mark.parametrize(("size", "step"), [(4, 2), (2, 2)])
+def test_windows_that_overlap(size: int, step: int) -> None:
+    """Measure outside of the families, which shrink operands: ATen checks no size of the gradient."""
+    args = torch.randn(2, (8 - size) // step + 1, size), [2, 8], 1, size, step
+    measured, result = measure(torch.ops.aten.unfold_backward.default, args, {})
+    assert measured == cpu.scratch_nbytes(torch.ops.aten.unfold_backward.default, args, {}, result, 2)
+
+
 def shrinkings(arguments: object, *, to_none: bool) -> Iterator[Callable[[Tensor], Tensor]]:
     """Functions of one operand each that make all operands of a call smaller alike. Indices become 0; where there are
     some, no size does, since not every kernel checks them."""
