@@ -1,8 +1,8 @@
-"""Lightning's checkpoints: its own files, written and read without a copy of them in memory.
+"""Write and read Lightning's own checkpoint files without a copy of them in memory.
 
-Where ranks have parts of the tensors, rank 0 writes the file that one process would write. It takes one whole tensor
-after the other from the ranks into a file without a name in the checkpoint's directory, and saves what is mapped from
-there. Each rank reads its parts from a memory map of the checkpoint.
+If tensors are sharded over ranks, rank 0 writes the file that one process would write. It gathers one whole tensor after
+another into a nameless file in the checkpoint's directory, and saves the tensors from a memory map of that file. Each
+rank loads its shards from a memory map of the checkpoint.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PHASE = "saving a checkpoint of Lightning's"
 
 
 class MappedCheckpointIO(TorchCheckpointIO):
-    """Lightning's own files, written and read without a copy of them in memory: both strategies' default.
+    """Write and read Lightning's own files without a copy of them in memory: the default of both strategies.
 
-    A file on a local disk is written under a temporary name and renamed, and read as a memory map. Others go
-    Lightning's way.
+    A file on a local disk is written under a temporary name, then renamed; it is read as a memory map. Other files are
+    left to Lightning.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
@@ -56,7 +56,7 @@ class MappedCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         if map_location is None:
             map_location = "cpu"
-        if not _is_local(path) or not zipfile.is_zipfile(path):  # `torch.save` once wrote files that no map can show
+        if not _is_local(path) or not zipfile.is_zipfile(path):  # older `torch.save` formats cannot be mapped
             return super().load_checkpoint(path, map_location, weights_only)
         return torch.load(path, map_location=map_location, mmap=True, weights_only=weights_only)
 
@@ -68,22 +68,23 @@ def _is_local(path: Any) -> bool:
 def save_over_ranks(
     checkpoint: dict[str, Any], path: Any, transport: Transport, write: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Write one checkpoint of all ranks; all of them call this, each with its own parts.
+    """Write one checkpoint of all ranks; all of them call this, each with its own shards.
 
     Args:
-        path: where the checkpoint will be.
-        write: called on rank 0 alone, with whole tensors.
+        checkpoint: this rank's checkpoint; the same tensors in the same order on all ranks.
+        path: path of the checkpoint.
+        write: writes a checkpoint of whole tensors; called on rank 0 only.
 
     Raises:
         CheckpointError: rank 0 cannot write it.
-        DistributedError: ranks have other tensors in it, or one is gone.
+        DistributedError: the ranks' checkpoints have different tensors, or a rank is gone.
     """
     found = list(_distributed_in(checkpoint))
     agree(transport, {"the tensors of the checkpoint": repr([(tuple(one.shape), one.dtype) for one in found])})
     is_writer = transport.rank == 0
     firsts = together(transport, _PHASE, lambda: _firsts(found), CheckpointError)[0]
     sent = sorted(set(firsts))
-    if not is_writer:
+    if not is_writer:  # collectives in the order of rank 0's: `_rooms_for`, each tensor, `_written`
         together(transport, _PHASE, _nothing, CheckpointError)
         send_to_first([found[at] for at in sent], transport)
         together(transport, _PHASE, _nothing, CheckpointError)
@@ -110,7 +111,7 @@ def _written(write: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any]
 
 
 def _distributed_in(value: Any) -> Iterator[DTensor]:
-    """The distributed tensors in a checkpoint, in order."""
+    """Yield the distributed tensors in a checkpoint, in order."""
     if isinstance(value, DTensor):
         yield value
     elif isinstance(value, Mapping):
@@ -122,13 +123,13 @@ def _distributed_in(value: Any) -> Iterator[DTensor]:
 
 
 def _replaced(value: Any, whole: Iterator[torch.Tensor]) -> Any:
-    """A checkpoint with the next of other tensors instead of each distributed one; what has none is the same object."""
+    """Return a checkpoint with each distributed tensor replaced by the next whole one; other values are not copied."""
     if isinstance(value, DTensor):
         return next(whole)
     if next(_distributed_in(value), None) is None:
         return value
     if isinstance(value, Mapping):
-        made: Any = copy.copy(value)  # of the same class: a `state_dict` has an attribute, too
+        made: Any = copy.copy(value)  # keeps the class and attributes: a `state_dict` has `_metadata`
         for key, inner in value.items():
             made[key] = _replaced(inner, whole)
         return made
@@ -137,7 +138,7 @@ def _replaced(value: Any, whole: Iterator[torch.Tensor]) -> Any:
 
 
 def _firsts(tensors: Sequence[DTensor]) -> list[int]:
-    """Find, per tensor, the index of the first one with the same memory: a tied weight is saved once."""
+    """Return, per tensor, the index of the first one with the same memory: a tied weight is saved once."""
     known: dict[tuple[Any, ...], int] = {}
     return [known.setdefault((*place_of(tensor), tuple(tensor.shape)), at) for at, tensor in enumerate(tensors)]
 
@@ -147,10 +148,10 @@ def _folder_of(path: Any) -> str:
 
 
 def _rooms_for(tensors: Mapping[int, DTensor], folder: str) -> dict[int, torch.Tensor]:
-    """Room for whole tensors in a file without a name, which is gone with the last of them.
+    """Map memory for whole tensors, by index, from a nameless file, which is closed with the last of them.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the folder has no room, or no file can be made in it.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -173,7 +174,7 @@ def _room_for(tensor: DTensor, file: NamelessFile) -> torch.Tensor:
 
 
 def own_weights(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A `state_dict` with this rank's parts of what is cut over ranks in the module, as views of the whole tensors."""
+    """Replace whole tensors by this rank's shards, as views, in a copy of a `state_dict`, if the module has shards."""
     own = module.state_dict(keep_vars=True)
     cut: Any = copy.copy(state_dict)
     for name, tensor in state_dict.items():

@@ -1,7 +1,7 @@
-"""Lightning on several processes: what its strategies do there, for the Trainer and for Fabric.
+"""Run the strategies for Lightning's Trainer and Fabric on one or several processes.
 
-Lightning starts the processes, or finds that a launcher has. They meet over gloo, and over NCCL where there are GPUs;
-`chunkc.distribute` cuts the model over them, and nothing wraps it.
+Lightning starts the processes, unless a launcher has. They connect through gloo, and with GPUs through NCCL, too.
+`chunkc.distribute` shards the model over them; it is not wrapped as in DDP.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from chunkc.session.session import all_entered, sessions_of
 
 
 class OverDevices:
-    """A mix-in for both strategies: the backend's options, devices and processes as Lightning chose them, and files.
+    """Mix-in for both strategies: the backend's options, Lightning's choice of devices and processes, checkpoint files.
 
-    It goes before one of Lightning's strategies for a single device, and is that one where there is one.
+    Put it before one of Lightning's strategies for a single device; with one process, it acts as that strategy.
 
     Attributes:
-        cluster_environment, num_nodes: Lightning sets them, as it does `parallel_devices`.
+        cluster_environment, num_nodes: set by Lightning, as `parallel_devices` is.
     """
 
     _root_device: torch.device
     _checkpoint_io: Any
-    _start_method = "popen"  # Lightning's launcher starts the same command again
+    _start_method = "popen"  # Lightning's launcher starts the same command once more for each process
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class OverDevices:
         return self.global_rank == 0
 
     def set_world_ranks(self) -> None:
-        """Set this process's rank; Lightning also calls it before it starts the others."""
+        """Set this process's ranks and device; Lightning also calls this before it starts the other processes."""
         if not self.is_distributed:
             return
         environment = self.cluster_environment
@@ -106,7 +106,7 @@ class OverDevices:
         _rank_zero_only.rank = self.global_rank
 
     def setup_environment(self) -> None:
-        """Set up as Lightning does, once all processes are connected."""
+        """Set up as Lightning does, then set ranks and initialise the process group."""
         super().setup_environment()  # type: ignore[misc]
         if not self.is_distributed:
             return
@@ -120,10 +120,10 @@ class OverDevices:
     # --- the model ---
 
     def place(self, module: nn.Module) -> None:
-        """Bring a model's parameters to where they will be, and its buffers to the device.
+        """Move a model's parameters to their homes, and its buffers to the device.
 
         Raises:
-            OptionsError: there are several processes, and they have not met.
+            OptionsError: there are several processes, and the process group is not initialised.
         """
         if not self.is_distributed:
             place_on(module, self._root_device, self.options)
@@ -137,12 +137,12 @@ class OverDevices:
             )
 
     def compile(self, module: nn.Module, parts: Iterable[nn.Module]) -> None:
-        """Compile a model and its parts in place. Several distributed models have a budget each."""
+        """Compile a model and its parts in place. With several processes, each model has a budget of its own."""
         options = dict(self.options) if self.is_distributed else self.options
         for part in (module, *parts):
             compile_in_place(part, options)
 
-    # --- what ranks do together ---
+    # --- collectives ---
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         if self.is_distributed and dist.is_initialized():
@@ -156,11 +156,11 @@ class OverDevices:
         return found[0]
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce in place, as Lightning does; what is no tensor is returned unchanged."""
+        """Reduce a tensor in place, as Lightning does; return any other value as it is."""
         if not self.is_distributed or not dist.is_initialized() or not isinstance(tensor, Tensor):
             return tensor
         op = reduce_op.lower() if isinstance(reduce_op, str) else reduce_op
-        is_mean = op in ("mean", "avg", dist.ReduceOp.AVG)  # which gloo does not have
+        is_mean = op in ("mean", "avg", dist.ReduceOp.AVG)  # gloo cannot average: sum, then divide
         if is_mean or op is None:
             op = dist.ReduceOp.SUM
         dist.all_reduce(tensor, op=getattr(dist.ReduceOp, op.upper()) if isinstance(op, str) else op, group=group)
@@ -192,7 +192,7 @@ class OverDevices:
     def save_parts(
         self, parameters: Iterable[nn.Parameter], checkpoint: dict[str, Any], path: Any, storage_options: Any
     ) -> None:
-        """Write a checkpoint that has these parameters and their states; all ranks call it."""
+        """Write a checkpoint with these parameters and their states; all ranks call this."""
         known = list(parameters)
         world = next((part.world for p in known if isinstance(part := local_shard_of(p), LocalShard)), None)
 
@@ -211,20 +211,20 @@ class OverDevices:
 
 _rank_zero_only: Any = rank_zero_only
 _PARALLEL: Any = FabricParallelStrategy
-"""Lightning's own launcher for several processes; it asks a strategy for no more than the methods above."""
+"""Lightning's strategy for several processes, called unbound; its methods use only attributes that are set above."""
 
 
 def load_weights(module: nn.Module, state_dict: Any, strict: bool) -> None:
-    """`load_state_dict` with whole tensors, of which each rank takes its parts."""
+    """Load whole tensors by `load_state_dict`; each rank takes its shards of them."""
     cut = own_weights(module, state_dict) if is_distributed(module) else state_dict
     module.load_state_dict(cut, strict=strict)
 
 
 def check_states(optimizer: Any) -> None:
-    """Refuse to load whole states into an optimizer that does not know of parts.
+    """Refuse to load states of whole tensors into an optimizer that cannot shard them.
 
     Raises:
-        UnsupportedError: its parameters are cut over ranks.
+        UnsupportedError: the optimizer is not chunkc's, and its parameters are sharded.
     """
     if not isinstance(optimizer, ChunkedOptimizer) and any(
         isinstance(local_shard_of(p), LocalShard) for p in _all_of(optimizer)
@@ -236,10 +236,10 @@ def check_states(optimizer: Any) -> None:
 
 
 def check_parameters(optimizers: Iterable[Any], module: nn.Module) -> None:
-    """Refuse optimizers of parameters that a model had before it was distributed.
+    """Refuse optimizers with parameters that the model does not have, such as those from before it was distributed.
 
     Raises:
-        OptionsError: one has such parameters.
+        OptionsError: an optimizer has such parameters.
     """
     known = set(module.parameters())
     for optimizer in optimizers:
@@ -252,13 +252,13 @@ def check_parameters(optimizers: Iterable[Any], module: nn.Module) -> None:
 
 
 def replace_parameters(optimizers: Iterable[Any], former: Mapping[str, nn.Parameter], module: nn.Module) -> None:
-    """Give optimizers that were made before a model was distributed its parameters as they are now.
+    """Replace a model's former parameters by its distributed ones, in optimizers that were made before.
 
     Args:
-        former: the model's parameters then, by name.
+        former: the model's parameters before it was distributed, by name.
 
     Raises:
-        OptionsError: an optimizer has states already.
+        OptionsError: an optimizer has states of former parameters.
     """
     now = dict(module.named_parameters())
     made = {parameter: now[name] for name, parameter in former.items()}

@@ -1,11 +1,11 @@
-"""Lightning with chunkc: strategies for `Trainer` and `Fabric`, and a callback that logs what `chunkc.report` says.
+"""Train with Lightning: strategies for `Trainer` and `Fabric`, and a callback that logs the numbers of `chunkc.report`.
 
     import chunkc.lightning
 
     trainer = lightning.Trainer(strategy=chunkc.lightning.ChunkcStrategy(memory_budget="6GiB"))
 
-Importing this module registers the name: `strategy="chunkc"` is the strategy with its defaults. Nothing here runs
-unless it is imported; `pip install "chunkc[lightning]"` installs what it needs.
+Importing this module registers the name: `strategy="chunkc"` is the strategy with its defaults. chunkc never imports it
+by itself; `pip install "chunkc[lightning]"` installs what it needs.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NAME = "chunkc"
 
 
 class ClippingPrecision(PlainPrecision):
-    """Lightning's own, which lets chunkc's optimizers clip in their step: no gradient is read or written for it."""
+    """Lightning's precision, but chunkc's optimizers clip in their step, without reading or writing gradients once more."""
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         optimizer = _own(optimizer)
@@ -57,10 +57,10 @@ class ClippingPrecision(PlainPrecision):
 
 
 class UnscalingMixedPrecision(ClippingPrecision, MixedPrecision):
-    """Lightning's own, which also clips for optimizers that divide gradients by the loss's scale themselves.
+    """Lightning's mixed precision, which also clips for optimizers that divide gradients by the loss scale themselves.
 
-    Lightning refuses to, even in bf16, where there is no scale. `GradScaler` lets such an optimizer be: what
-    `unscale_` has divided before clipping, its step does not divide again.
+    Lightning refuses to clip for such optimizers, even in bf16 without a loss scale. With `GradScaler` it is safe:
+    gradients that `unscale_` has divided before clipping are not divided again in the step.
     """
 
     def clip_gradients(self, optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
@@ -76,7 +76,7 @@ class UnscalingMixedPrecision(ClippingPrecision, MixedPrecision):
 
 
 class FabricUnscalingMixedPrecision(FabricMixedPrecision):
-    """Unscale gradients before `fabric.clip_gradients`, as the class above does for the Trainer."""
+    """Fabric's mixed precision, which also unscales before clipping for optimizers that divide gradients themselves."""
 
     def unscale_gradients(self, optimizer: Any) -> None:
         if not isinstance(optimizer, ChunkedOptimizer):
@@ -86,7 +86,7 @@ class FabricUnscalingMixedPrecision(FabricMixedPrecision):
 
 
 def _own(optimizer: Any) -> Any:
-    """The user's optimizer, also where Lightning hands out one of its own around it."""
+    """Return the user's optimizer, without Lightning's wrapper."""
     return optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
@@ -94,15 +94,15 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
     """Trains a `LightningModule` in a memory budget: `ChunkcStrategy(memory_budget="6GiB", home="disk:/var/tmp")`.
 
     Takes the backend's options (see `chunkc.options.Options`), and Lightning's `accelerator`, `checkpoint_io` and
-    `precision_plugin`. The module and each of its parts that has parameters are compiled in place, unless the user has
-    compiled them, so what `training_step` calls is in the budget, whether that is `self(x)` or `self.encoder(x)`.
+    `precision_plugin`. The module and each child module with parameters are compiled in place, unless the user has
+    compiled them. So both `self(x)` and `self.encoder(x)` in `training_step` run in the budget.
 
-    With several devices, each has a process of its own. The module is distributed over them (see `chunkc.distribute`,
-    of which `zero_stage` and `timeout_s` are arguments here), with the values of rank 0, unless the user has done so.
-    A checkpoint is one file, which any number of processes loads.
+    With several devices, each has a process of its own. The module is distributed over them with the values of rank 0,
+    unless the user has distributed it; `zero_stage` and `timeout_s` are as for `chunkc.distribute`. A checkpoint is one
+    file, which any number of processes can load.
 
     Raises:
-        OptionsError: an option is unknown or makes no sense.
+        OptionsError: an option is unknown or invalid.
     """
 
     strategy_name = NAME
@@ -130,14 +130,15 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
 
     def setup_environment(self) -> None:
         if self.is_distributed:
-            reset_seed()  # Lightning's, as in its own strategies: processes that it has started begin alike
+            reset_seed()  # as Lightning's own strategies do, so that the processes that it starts begin alike
         super().setup_environment()
 
     def setup(self, trainer: lightning.Trainer) -> None:
         """Set up as Lightning does.
 
         Raises:
-            UnsupportedError: there are several processes, and the Trainer is to do what needs whole models in each.
+            UnsupportedError: with several processes, the Trainer has sync_batchnorm or a callback that averages weights,
+                which needs the whole model in each.
         """
         if self.is_distributed:
             self._check(trainer)
@@ -161,7 +162,7 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
             check_parameters(self.optimizers, self.lightning_module)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step as Lightning does; the closure calls `training_step`."""
+        """Step as Lightning does; warn once if the closure, which calls `training_step`, has run no compiled module."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if not self._knows_calls:
             self._knows_calls = True
@@ -175,7 +176,7 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
 
     @contextlib.contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Lightning accumulates gradients inside."""
+        """Announce to optimizers that more gradients will be added to those of the backwards inside."""
         with contextlib.ExitStack() as stack:
             for optimizer in map(_own, self.optimizers):
                 if isinstance(optimizer, ChunkedOptimizer):
@@ -194,7 +195,7 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether the module has no memory before, since it is on the meta device."""
+        """Whether weights can be loaded only after setup: the module is distributed, and was on the meta device."""
         return self.is_distributed and (self._was_meta or self._has_meta())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -213,8 +214,7 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
                 _optimizer_to_device(optimizer, self.root_device)
 
     def teardown(self) -> None:
-        """Tear down as Lightning does, but parameters and states stay where they are: at home, which is no device's
-        memory."""
+        """Tear down as Lightning does, but leave parameters and states at home, which is not device memory."""
         if self.is_distributed:
             self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -223,7 +223,7 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
         self.checkpoint_io.teardown()
 
 
-ParallelStrategy.register(ChunkcStrategy)  # Lightning asks these for devices, samplers and when it accumulates
+ParallelStrategy.register(ChunkcStrategy)  # Lightning tests for it to set devices and samplers, and to accumulate
 _BY_DDP: Any = DDPStrategy
 _BY_FABRICS_DDP: Any = FabricDDPStrategy
 _AVERAGING = tuple(
@@ -234,13 +234,13 @@ _AVERAGING = tuple(
 
 
 class ChunkcFabricStrategy(OverDevices, FabricSingleDeviceStrategy):
-    """A strategy for `Fabric`: `Fabric(strategy=ChunkcFabricStrategy(memory_budget="6GiB"))`.
+    """Trains in a memory budget with `Fabric`: `Fabric(strategy=ChunkcFabricStrategy(memory_budget="6GiB"))`.
 
     `fabric.setup(model, optimizer)` compiles the model in place. With several devices, it distributes the model, and
-    gives the optimizer its distributed parameters.
+    gives its distributed parameters to the optimizer.
 
     Raises:
-        OptionsError: an option is unknown or makes no sense.
+        OptionsError: an option is unknown or invalid.
     """
 
     @property
@@ -256,7 +256,7 @@ class ChunkcFabricStrategy(OverDevices, FabricSingleDeviceStrategy):
         self._precision = precision
 
     _num_nodes = property(lambda self: self.num_nodes, lambda self, num_nodes: setattr(self, "num_nodes", num_nodes))
-    """By the name that Fabric sets."""
+    """Fabric's name of `num_nodes`, which it sets."""
 
     def _configure_launcher(self) -> None:
         if self.is_distributed:
@@ -282,7 +282,7 @@ class ChunkcFabricStrategy(OverDevices, FabricSingleDeviceStrategy):
         return optimizer.clip_grad_norm_(max_norm, error_if_nonfinite=error_if_nonfinite)
 
     def module_to_device(self, module: nn.Module) -> None:
-        if not self.is_distributed:  # else all of it happens where it is set up
+        if not self.is_distributed:  # else `setup_module` places it
             self.place(module)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
@@ -318,7 +318,7 @@ class ChunkcFabricStrategy(OverDevices, FabricSingleDeviceStrategy):
 
 
 def _parameters_in(state: dict[str, Any]) -> Iterator[nn.Parameter]:
-    """The parameters of the models and optimizers that Fabric is to save."""
+    """Yield the parameters of the models and optimizers that Fabric saves."""
     for found in state.values():
         if isinstance(found, nn.Module):
             yield from found.parameters()
@@ -327,7 +327,7 @@ def _parameters_in(state: dict[str, Any]) -> Iterator[nn.Parameter]:
 
 
 def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules with parameters that a module's own code may call: its parts, and those in its lists."""
+    """Yield the modules with parameters that a module's own code may call: its children, and those in its containers."""
     for part in module.children():
         if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
             yield from callable_parts(part)
@@ -336,9 +336,9 @@ def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 class ReportCallback(Callback):
-    """Logs what `chunkc.report` says, memory, traffic and stalls, to all loggers (see `chunkc.scalars.Scalars`).
+    """Logs memory, traffic and stalls from `chunkc.report` to all loggers (see `chunkc.scalars.Scalars`).
 
-    Each `log_every_n_steps` batches, as Lightning's own metrics. The progress bar shows none of it.
+    Logs every `log_every_n_steps` batches, as Lightning does with its own metrics. Nothing is added to the progress bar.
     """
 
     def __init__(self) -> None:
