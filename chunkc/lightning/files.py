@@ -1,8 +1,8 @@
 """Write and read Lightning's own checkpoint files without a copy of them in memory.
 
-If tensors are sharded over ranks, rank 0 writes the file that one process would write. It gathers one whole tensor after
-another into a nameless file in the checkpoint's directory, and saves the tensors from a memory map of that file. Each
-rank loads its shards from a memory map of the checkpoint.
+If tensors are sharded over ranks, rank 0 writes the file that one process would write. It gathers one whole tensor
+after another into a nameless file in the checkpoint's directory, and saves the tensors from a memory map of that file.
+Each rank loads its shards from a memory map of the checkpoint.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _rooms_for(tensors: Mapping[int, DTensor], folder: str) -> dict[int, torch.T
     """Map memory for whole tensors, by index, from a nameless file, which is closed with the last of them.
 
     Raises:
-        CheckpointError: the folder has no room, or no file can be made in it.
+        CheckpointError: the file system has no room, or the folder or the file cannot be made.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def _room_for(tensor: DTensor, file: NamelessFile) -> torch.Tensor:
 
 
 def own_weights(module: nn.Module, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Replace whole tensors by this rank's shards, as views, in a copy of a `state_dict`, if the module has shards."""
+    """Copy a `state_dict` with this rank's shards, as views, in place of whole tensors that the module has sharded."""
     own = module.state_dict(keep_vars=True)
     cut: Any = copy.copy(state_dict)
     for name, tensor in state_dict.items():

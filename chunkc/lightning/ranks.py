@@ -39,7 +39,7 @@ class OverDevices:
 
     _root_device: torch.device
     _checkpoint_io: Any
-    _start_method = "popen"  # Lightning's launcher starts the same command once more for each process
+    _start_method = "popen"  # Lightning's launcher runs the same command again for each other process on this host
 
     def __init__(
         self,
@@ -211,7 +211,8 @@ class OverDevices:
 
 _rank_zero_only: Any = rank_zero_only
 _PARALLEL: Any = FabricParallelStrategy
-"""Lightning's strategy for several processes, called unbound; its methods use only attributes that are set above."""
+"""Lightning's strategy for several processes; two of its methods are called, which need only `root_device`,
+`world_size` and `all_reduce`."""
 
 
 def load_weights(module: nn.Module, state_dict: Any, strict: bool) -> None:
@@ -258,7 +259,7 @@ def replace_parameters(optimizers: Iterable[Any], former: Mapping[str, nn.Parame
         former: the model's parameters before it was distributed, by name.
 
     Raises:
-        OptionsError: an optimizer has states of former parameters.
+        OptionsError: an optimizer with former parameters has states already.
     """
     now = dict(module.named_parameters())
     made = {parameter: now[name] for name, parameter in former.items()}

@@ -46,7 +46,10 @@ NAME = "chunkc"
 
 
 class ClippingPrecision(PlainPrecision):
-    """Lightning's precision, but chunkc's optimizers clip in their step, without reading or writing gradients once more."""
+    """Lightning's precision, but chunkc's optimizers multiply gradients by the clipping factor in their step.
+
+    Optimizers that consume gradients in the backward are left to Lightning.
+    """
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         optimizer = _own(optimizer)
@@ -59,7 +62,7 @@ class ClippingPrecision(PlainPrecision):
 class UnscalingMixedPrecision(ClippingPrecision, MixedPrecision):
     """Lightning's mixed precision, which also clips for optimizers that divide gradients by the loss scale themselves.
 
-    Lightning refuses to clip for such optimizers, even in bf16 without a loss scale. With `GradScaler` it is safe:
+    Lightning refuses to clip for such optimizers, even in bf16 without a loss scale. With a scaler it is safe:
     gradients that `unscale_` has divided before clipping are not divided again in the step.
     """
 
@@ -137,8 +140,8 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
         """Set up as Lightning does.
 
         Raises:
-            UnsupportedError: with several processes, the Trainer has sync_batchnorm or a callback that averages weights,
-                which needs the whole model in each.
+            UnsupportedError: there are several processes, and the Trainer has sync_batchnorm, or a callback that
+                averages weights and so needs the whole model in each process.
         """
         if self.is_distributed:
             self._check(trainer)
@@ -162,7 +165,10 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
             check_parameters(self.optimizers, self.lightning_module)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        """Step as Lightning does; warn once if the closure, which calls `training_step`, has run no compiled module."""
+        """Step as Lightning does; warn after the first step if `training_step` has called no compiled module.
+
+        The closure calls `training_step`.
+        """
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         if not self._knows_calls:
             self._knows_calls = True
@@ -195,7 +201,7 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """Whether weights can be loaded only after setup: the module is distributed, and was on the meta device."""
+        """Whether weights are loaded after setup: with several processes, if parameters are on the meta device."""
         return self.is_distributed and (self._was_meta or self._has_meta())
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -223,7 +229,7 @@ class ChunkcStrategy(OverDevices, SingleDeviceStrategy):
         self.checkpoint_io.teardown()
 
 
-ParallelStrategy.register(ChunkcStrategy)  # Lightning tests for it to set devices and samplers, and to accumulate
+ParallelStrategy.register(ChunkcStrategy)  # Lightning asks only these for devices, samplers, `block_backward_sync`
 _BY_DDP: Any = DDPStrategy
 _BY_FABRICS_DDP: Any = FabricDDPStrategy
 _AVERAGING = tuple(
@@ -327,7 +333,7 @@ def _parameters_in(state: dict[str, Any]) -> Iterator[nn.Parameter]:
 
 
 def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules with parameters that a module's own code may call: its children, and those in its containers."""
+    """Yield the modules with parameters that a module's code may call: children, and those in lists and dicts."""
     for part in module.children():
         if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
             yield from callable_parts(part)
@@ -338,7 +344,7 @@ def callable_parts(module: nn.Module) -> Iterator[nn.Module]:
 class ReportCallback(Callback):
     """Logs memory, traffic and stalls from `chunkc.report` to all loggers (see `chunkc.scalars.Scalars`).
 
-    Logs every `log_every_n_steps` batches, as Lightning does with its own metrics. Nothing is added to the progress bar.
+    Logs every `log_every_n_steps` batches, as Lightning does with its own metrics. The progress bar shows none of it.
     """
 
     def __init__(self) -> None:
