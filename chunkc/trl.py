@@ -1,4 +1,4 @@
-"""trl's `SFTTrainer` with chunkc: `from chunkc.trl import SFTConfig, SFTTrainer`; see `chunkc.transformers`."""
+"""Train with trl's `SFTTrainer`: `from chunkc.trl import SFTConfig, SFTTrainer`; see `chunkc.transformers`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with several processes: what of it each rank does, where the model is cut over them."""
+"""Run Hugging Face's Trainer on several processes: gradient accumulation, saving and loading of a sharded model."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from chunkc.weights.load import load
 from chunkc.weights.save import save
 
 STATES = "chunkc"
-"""The folder with every rank's states in a checkpoint of the Trainer."""
+"""Name of the folder of the `chunkc.Checkpoint` in a checkpoint of the Trainer."""
 
 
 class TrainerOverRanks:
-    """A mix-in to put before `transformers.Trainer`: saves and loads a model that `chunkc.distribute` has cut.
+    """Mix-in to put before `transformers.Trainer`: saves and loads a model that `chunkc.distribute` has sharded.
 
-    All ranks do so together. Weights are Hugging Face's files, streamed to rank 0, which writes them. States of the
-    optimizer and the schedule are a `chunkc.Checkpoint` in the same directory, since each rank has parts of its own.
+    All ranks call these methods. Weights are Hugging Face's files, streamed to rank 0, which writes them. Optimizer
+    states and the schedule are in a `chunkc.Checkpoint` in the same directory, to which each rank writes its shards; it
+    has the parameters, too.
     """
 
     model: Any
     args: transformers.TrainingArguments
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """Step as the Trainer does. The model then says as DDP does where more gradients are to come."""
+        """Create the optimizer as the Trainer does, and set `model.no_sync` to its `accumulating`.
+
+        accelerate enters `model.no_sync`, which DDP has, too, for backwards after which gradients are added to.
+        """
         found = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if is_distributed(self.model) and isinstance(found, ChunkedOptimizer):
             self.model.no_sync = found.accumulating

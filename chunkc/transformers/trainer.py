@@ -1,9 +1,9 @@
-"""Hugging Face's `Trainer` with chunkc: one changed import, and arguments for the command line.
+"""Train with Hugging Face's `Trainer`: one changed import, and arguments for the command line.
 
     from chunkc.transformers import Trainer, TrainingArguments
 
-The model is compiled in place, so checkpoints are those of the model as it stands. With several processes it is
-distributed first, and accelerate does not wrap it. Nothing here runs unless it is imported;
+The model is compiled in place, so names in checkpoints are the same as without chunkc. With several processes it is
+distributed first, and accelerate does not wrap it. `import chunkc` does not import this module;
 `pip install "chunkc[transformers]"` installs what it needs.
 """
 
@@ -44,7 +44,7 @@ OPTIMIZERS = {
     "chunkc_lamb": optim.LAMB,
     "chunkc_sgd": optim.SGD,
 }
-"""Optimizers by the name that `optim` gives, in addition to those of `transformers`."""
+"""Values of `optim`, in addition to those of `transformers` -> optimizers."""
 
 _WITHOUT_BETAS = ("chunkc_sgd",)
 
@@ -54,7 +54,7 @@ class ChunkcArguments:
     """Arguments to put before `TrainingArguments` or a subclass: `class Mine(ChunkcArguments, SFTConfig)`, a dataclass.
 
     Raises:
-        OptionsError: an option makes no sense.
+        OptionsError: an option is unknown or invalid.
     """
 
     torch_compile_backend: str | None = field(
@@ -83,7 +83,7 @@ class ChunkcArguments:
             self.chunkc_options()  # raises now, not at the first step
             check_zero_stage(self.zero_stage)
             _rendezvous_with_others(self)
-            self.torch_compile_backend = None  # transformers and accelerate know closed lists of both
+            self.torch_compile_backend = None  # transformers and accelerate accept only names that they know
         if self.optim in OPTIMIZERS:
             self.optim = "adamw_torch"
         super().__post_init__()  # type: ignore[misc]
@@ -93,7 +93,11 @@ class ChunkcArguments:
             self.optim = asked[1]
 
     def chunkc_options(self) -> dict[str, Any]:
-        """The options of the backend, as `torch.compile` takes them."""
+        """Return the options of the backend, as `torch.compile` takes them.
+
+        Raises:
+            OptionsError: `backend_options` is no JSON object, or an option is unknown or invalid.
+        """
         given = self.backend_options
         if isinstance(given, str):
             try:
@@ -109,23 +113,26 @@ class ChunkcArguments:
 
 
 def _rendezvous_with_others(args: Any) -> None:
-    """Meet the processes that compute on CPUs before accelerate does: what torchrun has started anew can, too."""
+    """Initialise the process group, for processes that compute on CPUs, before accelerate does.
+
+    Unlike accelerate's way, it works after `torchrun --max-restarts` has started the processes again.
+    """
     is_alone = int(os.environ.get("WORLD_SIZE") or 1) == 1 or dist.is_initialized()
     if not is_alone and (args.use_cpu or not torch.cuda.is_available()):
         init_process_group(args.ddp_timeout)
 
 
 def _number(text: str | None) -> int | str | None:
-    """Digits of a command line as a number."""
+    """Convert digits, as a command line gives them, to a number; return anything else as it is."""
     return int(text) if isinstance(text, str) and text.isdigit() else text
 
 
 class ChunkcTrainer(TrainerOverRanks):
-    """A mix-in to put before `transformers.Trainer` or a subclass: `class Mine(ChunkcTrainer, SFTTrainer)`.
+    """Mix-in to put before `transformers.Trainer` or a subclass: `class Mine(ChunkcTrainer, SFTTrainer)`.
 
-    The model is compiled in place with the options of its arguments (see `ChunkcArguments`; those of other classes
-    mean no options), unless the user has compiled it in place. Logs of training have its peak, `chunkc/peak_bytes`.
-    With several processes it is distributed over them before (see `chunkc.distribute`), unless the user has done so.
+    The model is compiled in place, unless the user has done so, with the options of `ChunkcArguments`; arguments of
+    another class mean no options. With several processes it is distributed first (see `chunkc.distribute`), unless the
+    user has done so. Logs of training have the peak of the compute tier, `chunkc/peak_bytes`.
 
     Raises:
         OptionsError: the model is what `torch.compile` returned.
@@ -153,7 +160,7 @@ class ChunkcTrainer(TrainerOverRanks):
                 getattr(self.args, "zero_stage", None),
                 self.args.ddp_timeout,
             )
-            # autocast and no more: once it is prepared, accelerate neither moves nor wraps it
+            # adds autocast only; afterwards accelerate neither moves nor wraps the model
             trainer.accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
         compile_in_place(model, self._chunkc_options())
 
@@ -161,7 +168,7 @@ class ChunkcTrainer(TrainerOverRanks):
         return getattr(self.args, "torch_compile_backend", None) in (BACKEND, None)
 
     def _chunkc_options(self) -> dict[str, Any]:
-        """The options, as one dictionary object: its identity says which graphs share a budget."""
+        """Return the options, always as the same dict: graphs compiled with one dict object share a budget."""
         if self._options is None:
             self._options = self.args.chunkc_options() if isinstance(self.args, ChunkcArguments) else {}
         return self._options
@@ -193,8 +200,7 @@ class ChunkcTrainer(TrainerOverRanks):
         super()._move_model_to_device(model, device)  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """Clip as `transformers` does, but chunkc's optimizers multiply in their step: no gradient is read or written
-        for it."""
+        """Clip as `transformers` does, but chunkc's optimizers multiply gradients by the factor in their step."""
         optimizer = self._clipping_optimizer(model)
         if optimizer is None:
             return super()._clip_grad_norm(model)  # type: ignore[misc]
@@ -212,7 +218,7 @@ class ChunkcTrainer(TrainerOverRanks):
         return scaler.clip_grad_norm_(optimizer, max_norm)
 
     def _clipping_optimizer(self, model: nn.Module) -> Any:
-        """The optimizer, if it is one of chunkc's that can clip all gradients of the model; else None."""
+        """Return the optimizer, if it is one of chunkc's that can clip all gradients of the model; else None."""
         found: Any = self.optimizer  # type: ignore[attr-defined]
         while isinstance(found, AcceleratedOptimizer):
             found = found.optimizer
@@ -246,7 +252,7 @@ class ChunkcTrainer(TrainerOverRanks):
 
 @contextmanager
 def _without_backend(args: transformers.TrainingArguments) -> Iterator[None]:
-    """Inside, arguments name no backend: accelerate knows a closed list of them."""
+    """Set the backend of arguments to None inside: accelerate accepts only those on its own list."""
     backend, args.torch_compile_backend = args.torch_compile_backend, None
     try:
         yield
@@ -256,7 +262,7 @@ def _without_backend(args: transformers.TrainingArguments) -> Iterator[None]:
 
 @dataclass
 class TrainingArguments(ChunkcArguments, transformers.TrainingArguments):
-    """`transformers.TrainingArguments` with `memory_budget`, `home` and `backend_options`.
+    """`transformers.TrainingArguments` with `memory_budget`, `home`, `zero_stage` and `backend_options`.
 
     `torch_compile_backend` is "chunkc" and `optim` "chunkc_adamw" unless given.
     """
@@ -267,7 +273,7 @@ class Trainer(ChunkcTrainer, transformers.Trainer):
 
 
 class TensorBoardCallback(_TensorBoardCallback):
-    """`transformers`' own, which also writes what `chunkc.report` says: memory, traffic and stalls (see `Scalars`).
+    """`transformers`' callback, which also writes memory, traffic and stalls from `chunkc.report` (see `Scalars`).
 
     Give it instead of `report_to="tensorboard"`.
     """
