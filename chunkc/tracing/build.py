@@ -81,7 +81,7 @@ class Builder:
     _structures: dict[bool, Structure] = field(default_factory=dict)
 
     def build(self, described: Callable[[bool, bool], Captured] | None = None) -> Captured:
-        """The step: whole or in segments.
+        """Build the step: whole or in segments.
 
         Args:
             described: (whole, estimated) -> the step so; by default with the sizes that were traced.

@@ -27,7 +27,7 @@ _CALLS = (nn.Module._wrapped_call_impl.__code__, nn.Module._call_impl.__code__)
 
 
 def called_modules() -> Iterator[nn.Module]:
-    """The modules with a call on the stack, the innermost first."""
+    """Yield the modules with a call on the stack, the innermost first."""
     for frame in _frames():
         if frame.f_code is nn.Module._wrapped_call_impl.__code__:
             yield frame.f_locals["self"]
@@ -43,7 +43,7 @@ class CalledModule:
 
 
 def compiled_call() -> CalledModule | None:
-    """The outermost call of a compiled module on the stack; None where a function was compiled, or a backward runs."""
+    """Find the outermost call of a compiled module on the stack; None if a function was compiled or a backward runs."""
     found = None
     for frame in _frames():
         if frame.f_code is nn.Module._wrapped_call_impl.__code__:

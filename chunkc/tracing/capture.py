@@ -1,4 +1,4 @@
-"""From Dynamo's graph to a forward and a backward graph, by AOTAutograd; nothing is compiled here and nothing runs."""
+"""Trace Dynamo's graph into a forward and a backward graph by AOTAutograd; nothing is compiled or run here."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _with_numbers(run: Boxed, graph: fx.Graph) -> Boxed:
 
 
 def unique_name(name: str, is_free: Callable[[str], bool]) -> str:
-    """The name, or the first of `name#2`, `name#3`, ... that is free."""
+    """Return the name, or the first of `name#2`, `name#3`, ... that is free."""
     unique, number = name, 2
     while not is_free(unique):
         unique, number = f"{name}#{number}", number + 1

@@ -42,7 +42,7 @@ class OperationBytes:
     rows: np.ndarray
 
     def at(self, values: Values) -> np.ndarray:
-        """Bytes at every operation."""
+        """Return the bytes at every operation."""
         return self.rows @ self.sizes.terms_at(values)
 
     @property
@@ -71,7 +71,7 @@ class Template:
         return all(self._hold_at(values))
 
     def at(self, values: Values) -> Captured:
-        """The step at these values."""
+        """Return the step at these values."""
         sizes, seconds = self.sizes.at(values), self._seconds_at(values)
         return self._skeleton.with_sizes(sizes.__getitem__, lambda index: float(seconds[int(index)]))
 

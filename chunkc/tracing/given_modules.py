@@ -39,7 +39,7 @@ class GivenModules:
             self._functions.add(given)
 
     def with_parameters(self) -> list[nn.Module]:
-        """The modules that have parameters, except those inside another of them."""
+        """Return the modules that have parameters, except those inside another of them."""
         modules = {id(module): module for module in list(self._modules) if has_parameters(module)}
         for function in list(self._functions):
             reached = within_reach(function.__code__, [function], function.__globals__)

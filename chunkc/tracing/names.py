@@ -35,7 +35,7 @@ class UserNames:
 
     @staticmethod
     def seen_from(root: nn.Module) -> UserNames:
-        """The names in `root`, while the innermost call on the stack is of itself or one of its modules."""
+        """Return the names in `root`, while the innermost call on the stack is of itself or one of its modules."""
         innermost = next(called_modules(), root)
         modules = {id(module): without_wrapper(name) for name, module in root.named_modules()}
         parameters = {id(parameter): without_wrapper(name) for name, parameter in root.named_parameters()}
@@ -87,7 +87,7 @@ class GraphNames:
 
 
 def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
-    """Nodes of the graph and of those inside it, as checkpointing makes them."""
+    """Yield the nodes of the graph and of graphs inside it, as checkpointing makes them."""
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             yield from (node for node in module.graph.nodes if node.op not in ("placeholder", "output"))

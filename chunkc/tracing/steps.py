@@ -71,7 +71,7 @@ class SizedStep:
         return self.forms.captured
 
     def become(self, captured: Captured) -> None:
-        """From now on the step has this one of its forms."""
+        """Replace the captured step by another of its forms."""
         if captured is not self.captured:
             self.forms, self.admitted = Forms(captured), None
             self.plans = Recent(MAX_PLANS)
@@ -138,7 +138,7 @@ class SymbolicSteps:
         return known
 
     def as_traced(self, *, can_skip_segmentation: bool) -> SizedStep:
-        """The step at the sizes it was traced at."""
+        """Return the step at the sizes it was traced at."""
         traced = {symbol: n for symbol, n in self._templates.traced.items() if symbol not in self._constant}
         return self._described({**traced, **self._constant}, can_skip_segmentation)
 
