@@ -396,6 +396,12 @@ def unfold_backward(call: Call) -> list[int]:
     return [8 * result.shape[call.arguments["dim"]]] if overlap else []
 
 
+def col2im(call: Call) -> list[int]:
+    """Count contiguous copies, and the result as it started while it grows (see `col2im_outputs`)."""
+    columns_nbytes, nbytes = nbytes_of(call.inputs[0]), nbytes_of(call.outputs[0])
+    return [*contiguous(call), *([columns_nbytes] if nbytes > columns_nbytes else [])]
+
+
 def col2im_outputs(call: Call) -> dict[int, int]:
     """`Col2Im.cu`: the result starts as large as the columns."""
     return {0: max(nbytes_of(call.inputs[0]), nbytes_of(call.outputs[0]))}

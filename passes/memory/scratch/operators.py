@@ -132,7 +132,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (
         Operator(
             rules.col2im_rule,
-            cuda_rules.contiguous,
+            cuda_rules.col2im,
             outputs=rules.col2im_outputs,
             cuda_outputs=cuda_rules.col2im_outputs,
         ),
