@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from torch.nn.functional import cross_entropy, linear, log_softmax, nll_loss
 
 from chunkc.passes.graphs.graphs import tile_of
-from chunkc.passes.rewrite.loss_tiles import tile_losses
+from chunkc.passes.rewrite.loss_tiles import Losses, tile_losses
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -106,10 +106,10 @@ class Tiler:
     """A backend that runs Dynamo's graph with its losses tiled."""
 
     def __init__(self, rows: int = ROWS) -> None:
-        self.rows, self.graphs, self.reasons = rows, [], []  # type: ignore[var-annotated]
+        self.rows, self.graphs, self.losses = rows, [], []  # type: ignore[var-annotated]
 
     def __call__(self, gm: fx.GraphModule, _: Any) -> Any:
-        self.reasons.append(tile_losses(gm.graph, self.rows))
+        self.losses.append(tile_losses(gm.graph, self.rows))
         gm.graph.lint()
         gm.recompile()
         self.graphs.append(gm.graph)
@@ -144,7 +144,9 @@ def test_loss_and_gradients_are_those_of_the_whole(loss: Loss) -> None:
     tiler = Tiler()
     expected, in_bfloat16 = run(loss, inputs()), loss in (under_autocast, after_autocast)
     assert_close(run(torch.compile(loss, backend=tiler), inputs()), expected, in_bfloat16)
-    assert tiler.reasons == [()]
+    (losses,) = tiler.losses
+    assert losses.tiled
+    assert not losses.whole
     assert len(tiles_in(tiler.graphs[0])) >= 4
 
 
@@ -171,7 +173,7 @@ def test_no_logits_of_all_rows_but_where_somebody_reads_them(loss: Loss) -> None
 def test_few_rows_stay_as_they_are() -> None:
     tiler = Tiler(rows=BATCH * LENGTH)
     run(torch.compile(plain, backend=tiler), inputs())
-    assert tiler.reasons == [()]
+    assert tiler.losses == [Losses()]
     assert not tiles_in(tiler.graphs[0])
 
 
@@ -179,7 +181,7 @@ def test_a_graph_that_is_tiled_stays_as_it_is() -> None:
     tiler = Tiler()
     run(torch.compile(plain, backend=tiler), inputs())
     before = str(tiler.graphs[0])
-    assert tile_losses(tiler.graphs[0], 2) == ()
+    assert tile_losses(tiler.graphs[0], 2) == Losses()
     assert str(tiler.graphs[0]) == before
 
 
@@ -206,8 +208,10 @@ def test_every_target_ignored_is_nan_as_in_the_whole() -> None:
 def test_what_stays_whole_says_why(loss: Loss, reason: str) -> None:
     tiler = Tiler()
     assert_close(run(torch.compile(loss, backend=tiler), inputs()), run(loss, inputs()))
-    ((found,),) = tiler.reasons
+    (losses,) = tiler.losses
+    (found,) = losses.whole
     assert reason in found
+    assert not losses.tiled
     assert not tiles_in(tiler.graphs[0])
 
 
