@@ -1,7 +1,7 @@
 """Update elementwise on the CPU, in one fused pass over memory.
 
-Inductor generates the pass (see `chunkc.kernels.fused_pass`), except for bf16 parameters with masters, which have a
-loop of their own (`chunkc.kernels.cpu_loop`).
+Inductor generates the pass (see `chunkc.kernels.fused_pass`), except for bf16 parameters with masters that are
+rounded to nearest and have no 8-bit moments: `chunkc.kernels.cpu_loop` is a loop for these.
 
 Two entries: `prepare` for whole tensors one after the other, and `chunk_update` for a tile of a chunk group in any
 `UpdateFormat`. Both run the same passes, compiled once per format.
