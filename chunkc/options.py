@@ -130,8 +130,14 @@ class Options(BaseModel):
 
     @property
     def over_ranks(self) -> Options:
-        """The options as they apply to a model that ranks train together: what it saves stays, so far."""
-        return self.model_copy(update={"activations": "keep"}) if self.activations == "auto" else self
+        """The options as they apply to a model that ranks train together: what it saves stays, so far. Ranks may have
+        batches of other shapes, and run the same calls: so no shape of theirs decides about tiles."""
+        chosen: dict[str, str] = {}
+        if self.activations == "auto":
+            chosen["activations"] = "keep"
+        if self.loss_tile_rows == "auto":
+            chosen["loss_tile_rows"] = "never"
+        return self.model_copy(update=chosen)
 
     @property
     def can_skip_segmentation(self) -> bool:

@@ -236,3 +236,8 @@ def test_mistakes_name_the_variable_and_options_by_their_own_names():
     assert "environment variable CHUNKC_HOME is 'tape'; allowed: \"cpu\"" in text
     assert "option 'chunk_size' is 3 (int)" in text
     assert "\n" not in text
+
+
+def test_no_shape_of_one_rank_decides_about_tiles() -> None:
+    assert parse_options({}).over_ranks.loss_tile_rows == "never"
+    assert parse_options({"loss_tile_rows": 8}).over_ranks.loss_tile_rows == 8

@@ -43,7 +43,7 @@ def test_any_number_of_ranks_loads_weights_that_others_have_saved(tmp_path: Path
 def test_what_one_rank_cannot_write_or_read_is_an_error_of_all(tmp_path: Path) -> None:
     first, other = found_by(tmp_path, "refused")["refused"]
     assert re.match(
-        "FileError .* cannot save to .*: No space left on device; weights .* are unchanged",
+        "FileError .* cannot save to .*: No space left on device; weights that were saved there before are unchanged",
         first["full"],
     )
     assert re.match("FileError .* rank 0 of 2: No space left on device", other["full"])
