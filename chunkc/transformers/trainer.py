@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,19 +25,24 @@ from torch import nn
 from transformers.integrations import TensorBoardCallback as _TensorBoardCallback
 
 from chunkc import optim
+from chunkc.checkpoint.training import Checkpoint
 from chunkc.distributed.process_group import init_process_group
-from chunkc.engine.in_place import compile_in_place, distribute_over_all, place_on
+from chunkc.engine.in_place import compile_in_place, distribute_over_all, is_distributed, place_on
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.shards import check_zero_stage
 from chunkc.optim.gradient_scaling import GradScaler
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.options import parse_options
 from chunkc.scalars import PEAK, Scalars
-from chunkc.transformers.ranks import TrainerOverRanks
+from chunkc.weights.load import load
+from chunkc.weights.save import save
 
 __all__ = ["ChunkcArguments", "ChunkcTrainer", "TensorBoardCallback", "Trainer", "TrainingArguments"]
 
 BACKEND = "chunkc"
+
+STATES = "chunkc"
+"""Name of the folder of the `chunkc.Checkpoint` in a checkpoint of the Trainer."""
 
 OPTIMIZERS = {
     "chunkc_adamw": optim.AdamW,
@@ -82,7 +88,7 @@ class ChunkcArguments:
         if self.torch_compile_backend == BACKEND:
             self.chunkc_options()  # raises now, not at the first step
             check_zero_stage(self.zero_stage)
-            _rendezvous_with_others(self)
+            _init_cpu_process_group(self)
             self.torch_compile_backend = None  # transformers and accelerate accept only names that they know
         if self.optim in OPTIMIZERS:
             self.optim = "adamw_torch"
@@ -112,8 +118,8 @@ class ChunkcArguments:
         return options
 
 
-def _rendezvous_with_others(args: Any) -> None:
-    """Initialise the process group, for processes that compute on CPUs, before accelerate does.
+def _init_cpu_process_group(args: Any) -> None:
+    """Initialise the process group of processes that compute on CPUs, before accelerate does.
 
     Unlike accelerate's way, it works after `torchrun --max-restarts` has started the processes again.
     """
@@ -127,12 +133,15 @@ def _number(text: str | None) -> int | str | None:
     return int(text) if isinstance(text, str) and text.isdigit() else text
 
 
-class ChunkcTrainer(TrainerOverRanks):
+class ChunkcTrainer:
     """Mix-in to put before `transformers.Trainer` or a subclass: `class Mine(ChunkcTrainer, SFTTrainer)`.
 
     The model is compiled in place, unless the user has done so, with the options of `ChunkcArguments`; arguments of
-    another class mean no options. With several processes it is distributed first (see `chunkc.distribute`), unless the
-    user has done so. Logs of training have the peak of the compute tier, `chunkc/peak_bytes`.
+    another class mean no options. Logs of training have the peak of the compute tier, `chunkc/peak_bytes`.
+
+    With several processes it is distributed first (see `chunkc.distribute`), unless the user has done so, and all of
+    them save and load: weights are Hugging Face's files, streamed to rank 0, which writes them. Parameters, optimizer
+    states and the schedule are in a `chunkc.Checkpoint` in the same directory, to which each rank writes its shards.
 
     Raises:
         OptionsError: the model is what `torch.compile` returned.
@@ -227,6 +236,16 @@ class ChunkcTrainer(TrainerOverRanks):
         can = can and (scaler is None or isinstance(scaler, GradScaler))
         return found if can and found.has_all_gradients_of(model.parameters()) else None
 
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the optimizer as the Trainer does, and set `model.no_sync` to its `accumulating`.
+
+        accelerate enters `model.no_sync`, a method of DDP's models, for backwards whose gradients are added to later.
+        """
+        found = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        if is_distributed(self.model) and isinstance(found, ChunkedOptimizer):
+            self.model.no_sync = found.accumulating
+        return found
+
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
         if args.optim not in OPTIMIZERS:
@@ -248,6 +267,66 @@ class ChunkcTrainer(TrainerOverRanks):
             peak = self._scalars.read(self.model)
             logs |= {PEAK: peak[PEAK]} if peak else {}
         super().log(logs, start_time)  # type: ignore[misc]
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not is_distributed(self.model):
+            super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+            return
+        self._refuse_adapters()
+        trainer: Any = self
+        folder = Path(output_dir or self.args.output_dir or ".")
+        save(self.model, folder)
+        if self.args.should_save:
+            processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+            if processing is not None:
+                processing.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+        if self.args.push_to_hub and not _internal_call:
+            trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not is_distributed(self.model):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+            return
+        trainer: Any = self
+        with self._states(output_dir) as states:
+            states.save(trainer.state.global_step)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not is_distributed(self.model):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        elif checkpoint is not None and os.path.isdir(os.path.join(checkpoint, STATES)):
+            self._states(checkpoint).load_latest()
+
+    def _states(self, folder: str) -> Checkpoint:
+        """Return the checkpoint of parameters, optimizer states and schedule in a checkpoint of the Trainer."""
+        trainer: Any = self
+        optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # accelerate has wrapped both
+        scheduler = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+        return Checkpoint(
+            os.path.join(folder, STATES), model=self.model, optimizer=optimizer, scheduler=scheduler, keep=1
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if is_distributed(self.model):
+            self._refuse_adapters()
+            load(self.model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+
+    def _load_best_model(self) -> None:
+        if is_distributed(self.model):
+            trainer: Any = self
+            load(self.model, trainer.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()  # type: ignore[misc]
+
+    def _refuse_adapters(self) -> None:
+        if hasattr(self.model, "peft_config"):
+            raise UnsupportedError(
+                "adapters of peft are not saved or loaded with several processes so far: merge them "
+                "(`model.merge_and_unload()`) and use chunkc.save, or train in one process"
+            )
 
 
 @contextmanager
