@@ -148,7 +148,7 @@ def _is_before_a_break(gm: fx.GraphModule) -> bool:
 
 
 def _without_frames(error: ChunkcError) -> ChunkcError:
-    """The error without the frames that it passed, which keep their values."""
+    """Drop the frames that an error passed, which would keep their values alive; return the error."""
     error.__traceback__ = error.__context__ = None
     if error.__cause__ is not None:
         error.__cause__.__traceback__ = error.__cause__.__context__ = None
@@ -166,7 +166,10 @@ def _refusing(error: ChunkcError, inputs: Sequence[Any]) -> Callable[..., Any]:
 
 
 def _raising(error: ChunkcError) -> Callable[..., Any]:
-    """Raises the error at each call, a new one: Dynamo keeps what is returned here for as long as the model's code."""
+    """Return a function that raises a copy of the error at each call.
+
+    A new copy each time: Dynamo keeps the function for as long as the model's code, and an error keeps its frames.
+    """
     cause = _without_frames(error).__cause__
 
     def call(*args: Any) -> Any:
@@ -253,7 +256,10 @@ def _no_more_guards(env: ShapeEnv) -> Iterator[None]:
 
 
 def _as_traced(value: Any, argument: Any) -> Any:
-    """An argument in symbols. What was traced was detached since (`capture_graph`)."""
+    """Return a parameter as it is, and in place of any other tensor its traced one, which has symbols for sizes.
+
+    `capture_graph` has detached the traced ones, so they are told again whether they require gradients.
+    """
     if isinstance(argument, nn.Parameter):
         return argument
     return detached(value).requires_grad_(argument.requires_grad) if isinstance(value, torch.Tensor) else value

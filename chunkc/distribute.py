@@ -87,7 +87,7 @@ def distribute(
         The model.
 
     Raises:
-        OptionsError: an argument makes no sense, or ranks have one GPU in common.
+        OptionsError: an argument has a wrong type or value, or ranks have one GPU in common.
         UnsupportedError: a parameter cannot be cut, or there is no GPU; nothing has changed.
         HomeError: the home has no room on this rank, or cannot be used; nothing has changed.
         DistributedError: the ranks' models differ, or a rank does not come, or has raised one of the other errors;
@@ -148,10 +148,10 @@ def _layers_of(model: nn.Module, mesh: DeviceMesh) -> TensorParallel | None:
 
 
 def _connected(transport: Transport, world: Transport) -> torch.device:
-    """The GPU of this rank, connected with those of the others that it exchanges parts with.
+    """Connect this rank's GPU with those of the ranks that it exchanges parts with, and return it.
 
     Raises:
-        OptionsError: two ranks have the same one.
+        OptionsError: two ranks have the same GPU.
         DistributedError: NCCL cannot connect them.
     """
     device = torch.device("cuda", torch.cuda.current_device())
@@ -171,7 +171,7 @@ def _connected(transport: Transport, world: Transport) -> torch.device:
 
 
 def _transport_on(mesh: DeviceMesh, timeout_s: float, check: Callable[[], None]) -> Transport:
-    """Connect a mesh's ranks, also where an argument makes no sense on one of them: then all raise the error.
+    """Connect a mesh's ranks, also if one of them has a wrong argument: once connected, all can raise its error.
 
     Raises:
         OptionsError: this process belongs to no mesh.
@@ -196,7 +196,7 @@ def _is_positive(value: object) -> bool:
 def _check(
     model: nn.Module, mesh: DeviceMesh, home: str, disk_holds: str, zero_stage: ZeroStage | None, timeout_s: float
 ) -> None:
-    """Refuse what this rank cannot do."""
+    """Refuse arguments and models that this rank cannot distribute."""
     if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2 or mesh.device_type not in ("cpu", "cuda"):
         raise OptionsError(_MESH)
     if mesh.device_type == "cuda":

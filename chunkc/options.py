@@ -215,7 +215,7 @@ def parse_options(options: dict[str, Any] | None, environment: Mapping[str, str]
 
 
 def resolve_budget(memory_budget: int | str, total_nbytes: int, available_nbytes: int) -> int:
-    """The budget in bytes.
+    """Return the budget in bytes.
 
     Args:
         memory_budget: as in `Options`: bytes, "auto" (90 % of what is available) or "80%" (of the total).
@@ -242,7 +242,7 @@ def resolve_budget(memory_budget: int | str, total_nbytes: int, available_nbytes
 
 
 def parse_size(text: str, name: str) -> int:
-    """Bytes of a size such as "6GiB", for an option outside `Options`.
+    """Convert a size such as "6GiB" to bytes, for an option outside `Options`.
 
     Raises:
         OptionsError: `text` is no size.
@@ -254,12 +254,12 @@ def parse_size(text: str, name: str) -> int:
 
 
 def _from_text(text: str) -> int | str:
-    """A value where only text can be given: digits are a number."""
+    """Convert digits to a number, where a value can be given as text only; return other text as it is."""
     return int(text) if text.isascii() and text.isdigit() else text
 
 
 def _size_nbytes(value: object, *, at_least: int) -> int:
-    """Bytes of an int or of a string such as "1.5GiB" (a fraction of a byte is cut off)."""
+    """Convert an int, or a string such as "1.5GiB", to bytes; a fraction of a byte is cut off."""
     if isinstance(value, str):
         value = parse_nbytes(value)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -270,7 +270,7 @@ def _size_nbytes(value: object, *, at_least: int) -> int:
 
 
 def _show(value: object) -> str:
-    """The value on one short line, with its type where that may be what is wrong."""
+    """Write a value on one short line, with its type unless it is a string."""
     text = short(value)
     return text if isinstance(value, str) else f"{text} ({type(value).__name__})"
 

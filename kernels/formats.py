@@ -106,7 +106,7 @@ class UpdateFormat:
             with the probability of the distance, so that the expected value is exact. fp16 is rounded to nearest.
 
     Raises:
-        ValueError: the combination makes no sense; the message says which does.
+        ValueError: these arguments cannot be combined; the message says which can.
     """
 
     arithmetic: ClassVar[Arithmetic]

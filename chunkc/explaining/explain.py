@@ -122,7 +122,7 @@ def explain(
     its bytes as an expression of them.
 
     Raises:
-        OptionsError: an argument makes no sense, or the optimizer refuses it.
+        OptionsError: an argument has a wrong type or value, or the optimizer refuses it.
         UnsupportedError: the model cannot be captured; or with `strict`, it has an operator with unknown memory.
     """
     refuse_distributed(model)

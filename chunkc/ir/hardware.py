@@ -100,7 +100,7 @@ class Hardware:
     devices_per_layer: int = 1
 
     def __post_init__(self) -> None:
-        """Raise OptionsError if a figure makes no sense: not positive, or a context larger than its memory."""
+        """Raise OptionsError if a figure is impossible: not positive, or a context larger than its memory."""
         for field in fields(self):
             value = getattr(self, field.name)
             if field.name in ("context_nbytes", "page_table_nbytes_per_gib"):

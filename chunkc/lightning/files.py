@@ -84,18 +84,18 @@ def save_over_ranks(
     is_writer = transport.rank == 0
     firsts = together(transport, _PHASE, lambda: _firsts(found), CheckpointError)[0]
     sent = sorted(set(firsts))
-    if not is_writer:  # collectives in the order of rank 0's: `_rooms_for`, each tensor, `_written`
+    if not is_writer:  # collectives in the order of rank 0's: `_map_tensors`, each tensor, `_written`
         together(transport, _PHASE, _nothing, CheckpointError)
         send_to_first([found[at] for at in sent], transport)
         together(transport, _PHASE, _nothing, CheckpointError)
         return
-    rooms: dict[int, torch.Tensor] = {}
+    mapped: dict[int, torch.Tensor] = {}
     distinct = {at: found[at] for at in sent}
-    together(transport, _PHASE, lambda: rooms.update(_rooms_for(distinct, _folder_of(path))), CheckpointError)
-    for at, room in rooms.items():
-        room.copy_(whole_on_first(found[at], transport))
-        drop_pages(room)
-    whole = _replaced(checkpoint, iter([rooms[first] for first in firsts]))
+    together(transport, _PHASE, lambda: mapped.update(_map_tensors(distinct, _folder_of(path))), CheckpointError)
+    for at, tensor in mapped.items():
+        tensor.copy_(whole_on_first(found[at], transport))
+        drop_pages(tensor)
+    whole = _replaced(checkpoint, iter([mapped[first] for first in firsts]))
     together(transport, _PHASE, lambda: _written(write, whole, path), CheckpointError)
 
 
@@ -147,7 +147,7 @@ def _folder_of(path: Any) -> str:
     return os.path.dirname(os.path.abspath(path)) if _is_local(path) else tempfile.gettempdir()
 
 
-def _rooms_for(tensors: Mapping[int, DTensor], folder: str) -> dict[int, torch.Tensor]:
+def _map_tensors(tensors: Mapping[int, DTensor], folder: str) -> dict[int, torch.Tensor]:
     """Map memory for whole tensors, by index, from a nameless file, which is closed with the last of them.
 
     Raises:
@@ -156,7 +156,7 @@ def _rooms_for(tensors: Mapping[int, DTensor], folder: str) -> dict[int, torch.T
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = NamelessFile(folder)
-        return {at: _room_for(tensor, file) for at, tensor in tensors.items()}
+        return {at: _map_tensor(tensor, file) for at, tensor in tensors.items()}
     except (OSError, HomeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(
@@ -165,7 +165,7 @@ def _rooms_for(tensors: Mapping[int, DTensor], folder: str) -> dict[int, torch.T
         ) from error
 
 
-def _room_for(tensor: DTensor, file: NamelessFile) -> torch.Tensor:
+def _map_tensor(tensor: DTensor, file: NamelessFile) -> torch.Tensor:
     if tensor.numel() == 0:
         return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="cpu")
     nbytes = tensor.numel() * tensor.dtype.itemsize

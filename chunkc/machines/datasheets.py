@@ -320,7 +320,6 @@ DATASHEETS: Mapping[str, Datasheet] = MappingProxyType(
             source="NVIDIA H200 datasheet (SXM, 141 GB; halved: the datasheet counts sparsity) and DGX H200 datasheet",
         ),
         # Host: an eighth of a DGX B200: 2 TB, two Xeon 8570 with eight channels of DDR5-5600, eight drives.
-        # Memory: not found; the driver's 179 GiB less 0.7. On an H100 PyTorch reports half a GiB less than the driver.
         "b200": Datasheet(
             memory_nbytes=int(178.3 * GIB), context_nbytes=700 * MIB, memory_bandwidth=8000,
             fp32=75, tf32=1100, bf16=2250, fp16=2250, link=_PCIE5,

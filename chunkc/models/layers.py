@@ -36,17 +36,17 @@ def cut_layers(spec: ModelSpec, model: nn.Module, mesh: DeviceMesh) -> None:
     for name, module in model.named_modules():
         for key in _HEADS:
             if (num_heads := getattr(module, key, None)) is not None:
-                setattr(module, key, _share(spec, key, num_heads, mesh.size()))
+                setattr(module, key, _heads_per_device(spec, key, num_heads, mesh.size()))
         last = name.rpartition(".")[2]
         if isinstance(module, nn.Linear) and last in (*_COLUMNS, *_ROWS):
             plan[name] = ColwiseParallel() if last in _COLUMNS else RowwiseParallel()
     parallelize_module(model, mesh, plan)
 
 
-def _share(spec: ModelSpec, key: str, num_heads: int, num_ranks: int) -> int:
+def _heads_per_device(spec: ModelSpec, key: str, num_heads: int, num_ranks: int) -> int:
     if num_heads % num_ranks:
         raise OptionsError(
-            f"{key} of {spec.name} is {num_heads}, of which {num_ranks} devices cannot have as many each: take a last "
-            "number of mesh that divides it"
+            f"the layers of {spec.name} cannot be cut over {num_ranks} devices: every device computes the same number "
+            f"of whole heads, and {key} is {num_heads}; give a mesh whose last number divides {num_heads}"
         )
     return num_heads // num_ranks

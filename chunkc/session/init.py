@@ -41,7 +41,7 @@ from chunkc.session.session import owner
 def init(
     *, home: str = "cpu", device: torch.device | str = "cpu", disk_holds: str = "auto", chunk_size: int | str = "auto"
 ) -> Iterator[None]:
-    """Inside, each parameter that a module gets moves into home memory at once, whatever builds the module.
+    """Move each parameter that a module gets inside the block into home memory at once, whatever builds the module.
 
         with chunkc.init(home="disk:/data"):
             model = GPT(config)
@@ -61,7 +61,7 @@ def init(
         device: where the model will compute.
 
     Raises:
-        OptionsError: an argument makes no sense.
+        OptionsError: an argument has a wrong type or value.
         UnsupportedError: there is no such device.
         HomeError: the directory cannot be used; inside the block: the home has no room.
     """
@@ -81,7 +81,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class _Builder(TorchFunctionMode):
-    """Moves what the thread that made it builds."""
+    """Moves the parameters of modules that one thread builds: the thread that made this object."""
 
     def __init__(self, unassigned_memory: UnassignedMemory) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Builder(TorchFunctionMode):
             self._retry()
 
     def roots(self) -> list[nn.Module]:
-        """The modules that were built and are no other's."""
+        """Return the modules with parameters that were built and are inside no other module."""
         inner = {id(child) for module in self._modules for child in module.children()}
         return [
             module for module in self._modules if id(module) not in inner and any(True for _ in module.parameters())

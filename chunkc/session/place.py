@@ -60,7 +60,7 @@ def place(
             before has too. It writes to them in place, or assigns others that are alike.
 
     Raises:
-        OptionsError: an argument makes no sense.
+        OptionsError: an argument has a wrong type or value, or the model has no parameters.
         UnsupportedError: there is no such device, or it cannot read files in place and a disk is to hold everything;
             the model is not on the CPU, or already placed; it is on the meta device, and `init` is not given or cannot
             be used.
@@ -157,13 +157,13 @@ def _initialiser(model: nn.Module, init: str | Initialise | None) -> Initialise:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers that a module itself has, those too that it has twice."""
+    """Yield the parameters and buffers that a module itself has, under each of their names."""
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _resets(module: nn.Module) -> Callable[[], object] | None:
-    """The method that initialises a module; PyTorch's attention has it under a name with an underscore."""
+    """Return the method that initialises a module; PyTorch's attention has it under a name with an underscore."""
     found = getattr(module, RESET_PARAMETERS, None) or getattr(module, f"_{RESET_PARAMETERS}", None)
     return found if callable(found) else None
 
@@ -198,7 +198,7 @@ def _make(model: nn.Module, session: Session, initialise: Initialise) -> None:
 
 
 def _check_assigned(name: str, meta: torch.Tensor, found: object, *, is_tied: bool) -> None:
-    """Whether what `init` assigned, in place of the memory that it was to give values to, can stand for it.
+    """Refuse a tensor that `init` assigned to a parameter or buffer, if it cannot take the meta tensor's place.
 
     Raises:
         UnsupportedError: it cannot; the message names it.
@@ -226,7 +226,7 @@ def _shown(value: object) -> str:
 
 
 def _on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory without values for a tensor on the meta device."""
+    """Allocate a tensor like one on the meta device, without values."""
     real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 

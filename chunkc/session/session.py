@@ -190,7 +190,11 @@ class Session:
         self.store.close()
 
     def _lost(self, reference: WeakIdentity) -> None:
-        """A parameter is gone. Called by the garbage collector, at any time."""
+        """Note that a parameter is gone, and end the session with its last one.
+
+        The garbage collector calls this at any time, on any thread, so it does not wait for the lock: the thread that
+        holds it ends the session as it leaves `entered`.
+        """
         self._alive.discard(reference)
         if not self._alive and not self.is_over and self._lock.acquire(blocking=False):
             try:

@@ -44,7 +44,7 @@ def _results(gm: fx.GraphModule) -> Iterator[torch.Tensor]:
 
 
 def _parameters(gm: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[fx.Node]:
-    """Parameters that are given, and those that the graph owns, as that of an optimizer of `torch.optim` does."""
+    """Yield the parameters among the inputs, and those that the graph owns, as that of `torch.optim` does."""
     for node, value in zip(placeholders(gm.graph), inputs, strict=True):
         if isinstance(value, nn.Parameter):
             yield node

@@ -1,8 +1,10 @@
-"""The kinds of backward that a compiled graph tells apart, and the parameters of which autograd must see the gradients.
+"""Find out how autograd uses the gradients of a compiled backward, before the backward changes anything.
 
-A compiled backward puts gradients into `.grad` as they are made and returns None for them. So autograd cannot
-differentiate them again; what `torch.autograd.grad` returns, and what watches gradients on their way, needs them
-returned; and those that nothing reads must not get there. All this is asked before a backward changes anything.
+A compiled backward puts gradients into `.grad` as they are made and returns None for them. So it must
+
+- refuse to be differentiated again (`create_graph=True`);
+- return gradients that `torch.autograd.grad` returns, or that hooks on autograd's nodes see;
+- leave `.grad` alone for parameters that the call does not ask about (`backward(inputs=...)`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from chunkc.torch_private.dynamo import in_compiled_autograd
 from chunkc.torch_private.engine import current_graph_task, current_node, latest_node_hook, leaf_at, will_execute
 
 MAX_BACKWARDS = 64
-"""Backwards that are remembered as making a graph of their own: more than ever run inside each other."""
+"""Backwards with `create_graph=True` that are remembered: more than are ever nested."""
 
 COMPILED_AUTOGRAD = (
     "compiled autograd would run the backward of a model compiled by chunkc without its plan; turn it off "
@@ -30,17 +32,16 @@ COMPILED_AUTOGRAD = (
 
 
 class OutputHooks:
-    """Hooks on the nodes of a call's outputs: they see what a compiled backward cannot.
+    """Hooks on the autograd nodes of a call's outputs, which see two things that a compiled backward cannot.
 
-    - Whether the backward that runs now makes a graph of its own, to be differentiated again. While a compiled backward
-      runs, grad mode is off: AOTAutograd runs it in an `autograd.Function`. In a hook of the node before, it is what
-      the caller asked for.
+    - Whether the running backward makes a graph of its own (`create_graph=True`). AOTAutograd runs a compiled backward
+      in an `autograd.Function`, where grad mode is off; in a hook of the node before, it is as the caller set it.
     - The outputs' gradients as they were given. AOTAutograd copies those with other strides than the outputs' before it
       hands them over, and the giver may keep the originals.
     """
 
     def __init__(self, given: Callable[[Sequence[object]], None]) -> None:
-        """`given` is told the gradients of outputs, before the backward that takes them."""
+        """`given` is called with the outputs' gradients, before the backward that takes them."""
         self._given = given
         self._with_graph: deque[int] = deque(maxlen=MAX_BACKWARDS)
         self._hook = torch.compiler.disable(self._note, reason=COMPILED_AUTOGRAD)
@@ -60,10 +61,10 @@ class OutputHooks:
         self._given(gradients)
 
     def refuse_graph(self) -> None:
-        """To be called in a compiled backward.
+        """Refuse the compiled backward that runs now, which calls this, if it makes a graph of its own.
 
         Raises:
-            UnsupportedError: it makes a graph of its own.
+            UnsupportedError: it does.
         """
         if torch.is_grad_enabled() or current_graph_task() in self._with_graph:
             raise UnsupportedError(
@@ -75,12 +76,12 @@ class OutputHooks:
 
 @dataclass(frozen=True)
 class Asked:
-    """The uses that the backward that runs now has for the gradients of a graph's parameters.
+    """What the running backward does with the gradients of a graph's parameters.
 
     Attributes:
-        nodes: by which it adds to `.grad`, by the parameters' names.
-        returned: parameters of which `torch.autograd.grad` returns the gradient.
-        left_out: those of which nothing reads the gradients, as `backward(inputs=...)` does not name them.
+        nodes: autograd nodes that add to `.grad`, by their parameters' names.
+        returned: names of parameters whose gradients `torch.autograd.grad` returns.
+        left_out: names of parameters whose gradients nothing reads: `backward(inputs=...)` does not name them.
     """
 
     nodes: Mapping[str, Node]
@@ -89,12 +90,12 @@ class Asked:
 
     @property
     def adds_all(self) -> bool:
-        """Whether it is a plain `backward()`."""
+        """Whether the backward is a plain `backward()`: all gradients are added to `.grad`."""
         return not self.returned and not self.left_out
 
 
 def asked_of(parameters: Mapping[str, torch.Tensor]) -> Asked:
-    """Find the uses that the backward that runs now has for the gradients of these parameters, given by name."""
+    """Ask autograd what the running backward does with the gradients of these parameters, given by name."""
     running = current_node()
     names = {id(parameter): name for name, parameter in parameters.items()}
     nodes: dict[str, Node] = {}
@@ -114,11 +115,12 @@ def asked_of(parameters: Mapping[str, torch.Tensor]) -> Asked:
 
 
 class NodeHooks:
-    """Knows which parameters have hooks on the nodes that add to their `.grad`.
+    """Tells which parameters have hooks on the autograd nodes that add to their `.grad`.
 
-    Of a node's hooks only a handle tells. So each node is given one and loses it again, and what the handle pointed to
-    is looked at from then on, for as long as the node lives: often until the next forward, which makes new ones. That
-    takes time, and nodes without hooks get none while none are registered: then they are not asked again.
+    PyTorch shows a node's hooks only through the handle that registering a hook returns. So a hook is registered and
+    removed, and the handle's weak reference to the node's dict of hooks is kept. It is valid for as long as the node
+    lives, often until the next forward, which makes new nodes. All this takes time, so a node without hooks is not
+    looked at again until a hook is registered on any node (`latest_node_hook`).
     """
 
     def __init__(self) -> None:
@@ -127,7 +129,7 @@ class NodeHooks:
         self._latest = latest_node_hook()
 
     def hooked(self, nodes: Mapping[str, Node]) -> frozenset[str]:
-        """Names of those nodes that have hooks, of leaves' nodes by the leaves' names."""
+        """Return the names of the parameters whose nodes have hooks; `nodes` is by parameters' names."""
         if (latest := latest_node_hook()) is not self._latest:
             self._latest = latest
             self._unhooked.clear()
@@ -150,11 +152,11 @@ class NodeHooks:
 
 
 def _hooks(register: Callable[[Callable[..., None]], Any]) -> weakref.ref[dict[int, Any]]:
-    """A node's hooks of the kind that `register` registers."""
+    """Return a weak reference to a node's dict of the hooks that `register` registers."""
     handle = register(_nothing)
     handle.remove()
     return handle.hooks_dict_ref
 
 
 def _nothing(*_: object) -> None:
-    """A hook that is never called."""
+    """Do nothing: a hook that is removed at once, and what stands for a reference that is dead."""

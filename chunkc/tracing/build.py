@@ -1,4 +1,7 @@
-"""From captured graphs to compiled segments and programs: whole where everything fits, in segments otherwise."""
+"""Make compiled segments and programs of captured graphs.
+
+A graph is compiled whole if all its model data fits into the budget; otherwise it is cut into segments.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +39,13 @@ from chunkc.utils.progress import Show
 
 @dataclass(frozen=True)
 class Structure:
-    """A cut step: what does not depend on sizes.
+    """A step that was cut, as far as it does not depend on sizes.
 
     Attributes:
-        graphs: the phases that were cut, forward first.
-        read_as: as of a `PhaseProgram`.
-        again: of the forward's pieces, by their places: what a backward repeats.
-        compiled: its segments, each as it was last described.
+        graphs: of the phases that were cut, forward first.
+        read_as: as in `PhaseProgram`.
+        again: the piece that a backward repeats of a piece of the forward, by that one's index.
+        compiled: the segments by name, each as it was last described.
     """
 
     graphs: tuple[fx.GraphModule, ...]
@@ -56,16 +59,17 @@ class Structure:
 
 @dataclass
 class Builder:
-    """Cuts, compiles and describes both phases: whole where everything fits, in segments otherwise.
+    """Cuts, compiles and describes both phases of a step.
 
-    Each structure is cut and compiled once, however often it is described.
+    There are two structures of a step, whole and in segments; each is cut and compiled once, however often it is
+    described.
 
     Attributes:
         can_skip_segmentation: whether the graph may be compiled whole if all its model data fits.
-        compiled: false for a description alone: the same bytes, but no compiler is started and nothing can run.
-        strict: refuse operators of which the inner memory is a guess.
-        graph_fraction: as of a `Captured`.
-        show: told what is compiled.
+        compiled: False describes only: the same bytes, but no compiler is started and nothing can run.
+        strict: refuse operators whose inner memory is a guess.
+        graph_fraction: as in `Captured`.
+        show: called with the work that begins.
     """
 
     capture: TracedGraphs
@@ -81,10 +85,10 @@ class Builder:
     _structures: dict[bool, Structure] = field(default_factory=dict)
 
     def build(self, described: Callable[[bool, bool], Captured] | None = None) -> Captured:
-        """Build the step: whole or in segments.
+        """Build the step: whole if that fits into the budget, else in segments.
 
         Args:
-            described: (whole, estimated) -> the step so; by default with the sizes that were traced.
+            described: makes the step from `whole` and `estimated`; by default `described`, with the traced sizes.
         """
         described = described or self.described
         if self.can_skip_segmentation and fits_whole(self.layout, self.budget_nbytes):
@@ -97,12 +101,12 @@ class Builder:
 
     @property
     def estimate_is_exact(self) -> bool:
-        """Whether an estimate is the description itself."""
+        """Whether an estimate equals the description: nothing is fused, and nothing is to be compiled."""
         return not self.compiled and self.codegen == "eager"
 
     @property
     def _repeats_operators(self) -> bool:
-        """Whether a backward may repeat parts of the forward, and parts of its segments, too: they run one by one."""
+        """Whether a backward may repeat single operators of the forward: they run one by one."""
         return self.codegen == "eager" and self.capture.may_repeat and self.capture.backward is not None
 
     def _structure(self, whole: bool) -> Structure:
@@ -124,7 +128,10 @@ class Builder:
         return self._structures[whole]
 
     def _graphs(self, whole: bool) -> tuple[tuple[fx.GraphModule, ...], Mapping[str, str]]:
-        """The phases to cut, and which parameters they read as casts: none, where all stays and is compiled whole."""
+        """Return the phases to cut, and the kind of cast as which they read a parameter, by name.
+
+        A whole graph reads no parameter as a cast: all its parameters are resident.
+        """
         if whole:
             return self.capture.graphs(), {}
         context = CutContext(
@@ -138,15 +145,17 @@ class Builder:
         return passes.run(passes.CUT, self.capture.graphs(), context), context.read_as
 
     def described(self, whole: bool, estimated: bool = False, shapes: Shapes = AS_TRACED) -> Captured:
-        """Describe the step; with `estimated`: only an upper bound of the memory, from the graph before any fusion,
-        which is quick.
+        """Describe the step: its programs, segments and bytes.
 
-        Sizes are what `shapes` makes of the traced ones.
+        Args:
+            whole: not cut.
+            estimated: give only an upper bound of the memory, from the graph before any fusion, which is quick.
+            shapes: makes sizes of the traced ones.
 
         Raises:
-            UnsupportedError: an operator's inner memory is a guess, and that is refused.
+            UnsupportedError: an operator's inner memory is a guess, and `strict` refuses that.
         """
-        # Autocast is in the graph since it was captured; here it would cast what compilers trace, and make up sizes.
+        # The captured graph has autocast's casts already; a second time they would change what compilers trace.
         with without_autocast(), torch.no_grad():
             return self._described(whole, estimated, shapes)
 

@@ -216,11 +216,10 @@ def _forget_autograd(gm: fx.GraphModule) -> None:
 
 
 def boxed(function: Boxed) -> Boxed:
-    """A phase for AOTAutograd: marked as taking one list that it may empty (the boxed convention).
+    """Wrap a phase for AOTAutograd: it takes one list, which it may empty (the boxed calling convention).
 
-    It runs without autocast: its casts are operators of the graph, and `backward()` may be called inside a region.
-
-    A backward may be run by a function that Dynamo compiles, which would trace what it calls.
+    It runs without autocast: its casts are operators of the graph, and `backward()` may be called in an autocast block.
+    Dynamo does not trace into it, though a function that Dynamo compiles may run the backward.
     """
 
     @torch.compiler.disable
@@ -232,7 +231,7 @@ def boxed(function: Boxed) -> Boxed:
 
 
 def detached(traced: torch.Tensor) -> torch.Tensor:
-    """A fake tensor without its graph, which still knows the symbol of the number that it stands for, if of any."""
+    """Detach a fake tensor from autograd's graph; one that stands for a number keeps that number's symbol."""
     found = traced.detach()
     if hasattr(traced, "item_memo"):
         found.item_memo = traced.item_memo  # type: ignore[attr-defined]
@@ -285,7 +284,7 @@ def _refuse_nested_tensors(graph: fx.Graph) -> None:
 
 
 def _wrapper_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
-    """The inputs that are tensors made of other tensors, as `batch['x'] (NestedTensor)`."""
+    """Return the inputs that are tensors made of other tensors, as text such as `batch['x'] (NestedTensor)`."""
     found = []
     for node, value in zip(placeholders(gm.graph), inputs, strict=True):
         if is_traceable_wrapper_subclass(value):
@@ -295,7 +294,7 @@ def _wrapper_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[str]:
 
 
 def _unstrided_layout(node: fx.Node) -> torch.layout | None:
-    """The layout of a node's value, where that is a sparse tensor."""
+    """Return the layout of a node's value if it is a sparse tensor, else None."""
     layouts = (leaf.layout for leaf in pytree.tree_leaves(value_of(node)) if isinstance(leaf, torch.Tensor))
     return next((layout for layout in layouts if layout is not torch.strided), None)
 

@@ -28,9 +28,12 @@ _KEEP_MORE_THAN_THEY_SHOW = [
 
 
 def decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:
-    """Choose the decompositions: for Inductor its own table, but for the operators that run as they are
-    (`segments.RUN_BY_ATEN`); for eager, next to nothing, but `layouts.OPERANDS_ALIKE` get operands of one order. For
-    both, layers in one operator, and checks."""
+    """Choose the decompositions for a code generator.
+
+    Inductor gets its own table without operators that ATen runs (`cuts.RUN_BY_ATEN`). "eager" gets those that bring
+    operands into one memory order (`layouts.OPERANDS_ALIKE`), and losses that keep more bytes than they show. Both
+    decompose operators that are a whole layer, and LAPACK's checks.
+    """
     if codegen == "eager":
         return {**OPERANDS_ALIKE, **get_decompositions(_KEEP_MORE_THAN_THEY_SHOW), **_ALWAYS}
     known = {op: decompose for op, decompose in select_decomp_table().items() if op not in RUN_BY_ATEN}
@@ -38,8 +41,11 @@ def decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:
 
 
 def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
-    """`x.normal_()`, which Inductor would leave to ATen. What ATen's operator makes of a bfloat16 tensor with symbolic
-    sizes cannot be asked: its meta function fails an assertion of PyTorch's own, up to 2.13."""
+    """Decompose `x.normal_()` into `randn_like`.
+
+    Inductor would leave it to ATen, whose meta function fails an assertion of PyTorch's own for a bf16 tensor with
+    symbolic sizes, up to PyTorch 2.13.
+    """
     if generator is not None:
         return NotImplemented
     return torch.randn_like(like) * std + mean
@@ -67,9 +73,9 @@ def transformer_encoder_layer(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Tensor:
-    """`aten::_transformer_encoder_layer_fwd`, the fast path of `nn.TransformerEncoderLayer` when it is evaluated.
+    """Decompose `aten::_transformer_encoder_layer_fwd`, the fast path of `nn.TransformerEncoderLayer` in evaluation.
 
-    One operator of a whole layer would be one moment, with all of the layer's matrices and memory.
+    As one operator, a layer would be one call, which needs all of the layer's matrices and memory at once.
 
     Args:
         source: [batch, length, embed_dim].
@@ -106,8 +112,10 @@ def transformer_encoder_layer(
 
 
 def linalg_check_errors(info: Tensor, api_name: str, *, is_matrix: bool) -> None:
-    """Do what `torch.linalg.inv`, `solve`, `cholesky` and other functions do with LAPACK's `info`, one number for each
-    matrix: an error where one is not 0. Here an assertion, a `RuntimeError`, as `torch.linalg.LinAlgError` is one."""
+    """Decompose LAPACK's check, after `torch.linalg.inv`, `solve`, `cholesky` and others, into an assertion.
+
+    It raises a `RuntimeError` (`torch.linalg.LinAlgError` is one) if the `info` of a matrix, a number each, is not 0.
+    """
     which = "the matrix" if is_matrix else "a matrix of the batch"
     message = f"{api_name}: {which} is singular, not positive definite, or the algorithm did not converge"
     aten._assert_async.msg((info == 0).all(), message)

@@ -1,8 +1,8 @@
-"""A step captured with dynamic shapes, for any shapes: described once in symbols, then evaluated.
+"""Describe a step with dynamic shapes in symbols, once, and evaluate the description at each call's sizes.
 
-A `Template` holds wherever every operator's rule takes the branches it took when the template was made; its conditions
-say where that is. `Templates` makes another one where none holds. So nothing is extrapolated: at every shape the bytes
-are those that describing the graph with these very sizes gives (`Builder.described` with `ShapesAt`).
+Rules of operators' memory branch on sizes. A `Template` is valid for sizes at which every rule takes the branches that
+it took when the template was made, as the template's conditions say. For other sizes `Templates` makes another one. So
+nothing is extrapolated: at all sizes the bytes equal those of `Builder.described` with `ShapesAt` these sizes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from chunkc.tracing.build import Builder
 from chunkc.tracing.capture import TracedGraphs
 
 MAX_TEMPLATES = 32
-"""Regions of one structure that are kept described; the one that was not used for longest goes."""
+"""Templates that are kept of one structure, whole or in segments; the least recently used is dropped."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class Template:
     """A step described in symbols."""
 
     def __init__(self, captured: Captured, conditions: Sequence[sympy.Basic], symbols: Sequence[sympy.Symbol]) -> None:
-        """`captured`: its bytes and seconds are numbers or expressions, which hold where the conditions do."""
+        """`captured`: its bytes and seconds are numbers or expressions, which are valid where the conditions hold."""
         sizes: dict[Any, int] = {}
         seconds: dict[Any, int] = {}
-        # A step with sizes that are positions in the tables of distinct expressions.
+        # The step with each size and cost replaced by its position in the table of distinct expressions.
         self._skeleton = captured.with_sizes(
             lambda size: sizes.setdefault(size, len(sizes)), lambda cost: seconds.setdefault(cost, len(seconds))
         )
@@ -77,8 +77,10 @@ class Template:
 
     @cached_property
     def operation_bytes(self) -> OperationBytes:
-        """Bytes at each operation: sums of sizes, so how often a term counts in one is that sum over the sizes'
-        rows."""
+        """The bytes at each operation, as rows over terms.
+
+        They are sums of sizes, and each size is a row over terms: so they are summed term by term.
+        """
         columns = []
         for column in self.sizes.rows.T.tolist():
             part = self._skeleton.with_sizes(column.__getitem__, float)
@@ -94,23 +96,22 @@ def _operation_bytes(program: PhaseProgram, captured: Captured) -> Iterable[int]
 
 
 class OtherGraphError(UnsupportedError):
-    """At these sizes the model is not the graph that was captured, or was compiled."""
+    """At these sizes the model has another graph than the one that was captured, or other code than was compiled."""
 
 
 class Templates:
-    """A builder's step at any values of the symbols it was captured with.
+    """A builder's step at any values of the symbols that it was captured with.
 
     Attributes:
-        traced: the values it was captured at.
-        num_described: how often the step was described in symbols: once per region and structure that was needed, and
-            again for one that was forgotten (`MAX_TEMPLATES`).
+        traced: the symbols' values when the step was captured.
+        num_described: how many templates were made, counting again those that were dropped (`MAX_TEMPLATES`).
     """
 
     def __init__(self, builder: Builder) -> None:
         """`builder`: of the graph as it was traced.
 
         Raises:
-            UnsupportedError: the graph is valid, or takes bytes, by something else than the sizes of its inputs.
+            UnsupportedError: something other than the inputs' sizes decides whether the graph is valid, or its bytes.
         """
         self.builder = builder
         self.traced = traced_values(builder.capture)
@@ -120,7 +121,7 @@ class Templates:
         self.num_described = 0
 
     def holds(self, values: Values) -> bool:
-        """Whether the captured graph is the graph of these sizes, and what was compiled of it their code."""
+        """Whether the captured graph, and the code compiled for it, are valid at these sizes."""
         return all(self._in_region(values))
 
     def _region(self) -> Callable[[Values], tuple[int | float | bool, ...]]:
@@ -132,10 +133,10 @@ class Templates:
             raise OtherGraphError(f"this graph was not captured for {sizes}")
 
     def at(self, values: Values, *, can_skip_segmentation: bool = True) -> Captured:
-        """The step at these sizes: whole where everything fits and it may be, in segments otherwise.
+        """Return the step at these sizes: whole if it may be and everything fits, else in segments.
 
         Raises:
-            OtherGraphError: the graph was captured for other sizes, or what Inductor made of it is for others.
+            OtherGraphError: the graph was captured, or compiled by Inductor, for other sizes.
             UnsupportedError: an operator's memory is not known.
         """
         self._require(values)
@@ -146,7 +147,7 @@ class Templates:
         return self.builder.build(described) if can_skip_segmentation else described(False, False)
 
     def template(self, values: Values, whole: bool, estimated: bool = False) -> Template:
-        """The one that holds at these values, made if there is none yet."""
+        """Return the template that holds at these values, made if there is none yet."""
         estimated = estimated and not self.builder.estimate_is_exact
         known = self._known.setdefault((whole, estimated), [])
         for index, template in enumerate(known):
@@ -155,7 +156,7 @@ class Templates:
                 return template
         shapes = SymbolicShapes(values)
         captured = self.builder.described(whole, estimated, shapes)
-        self._in_region = self._region()  # a compiler adds conditions of its own
+        self._in_region = self._region()  # compiling has added conditions
         self._require(values)
         template = Template(captured, shapes.conditions, list(self.traced))
         assert template.holds(values)
@@ -172,25 +173,25 @@ def _leaves(capture: TracedGraphs) -> Iterable[Any]:
 
 
 def traced_values(capture: TracedGraphs) -> dict[sympy.Symbol, int]:
-    """The symbols that what a captured step's phases take has, with what they stood for in tracing."""
+    """Return the symbols in the inputs of a captured step's phases, with their values in tracing."""
     return symbol_values(_leaves(capture))
 
 
 def input_symbols(capture: TracedGraphs) -> frozenset[sympy.Symbol]:
-    """The symbols that a captured step's inputs have; none if it is static.
+    """Return the symbols in a captured step's inputs; none if it is static.
 
-    Other symbols are sizes of real tensors that tracing met, such as the saved state of a random generator, and stand
-    for what they stood for then.
+    Other symbols are sizes of real tensors that tracing met, such as the saved state of a random generator: these keep
+    their values.
     """
     assert capture.forward is not None
     return frozenset(symbol_values(node.meta.get("val") for node in placeholders(capture.forward.graph)))
 
 
 def _require_own_storages(capture: TracedGraphs, values: Values) -> None:
-    """Refuse views that are passed in: tracing takes the size of the storage for fixed, or for a symbol of its own.
+    """Refuse inputs that are views of larger tensors: their storage's size is a constant or a symbol of no input.
 
     Raises:
-        UnsupportedError: an input is one.
+        UnsupportedError: an input is such a view.
     """
     assert capture.forward is not None
     for node in placeholders(capture.forward.graph):
@@ -202,18 +203,18 @@ def _require_own_storages(capture: TracedGraphs, values: Values) -> None:
 
 
 def _traced_region(capture: TracedGraphs, values: Values) -> tuple[sympy.Basic, ...]:
-    """Find what tracing took for given, in the symbols that were left.
+    """Collect the conditions on which tracing relied, in the symbols of `values`.
 
     Raises:
-        UnsupportedError: it depends on something else than these symbols.
+        UnsupportedError: a condition has other symbols, too.
     """
     found: dict[sympy.Basic, None] = {}
     for env in _environments(capture):
         for condition in region(env):
             condition = env.replace(condition)
-            if condition is sympy.true or int_oo in condition.args:  # below infinity: no condition
+            if condition is sympy.true or int_oo in condition.args:  # "below infinity" is always true
                 continue
-            if condition.free_symbols.isdisjoint(values):  # of what the graph does not take: Dynamo sees to it
+            if condition.free_symbols.isdisjoint(values):  # Dynamo guards inputs that the graph does not take
                 continue
             if not condition.free_symbols <= values.keys():
                 raise UnsupportedError(f"the graph is valid only where {condition}, which its inputs do not say")

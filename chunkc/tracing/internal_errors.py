@@ -55,7 +55,7 @@ def _message(error: Exception) -> str:
 
 
 def _innermost_node(trace: TracebackType | None) -> fx.Node | None:
-    """The node that the innermost frame with a variable for one was at."""
+    """Return the graph node in the innermost frame that has one in a local variable."""
     for frame, _ in reversed(list(traceback.walk_tb(trace))):
         for value in frame.f_locals.values():
             if isinstance(value, fx.Node):

@@ -43,13 +43,13 @@ class UserNames:
 
     @staticmethod
     def of_caller() -> UserNames:
-        """The names in the outermost module with a call on the stack; none where there is none."""
+        """Return the names seen from the outermost module with a call on the stack; no names if there is none."""
         called = list(called_modules())
         return UserNames.seen_from(called[-1]) if called else UserNames()
 
 
 def without_wrapper(name: str) -> str:
-    """A module's or parameter's name without the parts that stand for `torch.compile`'s own module."""
+    """Remove the parts of a module's or parameter's name that stand for `torch.compile`'s own module."""
     return ".".join(part for part in name.split(".") if part != _WRAPPER)
 
 
@@ -69,7 +69,7 @@ class GraphNames:
         self._modules = [(node, _module(node)) for node in _nodes(gm)]
 
     def take(self, inputs: Sequence[Any], user: UserNames) -> list[str]:
-        """The user's name of every input: a parameter's, an argument's own. The graph's nodes get those of modules."""
+        """Return the user's name of every input, and note the names of modules in the nodes of the graph."""
         prefixes: dict[str, str] = {}
         names = []
         for (reached, own), value in zip(self._inputs, inputs, strict=True):
@@ -105,7 +105,7 @@ def _reached(source: str) -> _Reached:
 
 
 def _prefix(name: str, path: str) -> str | None:
-    """The part of a name before a path; None where the name ends otherwise, as that of a tied parameter may."""
+    """Return the part of a name before a path; None if the name ends otherwise, as that of a tied parameter may."""
     if name == path:
         return ""
     return name.removesuffix(f".{path}") if path and name.endswith(f".{path}") else None

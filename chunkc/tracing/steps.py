@@ -1,7 +1,7 @@
-"""A captured step at the sizes of a call: one for static shapes, one per set of sizes for dynamic ones.
+"""Find the captured step at the sizes of a call: one for static shapes, one per set of sizes for dynamic ones.
 
-With dynamic shapes the sizes of a call are read off its arguments. Segments are compiled once; what differs between
-sizes is bytes, and so plans.
+With dynamic shapes the sizes are read off the call's arguments. Segments are compiled once for all sizes; bytes, and so
+plans, differ.
 """
 
 from __future__ import annotations
@@ -27,32 +27,31 @@ from chunkc.tracing.dynamic_shapes import Templates, input_symbols
 from chunkc.utils.recent import Recent
 
 INPUTS = "inputs"
-"""Where sizes are read off: what the user's call was given, besides the arguments of a phase."""
+"""The inputs of Dynamo's graph, in place of a phase's name, as a list of arguments to read sizes off."""
 
 MAX_SIZES = 64
-"""Steps of so many sets of sizes are kept, with their plans; the one that was not used for longest goes."""
+"""Sets of sizes whose steps are kept, with their plans; the least recently used is dropped."""
 
 MAX_PLANS = 32
-"""Plans of one step that are kept, with whatever else is held; the one that was not used for longest goes."""
-
+"""Plans that are kept of one step; the least recently used is dropped."""
 
 MAX_AGREED = 16
-"""Ways in which ranks' sizes differ that are kept with a step."""
+"""Combinations of the ranks' sizes that are kept with a step."""
 
 
 @dataclass
 class SizedStep:
-    """A captured step at one set of sizes, and what was made of it.
+    """A captured step at one set of sizes, with its plans.
 
     Attributes:
-        described_in_segments: of a step that is whole: what it would need in segments. Compiles nothing, so that where
-            Inductor compiles, these are upper bounds.
-        plans: by what they depend on.
-        admitted: the residency under which it was found to fit (`PlannerState.residency`).
-        noted: the most that it has needed.
-        history: where ranks train one model: of what plans it has come from; where that is the same on all of them, all
-            find a plan or none does. None: of nothing yet.
-        agreed: the same step, as ranks with other sizes agree on it; by what each of them needs.
+        described_in_segments: for a whole step, describes it in segments, without compiling: so with Inductor its bytes
+            are upper bounds.
+        plans: by everything that they depend on.
+        admitted: the residency under which the step was found to fit (`PlannerState.residency`).
+        noted: the most that the step has needed, in its form and in segments.
+        history: over ranks, a name for what its plans came from; if it is equal on all ranks, either all of them have a
+            plan for a call or none has. None: it has no plan yet.
+        agreed: the step as ranks with different sizes have agreed on it, by the needs of each.
     """
 
     forms: Forms
@@ -87,7 +86,11 @@ class Steps(Protocol):
     """A captured graph at any sizes it serves."""
 
     def at(self, where: str, arguments: Sequence[Any], *, can_skip_segmentation: bool) -> SizedStep:
-        """The step that `arguments`, of the call or of a phase, belong to."""
+        """Return the step at the sizes of these arguments.
+
+        Args:
+            where: whose arguments they are: INPUTS, FORWARD or BACKWARD.
+        """
         ...
 
 
@@ -109,10 +112,10 @@ class SymbolicSteps:
     """A graph of dynamic shapes."""
 
     def __init__(self, templates: Templates, capture: TracedGraphs, inputs: Sequence[Any]) -> None:
-        """`inputs`: what Dynamo's graph takes, as it was traced.
+        """`inputs`: those of Dynamo's graph, as they were traced.
 
         Raises:
-            UnsupportedError: some size cannot be read off the inputs, or off what the backward is given.
+            UnsupportedError: a size cannot be read off the inputs of the graph or of a phase.
         """
         of_inputs = input_symbols(capture)
         symbols = [symbol for symbol in templates.traced if symbol in of_inputs]
@@ -153,13 +156,13 @@ class SymbolicSteps:
 
 
 class SizeReader:
-    """Reads what symbols stand for off a list of arguments: numbers, and lengths of tensors' dimensions."""
+    """Reads the values of symbols off a list of arguments: numbers, and lengths of tensors' dimensions."""
 
     def __init__(self, symbols: Sequence[sympy.Symbol], traced: Sequence[Any]) -> None:
         """`traced`: the arguments as they were traced.
 
         Raises:
-            UnsupportedError: a symbol is none of their sizes.
+            UnsupportedError: a symbol is none of the arguments' numbers or lengths.
         """
         found: dict[sympy.Symbol, tuple[int, int | None]] = {}
         for position, value in enumerate(traced):
@@ -174,7 +177,7 @@ class SizeReader:
         self._places = {symbol: found[symbol] for symbol in symbols}
 
     def read(self, arguments: Sequence[Any]) -> Mapping[sympy.Symbol, int]:
-        """Read what every symbol stands for in a call with these arguments."""
+        """Return the value of every symbol in a call with these arguments."""
         return {
             symbol: int(arguments[position] if dim is None else arguments[position].shape[dim])
             for symbol, (position, dim) in self._places.items()

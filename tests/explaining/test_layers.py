@@ -230,7 +230,7 @@ def test_the_largest_batch_is_searched_size_by_size(factories: str, capsys: pyte
         (["nets.py:whole"], "parallelize_module has cut none"),
         (["--module", "transformers:GPT2LMHeadModel"], "--module builds a model with whole layers"),
         (["mixtral-8x7b"], "chunkc does not know how to cut the layers of mixtral-8x7b"),
-        (["gpt2-xl"], "num_heads of gpt2-xl is 25, of which 2 devices cannot have as many each"),
+        (["gpt2-xl"], "the layers of gpt2-xl cannot be cut over 2 devices: every device"),
     ],
 )
 def test_what_cannot_be_cut_is_said(

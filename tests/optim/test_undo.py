@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import array, differences
-from slot_cases import ADAMW, Act, Subject, adopted, clip_some, interrupt_a_backward, nothing
+from slot_cases import ADAMW, Act, Subject, begun_groups, clip_some, interrupt_a_backward, nothing
 from slot_cases import trained_undoably as trained
 
 import chunkc
@@ -111,7 +111,7 @@ def test_views_of_parameters_and_states_see_every_step() -> None:
     for step in range(1, 4):
         made.backward(step)
         before = view.clone(), moments.clone()
-        assert adopted(made)
+        assert begun_groups(made)
         made.optimizer.step()
         assert torch.equal(view, weight)
         assert torch.equal(moments, made.optimizer.state[weight]["exp_avg"].view(-1))
@@ -150,7 +150,7 @@ def test_a_loss_scale_and_its_overflows(scaled_by: Any) -> None:
             scaler.scale(loss * (torch.inf if step == 4 else 1.0)).backward()
             if scaled_by is chunkc.GradScaler:
                 found.append(array(scaler.clip_grad_norm_(made.optimizer, 1e6)))
-            waiting = adopted(made)
+            waiting = begun_groups(made)
             before = [array(p) for p in made.model.parameters()]
             scaler.step(made.optimizer)
             stood.append(len(waiting) if differences(before, [array(p) for p in made.model.parameters()]) else 0)

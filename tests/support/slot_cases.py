@@ -81,8 +81,8 @@ Act = Callable[[Subject, int], object]
 """What a user does between a backward and its step; what it returns is compared, too."""
 
 
-def adopted(made: Subject) -> set[int]:
-    """The groups whose updates wait to be adopted or undone."""
+def begun_groups(made: Subject) -> set[int]:
+    """Return the groups with updates that a backward has begun, and the step has yet to commit or roll back."""
     begun = made.optimizer.scheduler.in_session(made.session).begun_groups()
     return {group.index for group in made.store.layout.groups if group.index in begun}
 
@@ -95,7 +95,7 @@ def trained_undoably(
     made, found, begun = Subject(overlap, arguments=arguments, **options), [], []
     for step in range(num_steps):
         found.append(array(made.backward(step)))
-        begun.append(adopted(made))
+        begun.append(begun_groups(made))
         told = act(made, step)
         found += [array(told)] if isinstance(told, torch.Tensor) else []
         made.optimizer.step()
