@@ -179,7 +179,7 @@ class Options(BaseModel):
         return self.disk_holds == "everything" or (self.disk_holds == "auto" and device == "cpu")
 
     def on_disk(self, device: str) -> DiskHolds:
-        """The model data that has its home on a disk when a device of that type computes."""
+        """Return the model data that has its home on a disk when a device of that type computes."""
         if self.home_kind == "cpu":
             return "nothing"
         return "everything" if self.disk_holds_everything(device) else "states"

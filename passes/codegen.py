@@ -117,16 +117,16 @@ def compile_segment(
 
 @contextmanager
 def compiled_together(show: Show) -> Iterator[Callable[..., CompiledSegment]]:
-    """Gives a `compile_segment` that leaves the C++ compiler at work on a segment's kernels, so that others are lowered
-    meanwhile. All kernels are there at the end of the block; until then no segment may run.
+    """Yield a `compile_segment` that does not wait for the C++ compiler, so that segments are lowered meanwhile.
 
-    Lowering stays one after the other: Inductor's code generation is not known to be safe on several threads.
+    At the end of the block all kernels are compiled; until then no segment may run. Segments are lowered one after the
+    other: Inductor's code generation is not known to be safe on several threads.
 
     Args:
-        show: told which segment's kernels are waited for.
+        show: called with the number of segments with all kernels compiled.
 
     Raises:
-        UnsupportedError: at the end of the block, too, where kernels cannot be compiled.
+        UnsupportedError: kernels cannot be compiled; also raised at the end of the block.
     """
     unfinished: list[tuple[Segment, UnfinishedModule]] = []
     is_over = threading.Event()
@@ -166,11 +166,11 @@ def _has_cpp_kernels(segment: Segment, codegen: str) -> bool:
 
 
 def generated_wrapper(segment: Segment, codegen: str) -> WrapperSource | None:
-    """The wrapper of `compile_segment`'s result, without compiling; None for a segment that runs node by node.
+    """Generate the wrapper of `compile_segment`'s result, without compiling; None for one that runs node by node.
 
     Raises:
-        UnsupportedError: Inductor cannot compile the segment, or what vector instructions it may use is unknown yet
-            and there is no C++ compiler to ask.
+        UnsupportedError: Inductor cannot compile the segment, or does not know yet which vector instructions it may
+            use, and there is no C++ compiler to ask.
     """
     if _runs_node_by_node(segment, codegen):
         return None
@@ -187,14 +187,14 @@ def describe_segment(
     wrapper: WrapperSource | None = None,
     capability: Capability | None = None,
 ) -> SegmentMemory:
-    """The memory of `compile_segment`'s result, without compiling.
+    """Return the memory of `compile_segment`'s result, without compiling.
 
     Args:
-        wrapper: the segment's wrapper, where it was generated before: of symbolic sizes, it is the same for all.
+        wrapper: the segment's wrapper, if it was generated before; with symbolic sizes it serves all sizes.
 
     Raises:
-        UnsupportedError: Inductor cannot compile the segment, a size in it depends on data, or what vector
-            instructions it may use is not known yet and there is no C++ compiler to ask.
+        UnsupportedError: Inductor cannot compile the segment, or does not know yet which vector instructions it may
+            use, and there is no C++ compiler to ask; or a size in the segment depends on data.
     """
     if _runs_node_by_node(segment, codegen):
         return eager_memory(segment.module.graph, num_threads, shapes, capability)
@@ -304,7 +304,7 @@ class EagerSegment:
         return found
 
     def _call(self, module: fx.GraphModule, node: fx.Node, name: Mapping[fx.Node, str], known: dict[str, Any]) -> str:
-        """A node as Python; what has no literal of its own goes into `known`, under a name."""
+        """Write a node as Python source; values without a literal go into `known`, under a name."""
         target = _literal(self._target(module, node), name, known)
         if node.op == "get_attr":
             return f"{target}()"
@@ -313,7 +313,7 @@ class EagerSegment:
         return f"{target}({', '.join(arguments)})"
 
     def _target(self, module: fx.GraphModule, node: fx.Node) -> Callable[..., Any]:
-        """The callable of a node."""
+        """Return the function that a node calls, wrapped if it is a collective or a custom operator."""
         target: Any = node.target
         if node.op == "get_attr":
             return _Constant(_attribute(module, target))
@@ -331,7 +331,7 @@ class _Constant:
 
 
 def _literal(value: Any, name: Mapping[fx.Node, str], known: dict[str, Any]) -> str:
-    """An argument as Python, nodes by their names."""
+    """Write an argument as Python source, nodes by their names."""
     if isinstance(value, fx.Node):
         return name[value]
     if isinstance(value, (list, tuple)):

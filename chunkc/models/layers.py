@@ -47,6 +47,6 @@ def _heads_per_device(spec: ModelSpec, key: str, num_heads: int, num_ranks: int)
     if num_heads % num_ranks:
         raise OptionsError(
             f"the layers of {spec.name} cannot be cut over {num_ranks} devices: every device computes the same number "
-            f"of whole heads, and {key} is {num_heads}; give a mesh whose last number divides {num_heads}"
+            f"of whole heads, and {key} is {num_heads}; end mesh with a number that divides {num_heads}"
         )
     return num_heads // num_ranks

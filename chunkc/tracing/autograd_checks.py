@@ -80,8 +80,8 @@ class Asked:
 
     Attributes:
         nodes: autograd nodes that add to `.grad`, by their parameters' names.
-        returned: names of parameters whose gradients `torch.autograd.grad` returns.
-        left_out: names of parameters whose gradients nothing reads: `backward(inputs=...)` does not name them.
+        returned: names of parameters with gradients that `torch.autograd.grad` returns.
+        left_out: names of parameters with gradients that nothing reads: `backward(inputs=...)` does not name them.
     """
 
     nodes: Mapping[str, Node]
@@ -129,7 +129,7 @@ class NodeHooks:
         self._latest = latest_node_hook()
 
     def hooked(self, nodes: Mapping[str, Node]) -> frozenset[str]:
-        """Return the names of the parameters whose nodes have hooks; `nodes` is by parameters' names."""
+        """Return the names of the parameters with hooks on their nodes; `nodes` is by parameters' names."""
         if (latest := latest_node_hook()) is not self._latest:
             self._latest = latest
             self._unhooked.clear()

@@ -67,7 +67,7 @@ class Builder:
     Attributes:
         can_skip_segmentation: whether the graph may be compiled whole if all its model data fits.
         compiled: False describes only: the same bytes, but no compiler is started and nothing can run.
-        strict: refuse operators whose inner memory is a guess.
+        strict: refuse operators with inner memory that is a guess.
         graph_fraction: as in `Captured`.
         show: called with the work that begins.
     """

@@ -43,7 +43,7 @@ def decompositions(codegen: str) -> dict[Any, Callable[..., Any]]:
 def normal(like: Tensor, mean: float = 0.0, std: float = 1.0, *, generator: torch.Generator | None = None) -> Tensor:
     """Decompose `x.normal_()` into `randn_like`.
 
-    Inductor would leave it to ATen, whose meta function fails an assertion of PyTorch's own for a bf16 tensor with
+    Inductor would leave it to ATen. Its meta function fails an assertion of PyTorch's own for a bf16 tensor with
     symbolic sizes, up to PyTorch 2.13.
     """
     if generator is not None:

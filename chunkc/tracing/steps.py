@@ -30,7 +30,7 @@ INPUTS = "inputs"
 """The inputs of Dynamo's graph, in place of a phase's name, as a list of arguments to read sizes off."""
 
 MAX_SIZES = 64
-"""Sets of sizes whose steps are kept, with their plans; the least recently used is dropped."""
+"""Sets of sizes for which steps are kept, with their plans; the least recently used is dropped."""
 
 MAX_PLANS = 32
 """Plans that are kept of one step; the least recently used is dropped."""
@@ -89,7 +89,7 @@ class Steps(Protocol):
         """Return the step at the sizes of these arguments.
 
         Args:
-            where: whose arguments they are: INPUTS, FORWARD or BACKWARD.
+            where: INPUTS, or the phase with these arguments, FORWARD or BACKWARD.
         """
         ...
 

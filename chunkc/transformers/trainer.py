@@ -239,7 +239,7 @@ class ChunkcTrainer:
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Create the optimizer as the Trainer does, and set `model.no_sync` to its `accumulating`.
 
-        accelerate enters `model.no_sync`, a method of DDP's models, for backwards whose gradients are added to later.
+        accelerate enters `model.no_sync`, as DDP's, for backwards after which gradients are added to.
         """
         found = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
         if is_distributed(self.model) and isinstance(found, ChunkedOptimizer):

@@ -125,11 +125,11 @@ def call_steps(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> 
 
 
 Released = tuple[tuple[int, int], ...]
-"""(first operation without it, bytes) of what a call lets go of inside."""
+"""(index of the first operation without it, bytes) of each storage that a call frees inside."""
 
 
 def _fullest(memory: SegmentMemory, released: Released) -> tuple[int, MemoryStep]:
-    """A call's first operation of those with the most bytes, and these bytes without what is kept around the call."""
+    """Return the bytes of a call's fullest operation, without those kept around the call, and the operation."""
     held = [0] * (len(memory.steps) + 1)
     for gone, nbytes in released:
         held[min(gone, len(memory.steps)) - 1] += nbytes

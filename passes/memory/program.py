@@ -164,7 +164,7 @@ def _fits(gradient: torch.Tensor, spec: ParamSpec, shapes: Shapes) -> bool:
 
 
 def _copy_block_nbytes(gradient: torch.Tensor, spec: ParamSpec, shapes: Shapes) -> int:
-    """Bytes of the block through which a gradient is copied into a slot or a `.grad`: of a transposed matrix."""
+    """Return the bytes of the block through which a transposed gradient is copied into a slot or a `.grad`."""
     laid_out = shapes.of(gradient)
     if gradient.device.type != "cpu" or gradient.dtype != spec.dtype or tuple(laid_out.stride()) == spec.stride:
         return 0
@@ -207,7 +207,7 @@ def _calls(
     costs_s: dict[str, float] = {}  # of equal segments, once
 
     def of(piece: Piece) -> dict[str, Any]:
-        """The fields of a call that belong to the piece alone."""
+        """Return the fields of a call that depend on the piece alone."""
         segment, names = piece.segment.name, tuple(node.name for node in piece.inputs)
         if segment not in costs_s:
             costs_s[segment] = cost_s(piece.nodes, hardware, shapes)
@@ -253,6 +253,6 @@ def _calls(
 
 
 def _main_module(nodes: Sequence[fx.Node]) -> str:
-    """The user's module most of the nodes stem from, two levels of nesting below a repeated block at most."""
+    """Return the path of the user's module that most of the nodes stem from; "" if none has one."""
     paths = Counter(path for node in nodes if (path := module_path(node)))
     return paths.most_common(1)[0][0] if paths else ""

@@ -90,9 +90,9 @@ def bounded_memory(
 
 
 def _operations(graph: fx.Graph) -> tuple[list[fx.Node], dict[fx.Node, int]]:
-    """The nodes that run, in order, and the step at which each one does.
+    """Return the nodes that run, in order, and the step of each.
 
-    Numbers computed from sizes take no step of their own: what they read is held to the step before.
+    Numbers computed from sizes have no step of their own: the values that they read live to the step before.
     """
     operations: list[fx.Node] = []
     position: dict[fx.Node, int] = {}
@@ -192,10 +192,10 @@ def call_scratch(
 def _of_changing_operator(
     target: torch._ops.OpOverload, given: Mapping[str, Any], value: Sequence[Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    """Arguments and results of an operator that changes some of what it is given, from the call that copies these first
-    and returns the copies behind the operator's own results.
+    """Return arguments and results of an operator that changes arguments, given its functionalized call.
 
-    For a view that is changed stands the whole tensor that is copied.
+    That call copies the arguments first, and returns the copies behind the operator's own results. In place of a view
+    that is changed, the whole tensor that is copied is returned.
     """
     bases = given["_all_bases"]
     operands, keywords = [], {}

@@ -93,7 +93,7 @@ def _shared(found: GraphStorages, by_key: dict[int, int], tensor: torch.Tensor, 
 
 
 def _results(found: GraphStorages, node: fx.Node, trees: dict[fx.Node, Any], shapes: Shapes) -> Any:
-    """Storages of what an operator returns: an argument's where it is a view of it or written in place, else new."""
+    """Return the storage of each of an operator's results: an argument's for a view or an argument itself, else new."""
     value = value_of(node)
     leaves, spec = pytree.tree_flatten(value)
     inputs = {
@@ -177,7 +177,7 @@ def _output_nbytes(node: fx.Node, value: Any, shapes: Shapes) -> dict[int, int]:
 def number_storages(
     keys: Sequence[int | None], input_keys: Sequence[int | None], size: Mapping[int, Size]
 ) -> tuple[tuple[int, ...], tuple[Size, ...]]:
-    """Storages of the outputs as `SegmentMemory.outputs` and `.storage_nbytes` count them.
+    """Number the outputs' storages as `SegmentMemory.outputs` does, and return the new ones' bytes, too.
 
     Args:
         keys: per output; None for a number, which counts as a storage of its own of no bytes.

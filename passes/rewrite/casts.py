@@ -53,8 +53,10 @@ def read_as_casts(graphs: Sequence[fx.Graph], by_placeholder: Mapping[str, str],
 
 
 def _cast(parameter: fx.Node, user: fx.Node, leaving: Set[int]) -> str | None:
-    """The kind of chunk that holds what `user` makes of a parameter, if it does nothing but cast it to 16 bits, and
-    what it makes is in none of the storages that leave the graph."""
+    """Return the kind of chunk that can hold a node's result in place of the parameter: its cast to 16 bits.
+
+    None if `user` does anything else, or its result is in one of the storages that leave the graph (`leaving`).
+    """
     if user.target is _TO_COPY:
         is_plain = len(user.args) == 1 and set(user.kwargs) == {"dtype"}
     else:

@@ -76,7 +76,7 @@ def insert_events(
 
 
 def insert_update_events(plan: PhasePlan, tiles: Sequence[Tile]) -> fx.Graph:
-    """The optimizer's step over `tiles`, one fused update each, with the events of `plan`."""
+    """Build the graph of an optimizer's step over `tiles`, one fused update each, with the events of `plan`."""
     graph = fx.Graph()
     for tile, stop in zip(tiles, plan.stops):
         _events(graph, stop)
@@ -92,9 +92,9 @@ def _arguments(tile: Tile) -> tuple[int, ...]:
 
 
 def _node(graph: fx.Graph, target: Callable[..., Any], *arguments: Any) -> fx.Node:
-    """A chunk node; chunks are no arguments that FX has a type for.
+    """Create a chunk node. Its arguments may be chunks, though FX has no type for them.
 
-    It gets them once it is there, for then FX does not search them for symbolic sizes, which takes most of the time.
+    The arguments are set after its creation: FX would search them for symbolic sizes, which takes most of the time.
     """
     node = graph.create_node("call_function", target, name=target.__name__)
     node.args = arguments

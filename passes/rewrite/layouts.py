@@ -20,7 +20,7 @@ _Overload = torch._ops.OpOverload
 
 
 def _lie_alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors have the same strides, but for those that have another shape, and where there is one element."""
+    """Whether tensors of the first one's shape have its strides, along all dimensions of more than one element."""
     first, alike = tensors[0], [t for t in tensors if t.shape == tensors[0].shape]
     longer = [dim for dim in range(first.dim()) if first.shape[dim] != 1]
     return all(t.stride(dim) == first.stride(dim) for t in alike for dim in longer)
@@ -82,7 +82,7 @@ _FINE_IF: tuple[tuple[Callable[[Sequence[Tensor]], bool], tuple[_Overload, ...]]
 
 
 def _with_operands_alike(operator: _Overload, fine: Callable[[Sequence[Tensor]], bool]) -> Callable[..., Any]:
-    """A decomposition that copies what lies otherwise; none (`NotImplemented`) where nothing does."""
+    """Make a decomposition that runs an operator on contiguous copies, unless its operands are `fine` as they are."""
 
     def decomposed(*args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]

@@ -51,12 +51,12 @@ class Repeats:
     own: tuple[tuple[int, ...], ...]
 
     def stacks(self, block: int) -> Iterator[fx.Node]:
-        """A block's nodes with those of the graphs that it calls, aligned with other blocks'."""
+        """Yield a block's nodes and those of the graphs that it calls, in an order that is the same for all blocks."""
         yield from _with_inner(self.blocks[block])
 
 
 def find_repeats(graph: fx.Graph) -> Repeats | None:
-    """Find the blocks that are alike; None where fewer than MIN_ALIKE are, or where something else reads their values.
+    """Find the blocks that are alike; None if there are fewer than MIN_ALIKE, or something else reads their values.
 
     A block reads the one before it, itself, parameters of its own, and what comes before all of them.
     """
@@ -85,7 +85,7 @@ def find_repeats(graph: fx.Graph) -> Repeats | None:
 
 @contextmanager
 def shortened(gm: fx.GraphModule, repeats: Repeats) -> Iterator[fx.GraphModule]:
-    """The graph with NUM_KEPT of the blocks, all of its inputs, and nodes marked by LAYER."""
+    """Yield a copy of the graph with NUM_KEPT of the blocks, all of its inputs, and nodes marked by LAYER."""
     kept = {1: repeats.blocks[0], 2: repeats.blocks[1], 3: repeats.blocks[-2]}
     layer = {node: number for number, block in kept.items() for node in block}
     left_out = {node for block in repeats.blocks[2:-2] for node in block}
@@ -123,7 +123,7 @@ def without_mark(node: fx.Node) -> None:
 
 
 def collected(node: fx.Node) -> tuple[Any, list[fx.Node]]:
-    """A node's arguments without the nodes among them, and these, in order."""
+    """Split a node's arguments: their structure without nodes, and the nodes in order."""
     found: list[fx.Node] = []
 
     def collect(source: fx.Node) -> None:
@@ -164,7 +164,7 @@ def _graph_text(graph: fx.Graph) -> object:
 
 
 def _graph_of(node: fx.Node) -> fx.Graph | None:
-    """The graph that a `get_attr` reads, as a checkpoint's body."""
+    """Return the graph that a `get_attr` node reads, such as a checkpoint's body; None for any other node."""
     module = node.graph.owning_module
     if node.op != "get_attr" or module is None:
         return None

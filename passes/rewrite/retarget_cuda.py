@@ -57,9 +57,10 @@ _DEVICE = torch.device("cuda", 0)
 def on_cuda(
     forward: fx.GraphModule, backward: fx.GraphModule | None, capability: Capability | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
-    """Copies of both graphs with the values they would have on a CUDA device; the given ones stay as they are.
+    """Copy both graphs, with the values that they would have on a CUDA device; the given ones stay as they are.
 
-    The forward may return more values, and the backward take them: each after the one that it is saved with.
+    The forward may save more values for the backward (an attention's seed and offset), each behind the value that the
+    CPU's attention saved.
 
     Args:
         capability: of the device; None where it is not known (see `attention_kernel`).
@@ -101,7 +102,7 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _operator(node: fx.Node) -> Any:
-    """The operator that a node runs, itself or wrapped (see `_WRAPPED_AT`); None where it calls something else."""
+    """Return the operator that a node runs, itself or wrapped (see `_WRAPPED_AT`); None if it calls something else."""
     if node.op != "call_function":
         return None
     position = _WRAPPED_AT.get(node.target)
@@ -185,10 +186,10 @@ def _named(name: str, graph: fx.Graph) -> fx.Node:
 
 
 def _saved(item: fx.Node, before: fx.Node, forward: fx.Graph) -> fx.Node:
-    """The backward's placeholder of a value of the forward, which now saves it.
+    """Make the forward save a value, if it does not yet, and return the backward's placeholder for it.
 
-    Where it is new, it comes after what `before` is the placeholder of, in what is saved as in what is taken: programs
-    go by position.
+    A new one comes directly after `before` among the backward's placeholders, and after its value among the forward's
+    outputs: programs match the two by position.
     """
     graph, returned = before.graph, output_node(forward)
     (results,) = returned.args
@@ -204,7 +205,7 @@ def _saved(item: fx.Node, before: fx.Node, forward: fx.Graph) -> fx.Node:
 
 
 def _made_by(result: fx.Node) -> fx.Node:
-    """The attention that a node is a result of, through aliases; or the placeholder that it is an alias of."""
+    """Follow aliases from a result to the attention that made it, or to a placeholder; return that node."""
     while result.op != "placeholder" and _operator(result) not in _GENERATOR_AT:
         assert isinstance(result.args[0], fx.Node), result.format_node()
         result = result.args[0]
@@ -212,7 +213,7 @@ def _made_by(result: fx.Node) -> fx.Node:
 
 
 def _items(attention: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """The nodes of seed and offset, made where they are not there yet."""
+    """Return the nodes of an attention's seed and offset, made if there are none yet."""
     graph, results = attention.graph, attention
     if attention.target is _SAVES:
         (results,) = [user for user in attention.users if user.args[1] == 1]
@@ -230,7 +231,7 @@ def _items(attention: fx.Node) -> tuple[fx.Node, fx.Node]:
 
 
 def _propagate(graph: fx.Graph, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Give every node its value on the device; returns them by name.
+    """Give every node its value on the device, and return the values by node name.
 
     Args:
         given: values of placeholders that another graph made; the others are as they were on the CPU.

@@ -59,14 +59,14 @@ class _Traced:
 
 
 def unroll(graph: fx.Graph, repeats: Repeats, num_inputs: int, num_outputs: int) -> fx.Graph:
-    """The graph with all blocks.
+    """Return the graph with all blocks.
 
     Args:
-        graph: what AOTAutograd made of a shortened graph: forward and backward, or the forward alone.
+        graph: AOTAutograd's graph of the shortened graph: forward and backward, or the forward alone.
         num_inputs, num_outputs: of Dynamo's graph.
 
     Raises:
-        NotAlike: what was made of the blocks differs, or the graph has other inputs or outputs than Dynamo's.
+        NotAlike: the parts made of the blocks differ, or the graph has other inputs or outputs than Dynamo's.
     """
     _require_inputs(graph, num_inputs)
     num_results = len(returned(graph))
@@ -155,7 +155,7 @@ def _relative(traced: _Traced, node: fx.Node) -> list[Spot | fx.Node]:
 
 
 class _Unrolling:
-    """Builds the graph. Blocks have numbers from 1 on, of which the last that is a part is `last`."""
+    """Builds the graph. Blocks are numbered from 1 to `_last`, without the last block, which is part of `after`."""
 
     def __init__(self, traced: _Traced, repeats: Repeats) -> None:
         self._traced = traced
@@ -190,7 +190,7 @@ class _Unrolling:
         return self._graph
 
     def _part(self, number: int) -> int:
-        """The part that a block is made of."""
+        """Return the part that a block is copied from: 1 for the first, 3 for the last, 2 for all between."""
         return 3 if number == self._last else min(number, 2)
 
     def _block(self, phase: int, number: int) -> None:
@@ -249,7 +249,11 @@ class _Unrolling:
         output.meta = dict(former.meta)
 
     def _gradients(self, of_parts: Sequence[fx.Node | None]) -> list[fx.Node | None]:
-        """The gradients of the parameters at one place, block by block."""
+        """Return the gradients, block by block, of the parameters at one place in each block.
+
+        Args:
+            of_parts: those of the parts 1 to 3.
+        """
         if all(gradient is None for gradient in of_parts):
             return [None] * self._last
         spots = set()
@@ -264,7 +268,7 @@ class _Unrolling:
         return [self._made[kind, offset, number + step] for number in range(1, self._last + 1)]
 
     def _describe(self, node: fx.Node, made: fx.Node, spot: Spot, number: int) -> None:
-        """Let a block's node have values in its own block's storages, and that block's modules and lines."""
+        """Give a block's node values in its own block's storages, and that block's modules and source lines."""
         own_shard = spot[2]
         is_new = 2 < number < self._last
         new: dict[int, FakeTensor] = {}
@@ -305,7 +309,7 @@ class _Unrolling:
         return self._stacks[number]
 
     def _owners(self) -> dict[int, tuple[Spot, int]]:
-        """Storages that belong to parts: the node that has each first, and at which of its tensors."""
+        """Map storages of parts to the first node with a tensor in each, and that tensor's index among the node's."""
         found: dict[int, tuple[Spot, int]] = {}
         others: set[int] = set()
         for node in self._traced.graph.nodes:
@@ -319,7 +323,7 @@ class _Unrolling:
         return found
 
     def _name_steps(self, phase: int) -> dict[str, int]:
-        """By how much each name's number grows from block to block."""
+        """Return by how much the number behind each name grows from block to block."""
         steps: dict[str, int] = {}
         order = (1, 2) if phase == FORWARD else (2, 1)
         for node, after in zip(*(self._traced.parts[phase, part] for part in order), strict=True):
@@ -329,9 +333,9 @@ class _Unrolling:
         return steps
 
     def _shift(self, forwards: int, backwards: int) -> Callable[[str], int]:
-        """By how much a name's number grows where so many more blocks come before: in the forward, in the backward.
+        """Return a function from a name to the growth of its number behind so many added blocks in each phase.
 
-        Names that passes give, which go through a graph from its end, grow by those that come after.
+        A pass that goes through a graph from its end gives numbers that grow by the blocks that come after.
         """
         before = {FORWARD: forwards, BACKWARD: backwards}
 
@@ -342,7 +346,7 @@ class _Unrolling:
         return shift
 
     def _checkpoint_ids(self) -> tuple[int, int]:
-        """By how much the numbers of activation checkpoints grow from block to block, and the largest of the parts'."""
+        """Return by how much the numbers of activation checkpoints grow from block to block, and the parts' largest."""
         steps = set()
         last = 0
         for phase in self._traced.phases:

@@ -44,8 +44,10 @@ _AS_BY_DEFAULT: dict[str, Any] = {
 
 
 def steady_inductor(tensors: Iterable[object]) -> contextlib.AbstractContextManager[Any]:
-    """Inductor's options inside the block, if any of the tensors is on a CUDA device. What a user has set otherwise is
-    without effect there, and said once."""
+    """Set Inductor's options inside the block, if any of the tensors is on a CUDA device.
+
+    Options that a user has set have no effect there, of which a warning tells once.
+    """
     if not any(isinstance(tensor, torch.Tensor) and tensor.device.type == "cuda" for tensor in tensors):
         return contextlib.nullcontext()
     overridden = tuple(name for name, value in _AS_BY_DEFAULT.items() if option(name) != value)

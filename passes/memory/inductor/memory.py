@@ -95,7 +95,7 @@ def inductor_memory(
 
 
 def _device_type_of(given: torch.Tensor, on_cuda: bool) -> str:
-    """The device of a wrapper's input: fake ones may say otherwise. Numbers (0-dim) may be on the CPU on any device."""
+    """Return the device of a wrapper's input, whatever a fake tensor says; 0-dim ones may be on the CPU."""
     return "cuda" if on_cuda and given.dim() else given.device.type
 
 
@@ -115,10 +115,10 @@ def _replayed(call: Callable[[list[Any]], Any], args: list[Any]) -> Any:
 
 
 def _known(nbytes: int | torch.SymInt, shapes: Shapes) -> Size:
-    """A number of bytes as `shapes` keeps it.
+    """Convert a number of bytes to an int or an expression, as `shapes` keeps it.
 
     Raises:
-        UnsupportedError: it depends on data.
+        UnsupportedError: it depends on the values of tensors.
     """
     size = size_of(shapes.known(nbytes))
     if not isinstance(size, int) and depends_on_data(size):
@@ -191,7 +191,7 @@ class _StorageTracker(TorchDispatchMode):
         self.position = position
 
     def nbytes(self, tensor: torch.Tensor) -> int | torch.SymInt:
-        """Bytes that the tensor's storage takes of the device where the segment runs."""
+        """Return the bytes that the tensor's storage takes on the device where the segment runs."""
         nbytes = tensor.untyped_storage().nbytes()
         if self.on_cuda:
             return rounded_nbytes(nbytes) if tensor.device.type == "cuda" else 0

@@ -48,7 +48,7 @@ class _Torch:
 
 
 def cuda_names() -> dict[str, Any]:
-    """Names in a wrapper for CUDA that mean something else, or nothing, in one for the CPU."""
+    """Return the names in a wrapper for CUDA that a wrapper for the CPU does not have, or has for something else."""
 
     def empty_strided_cuda(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty_strided(size, stride, dtype=dtype, device="cuda")

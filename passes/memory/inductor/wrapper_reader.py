@@ -59,7 +59,7 @@ class ParsedWrapper:
         return ast.unparse(self.function)
 
     def call(self, namespace: dict[str, Any]) -> Callable[[list[Any]], Any]:
-        """The function, with the names of `namespace` around it.
+        """Compile the function, with `namespace` as its globals, and return it.
 
         Raises:
             UnreadableWrapper: it reads an unknown name.
@@ -86,7 +86,7 @@ class _Symbols(ast.NodeTransformer):
 
 
 def sizes_namespace() -> dict[str, Any]:
-    """The functions with which wrappers compute sizes, replaced by ones that keep symbols."""
+    """Return functions by name, as wrappers compute sizes with them, that keep symbols."""
     return {
         "math": math,
         "inf": float("inf"),
@@ -124,7 +124,7 @@ def _call_function(module: ast.Module) -> ast.FunctionDef:
 
 
 def _kernels(module: ast.Module) -> Iterator[str]:
-    """The names of the kernels that a wrapper has compiled."""
+    """Yield the names of the kernels that a wrapper compiles."""
     for node in module.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             called = node.value.func

@@ -1,4 +1,4 @@
-"""The wrapper that Inductor would generate for a segment, without compiling its kernels.
+"""Generate the wrapper that Inductor would generate for a segment, without compiling its kernels.
 
 Lowering, scheduling and code generation take a fraction of the C++ compiler's time. The source is the same as
 `compile_fx_inner`'s.
@@ -31,7 +31,7 @@ class WrapperSource:
 
 
 def wrapper_of(segment: Segment) -> WrapperSource:
-    """The Python wrapper that `compile_fx_inner` generates for a segment on the CPU.
+    """Generate the Python wrapper that `compile_fx_inner` would generate for a segment.
 
     The segment is left as it is: Inductor's passes work on a copy of its graph. No kernel is compiled and nothing is
     written to Inductor's caches, but the first call of a process asks the C++ compiler for its vector instructions,
