@@ -76,7 +76,7 @@ class OutputHooks:
 
 @dataclass(frozen=True)
 class Asked:
-    """What the running backward does with the gradients of a graph's parameters.
+    """Uses that the running backward has for the gradients of a graph's parameters.
 
     Attributes:
         nodes: autograd nodes that add to `.grad`, by their parameters' names.
