@@ -58,7 +58,7 @@ def chunkc(
     options: dict[str, Any] | None = None,
     mode: str | None = None,
 ) -> Callable[..., Any]:
-    """The backend, as Dynamo calls it. See `chunkc.options.Options` for the options.
+    """Compile a graph of Dynamo's, which calls this. See `chunkc.options.Options` for the options.
 
     Errors of chunkc's own are raised by the compiled callable, so that they reach the user as they are and not
     wrapped by Dynamo. Dynamo keeps the callable for every call that its guards let pass, so an error is that of the

@@ -1,5 +1,4 @@
-"""Predict the scratch of convolutions on a CUDA device without cuDNN (`torch.backends.cudnn.enabled = False`): ATen's
-own.
+"""Predict the scratch of ATen's own convolutions on a CUDA device, without cuDNN (`torch.backends.cudnn.enabled`).
 
 `ATen/native/Convolution.cpp` chooses among them (`select_conv_backend`):
 
@@ -24,7 +23,7 @@ from chunkc.passes.memory.scratch.cuda_reduction import reduces_fastest, reducti
 
 
 def own_shards(arguments: Mapping[str, Any], outputs: Sequence[Tensor]) -> list[int] | None:
-    """Allocations of a convolution, or its backward, besides its results; None where they are not known.
+    """List the allocations of a convolution or its backward, besides its results; None if they are not known.
 
     Args:
         arguments: of `aten::convolution` or `aten::convolution_backward`, by name.
@@ -48,8 +47,11 @@ def _forward_parts(arguments: Mapping[str, Any], result: Tensor) -> list[int] | 
 
 
 def _backward_parts(arguments: Mapping[str, Any]) -> list[int] | None:
-    """Gradients are made in this order: of depthwise filters, image, bias. Elsewhere the filters' comes
-    last: what the bias's took before that is free again."""
+    """List the allocations of a backward, at its fullest moment.
+
+    Depthwise, gradients are made in the order filters, image, bias. Otherwise the filters' comes last, after the bias's
+    scratch is free again.
+    """
     grad, image, weight = arguments["grad_output"], arguments["input"], arguments["weight"]
     of_image, of_weight, of_bias = arguments["output_mask"]
     if _is_depthwise(arguments):
@@ -92,7 +94,7 @@ def _unfolds(arguments: Mapping[str, Any]) -> bool:
 
 
 def _columns_nbytes(weight: Tensor, positions_of: Tensor) -> int:
-    """Columns of one image: a value per filter's element of one result, and position."""
+    """Count the bytes of one image's columns: for each position, the elements that one result is computed from."""
     return prod(weight.shape[1:]) * prod(positions_of.shape[2:]) * weight.itemsize
 
 
@@ -109,7 +111,7 @@ def _copies(*operands: Tensor) -> list[int]:
 
 
 def _summing_parts(grad: Tensor, *, is_copied: bool) -> list[int]:
-    """The bias's gradient; `is_copied`: of what is contiguous by then."""
+    """List the allocations of the bias's gradient, a sum over `grad`; `is_copied`: it is contiguous by then."""
     channels, positions = grad.shape[1], prod(grad.shape[2:])
     over_fastest = positions > 1 or channels == 1 if is_copied else reduces_fastest(grad, [0, *range(2, grad.dim())])
     return reduction_nbytes(

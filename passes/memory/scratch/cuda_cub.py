@@ -1,4 +1,4 @@
-"""Workspaces of the CUB algorithms with which ATen sorts and adds up on CUDA devices: bytes of one allocation each.
+"""Count the bytes of CUB's workspaces, one allocation each, where ATen sorts or scans on CUDA devices.
 
 As `cub/device/dispatch/dispatch_radix_sort.cuh`, `dispatch_unique_by_key.cuh`, `dispatch_scan.cuh` and the files of
 `tuning/` have it in CCCL 3.0, which PyTorch 2.13 for CUDA 13 is built with; measured on the GPU made of RAM.
@@ -27,8 +27,10 @@ _UNIQUE_ELSEWHERE = {4: 704, 8: 320}
 
 
 def radix_sort(num: int, key: int, value: int, num_bits: int, capability: Capability | None) -> int:
-    """`DeviceRadixSort::SortPairs` of `num` keys with values, `key` and `value` bytes each, by the lowest `num_bits`
-    of the keys. As many as fit into one block are sorted by it."""
+    """Count `DeviceRadixSort::SortPairs` of `num` keys with values, by the lowest `num_bits` of the keys.
+
+    Keys and values have `key` and `value` bytes each. As many as fit into one block of threads are sorted in it.
+    """
     if num <= _tile(256, 19, max(key, value)):
         return 1
     num_passes, tiles = -(-num_bits // _DIGIT_BITS), _sorted_tiles(key, value, capability)
@@ -44,7 +46,7 @@ def radix_sort(num: int, key: int, value: int, num_bits: int, capability: Capabi
 
 
 def _sorted_tiles(key: int, value: int, capability: Capability | None) -> list[int]:
-    """Algorithms that there may be; none where a device may sort such keys in the older way."""
+    """Return the tiles of the algorithms that may run; none if a device may sort such keys by the older algorithm."""
     major = capability[0] if capability is not None else None
     if key < 4:
         return [_SMALL_KEYS[key]] if major == _HOPPER else []
@@ -58,36 +60,38 @@ def _sorted_tiles(key: int, value: int, capability: Capability | None) -> list[i
 
 
 def _tile(num_threads: int, num_items: int, itemsize: int) -> int:
-    """`RegBoundScaling`: so many items of 4 bytes per thread, or as many as take that room."""
+    """Return the items of a tile (`RegBoundScaling`): `num_items` of 4 bytes a thread, or others of that size."""
     return num_threads * max(1, min(num_items * 4 // itemsize, 2 * num_items))
 
 
 def _spine(key: int) -> int:
-    """A bound of the counts that blocks leave each other where keys of 1 or 2 bytes are sorted in the older way: 5 for
-    each block that a device has room for, and digit."""
+    """Bound the bytes of the counts that blocks pass on when the older algorithm sorts keys of 1 or 2 bytes.
+
+    These are 5 counts for each digit and each block that a device has room for.
+    """
     num_digits, num_blocks = (32, 16) if key == 1 else (128, 8)
     return (5 * num_blocks * MULTIPROCESSORS * num_digits + 5632) * _OFFSET_NBYTES
 
 
 def segmented_radix_sort(num: int, key: int, value: int) -> int:
-    """`DeviceSegmentedRadixSort::SortPairs`."""
+    """Count `DeviceSegmentedRadixSort::SortPairs`."""
     return scratch([key * num, value * num])
 
 
 def unique_by_key(num: int, key: int, capability: Capability | None) -> int:
-    """`DeviceSelect::UniqueByKey` of `num` sorted keys of 4 or 8 bytes."""
+    """Count `DeviceSelect::UniqueByKey` of `num` sorted keys of 4 or 8 bytes."""
     elsewhere = _UNIQUE_ELSEWHERE[key]
     tile = elsewhere if capability is None else _UNIQUE[key].get(capability, elsewhere)
     return scratch([scratch([2 * _OFFSET_NBYTES * (-(-num // tile) + _PADDING_TILES)])])
 
 
 def scan(num: int, itemsize: int, *, halves: bool = False) -> int:
-    """`DeviceScan` of `num` numbers, in what they are added up in: `itemsize` bytes each; `halves`: 16 bits."""
+    """Count `DeviceScan` of `num` numbers, with accumulators of `itemsize` bytes; `halves`: they are 16-bit floats."""
     num_states = -(-num // (128 * max(1, min(15 * 4 // itemsize, 30)))) + _PADDING_TILES
     states = [4 * num_states, *(2 * [itemsize * num_states])] if halves else [2 * itemsize * num_states]
     return scratch([scratch(states)])
 
 
 def scratch(parts: list[int]) -> int:
-    """`util_temporary_storage.cuh`, `alias_temporaries`."""
+    """Add up the parts of one workspace (`util_temporary_storage.cuh`, `alias_temporaries`)."""
     return sum(-(-part // _PART) * _PART for part in parts) + _PART - 1

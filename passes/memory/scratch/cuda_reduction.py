@@ -31,7 +31,7 @@ _MIN_VALUES, _MAX_VALUES = 16, 256  # per thread
 def reduction_nbytes(
     num_outputs: int, inputs_per_output: int, *, over_fastest: bool, itemsize: int, vector: int = _VECTOR
 ) -> list[int]:
-    """Bytes of the buffer for partial results and of the semaphores; none where no output is shared.
+    """Count the bytes of the buffer for partial results and of the semaphores; no parts if no output is shared.
 
     Args:
         over_fastest: whether what is reduced is next to each other in memory.
@@ -76,13 +76,15 @@ def reduces_fastest(tensor: Tensor, dims: Collection[int]) -> bool:
 
 
 def _block(along: int, across: int, max_threads: int) -> tuple[int, int]:
-    """Width and height of a block of threads: `set_block_dimension`. Where an output is shared, a size that is a symbol
-    is larger than a block; elsewhere it does not matter."""
+    """Return width and height of a block of threads (`set_block_dimension`).
+
+    A symbolic size counts as larger than a block: it is, where an output is shared, and elsewhere it does not matter.
+    """
     along, across = (max_threads if _is_symbol(size) else _power(min(size, max_threads)) for size in (along, across))
     height = min(across, max_threads // min(along, _WARP))
     return min(along, max_threads // height), height
 
 
 def _power(number: int) -> int:
-    """The largest power of two that is no larger; at least 1."""
+    """Round down to a power of two, at least 1."""
     return 1 << max(0, number.bit_length() - 1)

@@ -105,12 +105,12 @@ def histogram(call: Call) -> list[int]:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> list[int]:
-    """A copy in that dtype, if it is not the tensor's."""
+    """Count a copy in that dtype, if the tensor has another."""
     return [] if tensor.dtype == dtype else [tensor.numel() * dtype.itemsize]
 
 
 def _accumulator_nbytes(call: Call) -> int:
-    """Bytes of what a reduction adds up in: 4 for sums of floating point numbers; more for pairs and for variances."""
+    """Return a bound of an accumulator's bytes: 4 at least for sums, more for pairs and variances."""
     itemsize = max(tensor.itemsize for tensor in (*call.inputs, *call.outputs))
     if call.name in _SUMS:
         return max(4, itemsize)
@@ -256,7 +256,7 @@ def batch_norm(call: Call) -> list[int]:
 
 
 def batch_norm_backward(call: Call) -> list[int]:
-    """Two more sums per channel than in the forward, which stay; blocks' sums are gone before there is a gradient."""
+    """Count two sums per channel besides the forward's; sums per block are freed before the gradient exists."""
     image = call.tensor("input")
     if _may_be_cudnn_s(call):
         return cudnn_batch_norm(call)
@@ -315,9 +315,10 @@ def grouped_product(call: Call) -> list[int]:
 
 
 def convolution(call: Call) -> list[int]:
-    """Without cuDNN, what ATen's own takes (`cuda_convolution`). What cuDNN takes follows from no shape: its heuristics
-    choose an algorithm when the convolution runs, and `ATen/native/cudnn/Conv_v8.cpp` gives that its workspace, or
-    tries the next if it cannot be had.
+    """Count ATen's own convolution without cuDNN (`cuda_convolution`), and estimate cuDNN's.
+
+    cuDNN's scratch does not follow from shapes: heuristics choose an algorithm when the convolution runs, and
+    `ATen/native/cudnn/Conv_v8.cpp` allocates its workspace, or tries the next algorithm if it cannot.
 
     So this is a policy and no bound: all operands and results in fp32 (copies in other layouts), and for the workspace
     eight times as much and 32 MiB, but at most CONVOLUTION_NBYTES. Under a memory limit cuDNN makes do with less, by
@@ -408,7 +409,7 @@ def col2im_outputs(call: Call) -> dict[int, int]:
 
 
 def uniform_outputs(call: Call) -> dict[int, int]:
-    """The result is dense, though its fake tensor has the strides of what it replaces."""
+    """Correct the result's bytes: it is dense, though its fake tensor has the strides of the argument."""
     return {0: nbytes_of(call.outputs[0])}
 
 
@@ -417,7 +418,7 @@ def _has_no_gaps(tensor: Tensor) -> bool:
 
 
 def largest(*moments: list[int]) -> list[int]:
-    """Bytes at that of several moments at which an operator takes most."""
+    """Return the allocations of the fullest of several moments."""
     return max(moments, key=lambda parts: sum(map(rounded_nbytes, parts)))
 
 

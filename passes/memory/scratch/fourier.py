@@ -1,4 +1,4 @@
-"""Scratch bytes of Fourier transforms on the CPU. Source: ATen's `mkl/SpectralOps.cpp`.
+"""Count the scratch bytes of Fourier transforms on the CPU. Source: ATen's `mkl/SpectralOps.cpp`.
 
 MKL transforms some dimensions of a tensor, for one batch. So the other dimensions become one, and where they cannot
 without it, what goes in is copied. The result has that batch's strides. Without MKL nothing is copied.
@@ -14,13 +14,13 @@ from chunkc.passes.memory.scratch.rules import Call
 
 
 def transform_rule(call: Call) -> int:
-    """`_fft_r2c`, `_fft_c2c`: a copy of what goes in, or nothing."""
+    """Count `_fft_r2c`, `_fft_c2c`: a copy of the input, or nothing."""
     source = call["self"]
     return nbytes_of(source) if _is_copied(source.shape, source.stride(), call["dim"]) else 0
 
 
 def to_real_rule(call: Call) -> int:
-    """`_fft_c2r`: all dimensions but the last one are transformed first, to as many complex numbers as go in."""
+    """Count `_fft_c2r`: all dimensions but the last are transformed first, into as many complex numbers as go in."""
     source = call["self"]
     *first, last = call["dim"]
     nbytes = nbytes_of(source)
@@ -33,7 +33,7 @@ def to_real_rule(call: Call) -> int:
 
 
 def _batch(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> list[int]:
-    """The dimensions that are not transformed, those of large strides first."""
+    """Return the dimensions that are not transformed, those of large strides first."""
     return sorted((dim for dim in range(len(sizes)) if dim not in dims), key=lambda dim: -strides[dim])
 
 
@@ -43,7 +43,7 @@ def _is_copied(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]
 
 
 def _strides_after(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int]) -> list[int]:
-    """Strides of a transform to complex numbers: dense, the batch first, then `dims`, in the order of their strides."""
+    """Return the strides of a complex result: dense, the batch first, then `dims`, each by decreasing strides."""
     order = [*_batch(sizes, strides, dims), *sorted(dims, key=lambda dim: -strides[dim])]
     found, stride = [0] * len(sizes), 1
     for dim in reversed(order):

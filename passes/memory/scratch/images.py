@@ -1,4 +1,4 @@
-"""Scratch bytes of pooling, padding, upsampling, sampling and unfolding on the CPU: copies, weights.
+"""Count the scratch bytes of pooling, padding, upsampling, sampling and unfolding on the CPU: copies, weights.
 
 Source: ATen's `UpSampleKernel.cpp` and the pooling and padding kernels; checked by measuring.
 """
@@ -40,12 +40,12 @@ def _dense(image: Tensor) -> bool:
 
 
 def image_rule(call: Call) -> int:
-    """Forward: a copy of an input that is in neither of the two formats."""
+    """Count copies of inputs that are neither contiguous nor with channels last."""
     return sum(contiguous_copy_nbytes(t) for t in call.tensors if not _dense(t))
 
 
 def image_backward_rule(call: Call) -> int:
-    """Backward: contiguous copies, and the result once more where the input has channels last and the gradient has not.
+    """Count contiguous copies; and the result's bytes, if the input has channels last and the gradient has not.
 
     Of the input only the shape and the format are read.
     """
@@ -59,7 +59,7 @@ def image_backward_rule(call: Call) -> int:
 
 
 def upsample_rule(call: Call) -> int:
-    """Copies with channels last, or indices and weights for every row and column of the result."""
+    """Count copies with channels last, or indices and weights for every row and column of the result."""
     image, result = call["self" if "self" in call.arguments else "input"], call.outputs[0]
     name = call.target._schema.name
     taps = next(number for kind, number in _TAPS.items() if f"_{kind}" in name)
@@ -71,8 +71,10 @@ def upsample_rule(call: Call) -> int:
 
 
 def upsample_backward_rule(call: Call) -> int:
-    """A contiguous copy, and one of a result that is not contiguous, but where a kernel for channels last reads the
-    gradient in place; cubic and antialiased ones have none."""
+    """Count a contiguous copy of the gradient, and one of a result that is not contiguous.
+
+    A kernel for channels last reads the gradient in place; cubic and antialiased upsampling have none.
+    """
     grad, result, name = call["grad_output"], call.outputs[0], call.target._schema.name
     if grad.is_contiguous() or (_channels_last(grad) and not ("bicubic" in name or "_aa_" in name)):
         return 0
@@ -80,7 +82,7 @@ def upsample_backward_rule(call: Call) -> int:
 
 
 def upsample_smooth_rule(call: Call) -> int:
-    """Antialiased: the image resized in one direction, and weights."""
+    """Count, for antialiased upsampling, the image resized in one direction, and weights."""
     image, result = call["self"], call.outputs[0]
     between = image.shape[0] * image.shape[1] * image.shape[2] * result.shape[3] * image.itemsize
     taps = 4 if "bicubic" in call.target._schema.name else 2
@@ -89,22 +91,22 @@ def upsample_smooth_rule(call: Call) -> int:
 
 
 def sampler_backward_rule(call: Call) -> int:
-    """`grid_sampler_2d_backward`: a contiguous copy of the gradient."""
+    """Count `grid_sampler_2d_backward`: a contiguous copy of the gradient."""
     return contiguous_copy_nbytes(call["grad_output"])
 
 
 def fractional_backward_rule(call: Call) -> int:
-    """Contiguous copies of all but the operand, of which only the shape is read."""
+    """Count contiguous copies of gradient and indices; of the operand only the shape is read."""
     return contiguous_copy_nbytes(call["grad_output"]) + contiguous_copy_nbytes(call["indices"])
 
 
 def unfold_rule(call: Call) -> int:
-    """`im2col`: a contiguous copy; the result starts as large as the image."""
+    """Count `im2col`: a contiguous copy, and the result as it starts, as large as the image."""
     return contiguous_copy_nbytes(call["self"]) + nbytes_of(call["self"])
 
 
 def affine_grid_rule(call: Call) -> int:
-    """Positions with a one behind them, and their product with each image's matrix."""
+    """Count positions in homogeneous coordinates, and their product with each image's matrix."""
     theta, grid = call["theta"], call.outputs[0]
     num_dims = grid.shape[-1]
     positions = grid.numel() // num_dims
@@ -113,18 +115,18 @@ def affine_grid_rule(call: Call) -> int:
 
 
 def window_outputs(call: Call) -> dict[int, int]:
-    """A periodic window is a view of one with an element more."""
+    """Correct a periodic window's bytes: it is a view of a window with one more element."""
     window = call.outputs[0]
     return {0: nbytes_of(window) + window.itemsize} if call.arguments.get("periodic", True) else {}
 
 
 def window_rule(call: Call) -> int:
-    """Numbers of the formula; a Blackman window adds up three terms, one after the other."""
+    """Count numbers of the formula; a Blackman window adds up three terms, one after the other."""
     window = call.outputs[0]
     is_blackman = call.target._schema.name == "aten::blackman_window"
     return 16 + (4 * (nbytes_of(window) + window.itemsize) if is_blackman else 0)
 
 
 def pooling_offsets_rule(call: Call) -> int:
-    """Bound: windows written out as int64 indices, some copies of them at a time."""
+    """Bound the bytes of windows written out as int64 indices, a few copies at a time."""
     return 2 * nbytes_of(call.tensors[0], 8) + 24 * call.outputs[0].numel() + 1024

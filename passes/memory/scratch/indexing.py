@@ -1,4 +1,4 @@
-"""Scratch bytes of lookups, gathers and scatters on the CPU: converted indices, float32 copies of low precision.
+"""Count the scratch bytes of lookups, gathers and scatters on the CPU: converted indices, float32 copies.
 
 Sources: ATen's `TensorAdvancedIndexing.cpp` and `ScatterGatherKernel.cpp`; checked by measuring.
 """
@@ -22,18 +22,18 @@ def embedding_rule(call: Call) -> int:
 
 
 def converted_nbytes(index: Tensor) -> int:
-    """Bytes of indices as int64, where they are not."""
+    """Count the bytes of indices converted to int64; 0 if they are int64."""
     return nbytes_of(index, 8) if index.dtype != torch.int64 else 0
 
 
 def scatter_rule(call: Call) -> int:
-    """Low precision is scattered into a float32 copy; indices are converted."""
+    """Count a float32 copy of a result in low precision, and converted indices."""
     low = nbytes_of(call["self"], 4) if call["self"].dtype in LOW_PRECISION else 0
     return low + converted_nbytes(call["index"])
 
 
 def scatter_reduce_rule(call: Call) -> int:
-    """A mean also counts: an array of counts, ones to count with, and which counts are zero."""
+    """Count as for a scatter; a mean also has an array of counts, ones to count with, and a mask of zero counts."""
     source = call["self"]
     if call["reduce"] != "mean":
         return scatter_rule(call)
@@ -42,8 +42,10 @@ def scatter_reduce_rule(call: Call) -> int:
 
 
 def index_reduce_rule(call: Call) -> int:
-    """A contiguous copy of the indices. A mean also counts: an array of counts, and ones that are added to it. What the
-    result starts from is written by converted indices, unless that is the operand itself."""
+    """Count a contiguous copy of the indices; a mean also has an array of counts, and ones that are added to it.
+
+    Without `include_self`, the values that the result starts from are written by converted indices.
+    """
     source = call["self"]
     indices = contiguous_copy_nbytes(call["index"])
     filling = 0 if call["include_self"] else converted_nbytes(call["index"])
@@ -56,21 +58,24 @@ def index_reduce_rule(call: Call) -> int:
 
 
 def gather_rule(call: Call) -> int:
-    """Low precision is gathered into a float32 copy; indices are converted."""
+    """Count a float32 copy of a result in low precision, and converted indices."""
     low = nbytes_of(call.outputs[0], 4) if call["self"].dtype in LOW_PRECISION else 0
     return low + converted_nbytes(call["index"])
 
 
 def index_select_rule(call: Call) -> int:
-    """Along dimension 1 contiguous memory is read."""
+    """Count a contiguous copy of the indices and, along dimension 1, of the operand."""
     source = call["self"]
     copy = contiguous_copy_nbytes(source) if source.dim() > 1 and call["dim"] % source.dim() == 1 else 0
     return max(copy, 0) + contiguous_copy_nbytes(call["index"])
 
 
 def index_add_rule(call: Call) -> int:
-    """A contiguous copy of the indices. Sums in low precision: along the first dimension a float32 slice per thread,
-    along the last a float32 copy; by indices that are not int64, neither."""
+    """Count a contiguous copy of the indices, and what sums in low precision take.
+
+    Along the first dimension that is a float32 slice per thread, along the last a float32 copy; neither if indices are
+    not int64.
+    """
     source, dim = call["self"], call["dim"] % max(1, call["self"].dim())
     indices = contiguous_copy_nbytes(call["index"])
     if source.dtype not in LOW_PRECISION or source.dim() < 2 or call["index"].dtype != torch.int64:
@@ -81,7 +86,7 @@ def index_add_rule(call: Call) -> int:
 
 
 def search_rule(call: Call) -> int:
-    """`searchsorted`, `bucketize`: contiguous copies, then casts. Before that, the two ends of a sorter."""
+    """Count `searchsorted`, `bucketize`: the two ends of a sorter; then contiguous copies, then casts."""
     number, casts = search_casts(call.arguments)
     sorter = call.arguments.get("sorter")
     held, peak = 0, 2 * 8 - nbytes_of(call.outputs[0]) if sorter is not None else 0
@@ -99,8 +104,7 @@ def _sequence(arguments: Mapping[str, Any]) -> Tensor:
 
 
 def search_casts(arguments: Mapping[str, Any]) -> tuple[int, list[int]]:
-    """Bytes of a number that is searched for as a tensor, and of what is searched and searched for in the dtype of both
-    (`BucketizationUtils.h`)."""
+    """Return the bytes of a number that becomes a tensor, and of casts to the common dtype (`BucketizationUtils.h`)."""
     sequence, values = _sequence(arguments), arguments["self"]
     common = torch.result_type(sequence, values)
     is_tensor = isinstance(values, Tensor)
@@ -111,7 +115,7 @@ def search_casts(arguments: Mapping[str, Any]) -> tuple[int, list[int]]:
 
 
 def membership_rule(call: Call) -> int:
-    """Bound of `isin`: both are sorted together, after what repeats has gone. A few elements are looked for instead."""
+    """Bound `isin`: both are sorted together, without duplicates; a few test elements are compared one by one."""
     elements, test = call["elements"], call["test_elements"]
     if test.numel() < 10:
         return 0
@@ -121,9 +125,9 @@ def membership_rule(call: Call) -> int:
 
 
 def index_rule(call: Call) -> int:
-    """Indices that are not int64 are broadcast and converted; a mask becomes one index per dimension.
+    """Count indices that are not int64, broadcast and converted; and for a mask, one index per dimension.
 
-    Bound for masks, of which the number of hits is unknown; one number written where a mask says takes nothing.
+    A mask's number of hits is unknown: a bound. One number written by one mask takes nothing.
     """
     indices = [leaf for leaf in call["indices"] if isinstance(leaf, Tensor)]
     masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
@@ -136,7 +140,7 @@ def index_rule(call: Call) -> int:
 
 
 def masked_index_rule(call: Call) -> int:
-    """Bound: what is moved and its indices, masked."""
+    """Bound the bytes of the elements that are moved, and of their indices, masked."""
     indices = sum(nbytes_of(leaf, 8) for leaf in call["indices"] if isinstance(leaf, Tensor))
     values = call.arguments.get("values")
     moved = call.outputs[0] if values is None else values
@@ -148,6 +152,6 @@ def masked_scatter_rule(call: Call) -> int:
 
 
 def masked_scatter_backward_rule(call: Call) -> int:
-    """Bound: what the mask selects, at most all; of many elements also their positions, as two 64-bit integers."""
+    """Bound the bytes of selected elements, at most all, and of their positions, two 64-bit integers each."""
     grad = call["grad_output"]
     return nbytes_of(grad) + max(nbytes_of(grad), nbytes_of(call.outputs[0])) + nbytes_of(grad, 16) + 64

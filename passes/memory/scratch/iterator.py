@@ -16,7 +16,7 @@ _Number = int | float | complex
 
 
 def number_nbytes(number: _Number) -> int:
-    """Bytes of the 0-dim tensor that a Python number becomes."""
+    """Count the bytes of the 0-dim tensor that a Python number becomes."""
     if isinstance(number, bool):
         return 1
     return 16 if isinstance(number, complex) else 8
@@ -31,7 +31,7 @@ def number_dtype(number: _Number) -> torch.dtype:
 
 
 def common_dtype(operands: Sequence[Tensor], numbers: Sequence[_Number], outputs: Sequence[Tensor]) -> torch.dtype:
-    """The dtype that an elementwise operator computes in: its operands' promotion, floating if only the output is."""
+    """Return the dtype that an elementwise operator computes in: its operands' promotion, or a floating output's."""
     # Vectors decide before 0-dim tensors, and those before Python numbers.
     common = torch.empty((1,), dtype=torch.bool, device="meta")
     if not any(operand.dim() for operand in operands):
@@ -47,7 +47,7 @@ def common_dtype(operands: Sequence[Tensor], numbers: Sequence[_Number], outputs
 
 
 def numbers_in(values: Collection[Any]) -> list[_Number]:
-    """The Python numbers among values; for a size that is a symbol, an integer: which one makes no difference."""
+    """Return the Python numbers among values; a symbolic size counts as an integer, whichever."""
     plain = [0 if isinstance(value, torch.SymInt) else value for value in values]
     return [value for value in plain if isinstance(value, int | float | complex)]
 
@@ -71,7 +71,7 @@ def reduces_two_inner_dimensions(source: Tensor, reduced: Collection[int]) -> bo
 
 
 def _order(shape: list[int], out_strides: list[int], in_strides: list[int]) -> list[int]:
-    """Dimensions from the innermost of the iterator to the outermost: reduced ones first, then by stride."""
+    """Order dimensions from the iterator's innermost to the outermost: reduced ones first, then by stride."""
 
     is_reduced = [bool(stride == 0) for stride in out_strides]  # of symbolic sizes, answers cannot be compared
 
@@ -101,7 +101,10 @@ def _order(shape: list[int], out_strides: list[int], in_strides: list[int]) -> l
 
 
 def _coalesce(dims: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-    """(size, output stride, input stride) from the inside out, neighbours joined where one stride spans both."""
+    """Join neighbouring dimensions that one stride spans.
+
+    Each is (size, output stride, input stride); the innermost is first.
+    """
     joined = dims[:1]
     for size, out_stride, in_stride in dims[1:]:
         last_size, last_out, last_in = joined[-1]

@@ -1,4 +1,4 @@
-"""Scratch bytes of matrix decompositions and solvers on the CPU: bounds, from the matrices that go in and come out.
+"""Bound the scratch bytes of matrix decompositions and solvers on the CPU by the matrices that go in and come out.
 
 LAPACK's own workspaces come from torch's allocator, in sizes that LAPACK is asked for when it runs: so many numbers for
 each row or column of one matrix. How many was measured with MKL, for matrices up to 400 x 400.
@@ -19,31 +19,31 @@ _WORK_OF_QR = 97
 _WORK_OF_EIGENVECTORS, _WORK_OF_COMPLEX_EIGENVECTORS, _WORK_OF_EIGENVALUES = 396, 165, 40
 _WORK_OF_LDL = 48
 _WORK_OF_PRODUCT = 13_500
-"""Of `ormqr`, whatever the size."""
+"""Numbers in the workspace of `ormqr`, whatever the size."""
 
 _MATRIX_POWERS = 12
-"""What the longest of `linalg_matrix_exp`'s Taylor polynomials, of degree 18, holds at a time."""
+"""Matrices that the longest of `linalg_matrix_exp`'s Taylor polynomials, of degree 18, has at a time."""
 
 
 def copy_and_pivots_rule(call: Call) -> int:
-    """Inverse, triangular solve: a copy of the matrices, and pivots."""
+    """Count, for an inverse or triangular solve, a copy of the matrices, and pivots."""
     largest = max((t for t in call.tensors if t.dim() > 1), key=nbytes_of)
     return nbytes_of(largest) + 16 * _num_rows(largest) + _block_nbytes(largest) + 256
 
 
 def cholesky_factor_rule(call: Call) -> int:
-    """`linalg_cholesky_ex`: the result once more where strides do not tell rows from columns."""
+    """Count `linalg_cholesky_ex`: a copy of the result if strides do not tell rows from columns."""
     return nbytes_of(call["self"]) if 1 in call["self"].shape[-2:] else 0
 
 
 def check_rule(call: Call) -> int:
-    """`_linalg_check_errors`: whether any of the matrices' numbers is not zero."""
+    """Count `_linalg_check_errors`: a boolean per matrix, and whether any is true."""
     info = call["info"]
     return info.numel() + 1
 
 
 def pivots_rule(call: Call) -> int:
-    """Determinant, `solve`: pivots and a diagonal."""
+    """Count, for a determinant or `solve`, pivots and a diagonal."""
     return 16 * _num_rows(call.tensors[0]) + 512
 
 
@@ -52,17 +52,17 @@ def _num_rows(matrices: Tensor) -> int:
 
 
 def _block_nbytes(matrices: Tensor) -> int:
-    """Bytes of the square block through which one matrix is copied into LAPACK's order, or from it."""
+    """Count the bytes of the square block through which a single matrix is copied to or from LAPACK's order."""
     return max(copy_block_nbytes(matrices), copy_block_nbytes(matrices.mT)) if matrices.dim() == 2 else 0
 
 
 def _work_nbytes(matrices: Tensor, numbers: int) -> int:
-    """LAPACK's workspace for one matrix: so many numbers per row or column."""
+    """Count LAPACK's workspace for one matrix: so many numbers per row or column."""
     return numbers * max(matrices.shape[-2:]) * matrices.itemsize + _SLACK_NBYTES
 
 
 def qr_rule(call: Call) -> int:
-    """Reflectors' factors; of a high matrix of which only R is wanted, also the matrix."""
+    """Count the reflectors' factors; and the matrix, if it has more rows than columns and only R is wanted."""
     first = call["A"]
     factors = _num_rows(first.mT) * first.itemsize
     if call["mode"] == "r":
@@ -72,7 +72,7 @@ def qr_rule(call: Call) -> int:
 
 
 def reflectors_rule(call: Call) -> int:
-    """`geqrf`."""
+    """Count `geqrf`: LAPACK's workspace."""
     return _work_nbytes(call["self"], _WORK_OF_QR)
 
 
@@ -81,7 +81,7 @@ def householder_product_rule(call: Call) -> int:
 
 
 def reflected_product_rule(call: Call) -> int:
-    """`ormqr`: reflectors in LAPACK's order."""
+    """Count `ormqr`: reflectors in LAPACK's order, and its workspace."""
     reflectors, other = call["self"], call["input3"]
     copied = 0 if reflectors.mT.is_contiguous() else nbytes_of(reflectors)
     widest = max(reflectors, other, key=lambda matrices: max(matrices.shape[-2:]))
@@ -89,21 +89,23 @@ def reflected_product_rule(call: Call) -> int:
 
 
 def eigenvectors_rule(call: Call) -> int:
-    """`linalg_eig`: a copy; of real matrices, eigenvectors and eigenvalues as real numbers."""
+    """Count `linalg_eig`: a copy; of real matrices, eigenvectors and eigenvalues as real numbers."""
     first = call.tensors[0]
     work = _WORK_OF_COMPLEX_EIGENVECTORS if first.is_complex() else _WORK_OF_EIGENVECTORS
     return 2 * nbytes_of(first) + 16 * _num_rows(first) + _work_nbytes(first, work)
 
 
 def eigenvalues_rule(call: Call) -> int:
-    """`_linalg_eigvals`, `linalg_eigvals`."""
+    """Count `_linalg_eigvals`, `linalg_eigvals`: a copy, eigenvalues as real numbers, LAPACK's workspace."""
     first = call.tensors[0]
     return nbytes_of(first) + 16 * _num_rows(first) + _work_nbytes(first, _WORK_OF_EIGENVALUES)
 
 
 def pseudoinverse_rule(call: Call) -> int:
-    """`linalg_pinv`: singular vectors, and the right ones scaled; of complex matrices, conjugated; and a copy, or the
-    product."""
+    """Count `linalg_pinv`: singular vectors, the right ones also scaled; and a copy, or the product.
+
+    Of complex matrices, the right ones are conjugated, too.
+    """
     first = call["self"]
     rows, columns = first.shape[-2:]
     shorter = min(rows, columns)
@@ -113,7 +115,7 @@ def pseudoinverse_rule(call: Call) -> int:
 
 
 def cholesky_rule(call: Call) -> int:
-    """`cholesky`, `cholesky_inverse`: what LAPACK says of each matrix, checked."""
+    """Count `cholesky`, `cholesky_inverse`: LAPACK's `info` of each matrix, and its check."""
     first = call["self"]
     block = _block_nbytes(first) if call.target._schema.name == "aten::cholesky" else 0
     return block + 8 * prod(first.shape[:-2]) + _SLACK_NBYTES
@@ -124,7 +126,7 @@ def ldl_rule(call: Call) -> int:
 
 
 def lu_unpack_rule(call: Call) -> int:
-    """Pivots as a permutation; of matrices that are not square, a copy of the square part."""
+    """Count pivots as a permutation; and the square part's copy, of matrices that are not square."""
     factors = call["LU_data"]
     return 8 * (_num_rows(factors) + factors.shape[-2]) + _square_part_nbytes(factors) + _SLACK_NBYTES
 
@@ -136,30 +138,30 @@ def _square_part_nbytes(factors: Tensor) -> int:
 
 
 def lu_rule(call: Call) -> int:
-    """`linalg_lu`: both factors in one, pivots, and then as `lu_unpack`."""
+    """Count `linalg_lu`: both factors in one, pivots, and then as `lu_unpack`."""
     first = call["A"]
     pivots = 16 * _num_rows(first) + 8 * first.shape[-2]
     return nbytes_of(first) + _square_part_nbytes(first) + pivots + _block_nbytes(first) + _SLACK_NBYTES
 
 
 def decomposition_rule(call: Call) -> int:
-    """SVD, eigenvalues of symmetric matrices: LAPACK's workspace for one matrix, or a copy of all."""
+    """Bound SVD and eigenvalues of symmetric matrices: a copy of all or of two matrices, and LAPACK's workspace."""
     first = call.tensors[0]
     one = first.shape[-1] * first.shape[-2] * first.itemsize
     return max(nbytes_of(first), 2 * one) + 64 * max(first.shape[-2:]) * first.itemsize + 1024
 
 
 def matrix_exp_rule(call: Call) -> int:
-    """Powers of the matrices and their sums; how many depends on norms, by which several matrices are sorted."""
+    """Bound the bytes of the matrices' powers and sums; how many there are depends on norms."""
     first = call.tensors[0]
     num = first.numel() // max(1, first.shape[-1] * first.shape[-2])
     return _MATRIX_POWERS * nbytes_of(first) + 64 * num + 256
 
 
 def trilinear_rule(call: Call) -> int:
-    """`F.bilinear` and its gradients: for each index of one dimension, two products, one after the other.
+    """Count `F.bilinear` and its gradients: for each index of one dimension, two products, one after the other.
 
-    The first is of the first two operands. It sums only what the third does not have.
+    The first multiplies the first two operands, and sums over dimensions that the third does not have.
     """
     names = ("1", "2", "3")
     operands = [call[f"i{name}"] for name in names]

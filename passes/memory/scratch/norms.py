@@ -1,4 +1,4 @@
-"""Scratch bytes of normalisations and losses on the CPU: statistics, partial sums per thread, contiguous copies.
+"""Count the scratch bytes of normalisations and losses on the CPU: statistics, sums per thread, copies.
 
 Sources: ATen's `layer_norm_kernel.cpp`, `group_norm_kernel.cpp`, `batch_norm_kernel.cpp`, `Normalization.cpp`,
 `LossNLL.cpp` and `SoftMaxKernel.cpp`; checked by measuring.
@@ -21,7 +21,7 @@ def _strided_nbytes(*tensors: Tensor | None) -> int:
 
 
 def layer_norm_rule(call: Call) -> int:
-    """Contiguous copies; the block through which a matrix is transposed is gone before the results exist."""
+    """Count contiguous copies; the block for transposing a matrix is freed before the results exist."""
     source = call["input"]
     copies = _strided_nbytes(source, call["weight"], call["bias"])
     block = copy_block_nbytes(source) if not source.is_contiguous() else 0
@@ -29,7 +29,7 @@ def layer_norm_rule(call: Call) -> int:
 
 
 def layer_norm_backward_rule(call: Call) -> int:
-    """Partial gradients of weight and bias for each thread."""
+    """Count partial gradients of weight and bias for each thread, and contiguous copies."""
     grad, source = call["grad_out"], call["input"]
     wanted = call["output_mask"][1] or call["output_mask"][2]
     partial = 2 * call.num_threads * math.prod(call["normalized_shape"]) * source.itemsize if wanted else 0
@@ -38,7 +38,7 @@ def layer_norm_backward_rule(call: Call) -> int:
 
 
 def group_norm_rule(call: Call) -> int:
-    """Two sums, with channels last, per image and channel."""
+    """Count two sums per image and channel, with channels last."""
     source = call["input"]
     if source.is_contiguous():
         return 0
@@ -46,13 +46,13 @@ def group_norm_rule(call: Call) -> int:
 
 
 def group_norm_backward_rule(call: Call) -> int:
-    """Two sums per image and channel."""
+    """Count two sums per image and channel."""
     source = call["input"]
     return 2 * source.shape[0] * source.shape[1] * max(source.itemsize, 4)
 
 
 def _format(source: Tensor) -> str:
-    """Ways in which a batch normalisation walks its input: channels outside, channels innermost, or any strides."""
+    """Return how a batch normalisation walks its input: channels outside, channels innermost, or any strides."""
     if source.is_contiguous() and math.prod(source.shape[2:]) != 1:
         return "contiguous"
     if source.is_contiguous() or (source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last)):
@@ -61,7 +61,7 @@ def _format(source: Tensor) -> str:
 
 
 def batch_norm_rule(call: Call) -> int:
-    """A factor and an offset per channel; sums per thread where channels are innermost."""
+    """Count a factor and an offset per channel; and sums per thread, if channels are innermost."""
     source, channels = call["input"], call["input"].shape[1]
     statistics = _statistics_itemsize(call)
     factors = 2 * channels * max(4, statistics)
@@ -79,14 +79,14 @@ def batch_norm_rule(call: Call) -> int:
 
 
 def _statistics_itemsize(call: Call) -> int:
-    """Saved statistics are kept in the parameters' dtype where it is wider than the input's."""
+    """Return the item size of saved statistics: the input's, or the parameters' if that is larger."""
     names = ("weight", "bias", "running_mean")
     parameters = [call.arguments[name] for name in names if call.arguments.get(name) is not None]
     return max([call["input"].itemsize, *(t.itemsize for t in parameters)])
 
 
 def norm_outputs(call: Call) -> dict[int, int]:
-    """Saved mean and inverse deviation; fake tensors get their dtype wrong for mixed precision."""
+    """Correct the bytes of saved mean and inverse deviation: fake tensors have a wrong dtype in mixed precision."""
     itemsize = _statistics_itemsize(call)
     found = {position: nbytes_of(t, itemsize) for position, t in enumerate(call.outputs[1:3], 1)}
     for position, t in enumerate(
@@ -97,12 +97,12 @@ def norm_outputs(call: Call) -> dict[int, int]:
 
 
 def group_norm_backward_outputs(call: Call) -> dict[int, int]:
-    """The input's gradient has the input's dtype; its fake tensor says the weight's."""
+    """Correct the bytes of the input's gradient: it has the input's dtype, but its fake tensor the weight's."""
     return {0: nbytes_of(call["input"])} if call["output_mask"][0] else {}
 
 
 def batch_norm_backward_rule(call: Call) -> int:
-    """A second gradient of the input where formats agree; sums of the gradient where they do not."""
+    """Count a second gradient of the input if formats agree, else sums of the gradient."""
     source, grad = call["input"], call["grad_out"]
     if _format(source) == _format(grad) != "strided":
         return nbytes_of(source)
@@ -115,13 +115,13 @@ def batch_norm_backward_rule(call: Call) -> int:
 
 
 def rms_norm_rule(call: Call) -> int:
-    """Bound: squares, and the input scaled."""
+    """Bound the bytes of squares, and of the scaled input."""
     source = call["input"]
     return 2 * nbytes_of(source, 4) + 4 * source.shape[0] + 64
 
 
 def nll_loss_rule(call: Call) -> int:
-    """Weights made contiguous; logits too where losses are summed."""
+    """Count contiguous copies of weights and targets; and of logits, if losses are summed."""
     copies = _strided_nbytes(call.arguments.get("weight"), call["target"])
     return copies + (contiguous_copy_nbytes(call["self"]) if call["reduction"] != 0 else 0)
 
@@ -131,7 +131,7 @@ def nll_loss_backward_rule(call: Call) -> int:
 
 
 def safe_softmax_rule(call: Call) -> int:
-    """A mask of the inputs that are -inf, and whether a whole row is; before that, a contiguous copy."""
+    """Count a mask of inputs that are -inf, and one of whole such rows; or, before that, a contiguous copy."""
     source, result = call["self"], call.outputs[0]
     dim = call["dim"] % max(1, result.dim())
     rows = math.prod(size for number, size in enumerate(result.shape) if number != dim)
@@ -140,41 +140,41 @@ def safe_softmax_rule(call: Call) -> int:
 
 
 def joint_contiguous_rule(call: Call) -> int:
-    """Contiguous copies of all operands, made before the result."""
+    """Count contiguous copies of all operands, made before the result."""
     return contiguous_copy_nbytes(*call.tensors)
 
 
 def loss_rule(call: Call) -> int:
-    """Bound for losses in several steps: two temporaries in the widest dtype."""
+    """Bound losses in several steps: two temporaries in the widest dtype."""
     widest = max((nbytes_of(t, max(t.itemsize, 4)) for t in (*call.tensors, *call.outputs)), default=0)
     return pointwise_rule(call) + 2 * widest + 64
 
 
 def cross_entropy_backward_rule(call: Call) -> int:
-    """`binary_cross_entropy_backward`: the mean divides by a number."""
+    """Count `binary_cross_entropy_backward`: the number by which a mean divides."""
     if call["reduction"] != 1:
         return 0
     return 8 + (call.outputs[0].itemsize if call.outputs[0].dtype != torch.float64 else 0)
 
 
 def ctc_backward_rule(call: Call) -> int:
-    """Probabilities along the alignments, backwards."""
+    """Count probabilities along the alignments, backwards."""
     return nbytes_of(call["log_alpha"])
 
 
 def embedding_bag_outputs(call: Call) -> dict[int, int]:
-    """The bag of each index has room for one more."""
+    """Correct the bytes of each index's bag: there is room for one more."""
     return {1: 8 * (call["indices"].numel() + 1)} if call["mode"] != 0 else {}
 
 
 def embedding_bag_rule(call: Call) -> int:
-    """Bound: rows of a bag are counted, or weighted."""
+    """Bound the bytes of the indices' bags, and of the bags' numbers of rows."""
     indices, bags = call["indices"], call["offsets"].shape[0]
     return 0 if call["mode"] == 0 and _strided_nbytes(*call.tensors) == 0 else nbytes_of(indices, 8) + 16 * bags + 64
 
 
 def embedding_bag_weights_rule(call: Call) -> int:
-    """Offsets and indices in one dtype; the bag of each index twice, where the forward did not return it."""
+    """Count casts of offsets and indices to one dtype; and the bag of each index, twice, if not given."""
     indices, offsets = call["indices"], call["offsets"]
     itemsize = max(indices.itemsize, offsets.itemsize)
     casts = sum(nbytes_of(t, itemsize) for t in (indices, offsets) if t.itemsize != itemsize)
@@ -185,12 +185,12 @@ def embedding_bag_weights_rule(call: Call) -> int:
 
 
 def embedding_renorm_rule(call: Call) -> int:
-    """Bound: of one row at a time its norm, and the factor that it is scaled by."""
+    """Bound the bytes of a row's norm and factor, one row at a time, and of the indices' copy."""
     return contiguous_copy_nbytes(call["indices"]) + 8 + 2 * call["self"].itemsize
 
 
 def embedding_bag_backward_rule(call: Call) -> int:
-    """Bound: indices are sorted and counted; for the largest of a bag, its rows are looked up and spread."""
+    """Bound the bytes of sorted and counted indices; or, for a bag's maximum, of rows looked up and scattered."""
     grad = call["grad"]
     if call["mode"] == 2:
         return nbytes_of(grad) + nbytes_of(grad, 8) + 8 * grad.shape[0] + 64
@@ -198,7 +198,7 @@ def embedding_bag_backward_rule(call: Call) -> int:
 
 
 def _points_nbytes(call: Call) -> tuple[list[int], int]:
-    """Bytes of both operands of `cdist` in batches of one shape, and of those of them that are copies."""
+    """Return the bytes of each operand of `cdist` with the common batch shape, and of those that are copied."""
     points = call["x1"], call["x2"]
     batch = torch.broadcast_shapes(*(t.shape[:-2] for t in points))
     whole = [math.prod(batch) * math.prod(t.shape[-2:]) * t.itemsize for t in points]
@@ -207,7 +207,10 @@ def _points_nbytes(call: Call) -> tuple[list[int], int]:
 
 
 def distance_rule(call: Call) -> int:
-    """Copies in one batch; Euclidean distances of many points by a matrix product of points with squares appended."""
+    """Count copies with the common batch shape; for many points' Euclidean distances, also a product's operands.
+
+    These are the points with their squares appended.
+    """
     whole, copies = _points_nbytes(call)
     rows = call["x1"].shape[-2], call["x2"].shape[-2]
     by_product = call.arguments.get("p", 2.0) == 2.0 and call.arguments.get("compute_mode", 1) != 2
@@ -221,18 +224,18 @@ def distance_rule(call: Call) -> int:
 
 
 def distance_backward_rule(call: Call) -> int:
-    """Copies of operands in one batch, and of distances and their gradients in rows."""
+    """Count copies of operands with the common batch shape, and of distances and their gradients in rows."""
     _, copies = _points_nbytes(call)
     return copies + _strided_nbytes(call["grad"], call["cdist"])
 
 
 def weight_norm_rule(call: Call) -> int:
-    """Over the last dimension, a row of sums per thread."""
+    """Count a row of sums per thread, over the last dimension."""
     direction, dim = call["v"], call["dim"]
     return 4 * call.num_threads * direction.shape[dim] if dim else 0
 
 
 def weight_norm_backward_rule(call: Call) -> int:
-    """Over the last dimension, a row of sums per thread, and three at least."""
+    """Count a row of sums per thread, three at least, over the last dimension."""
     direction, dim = call["saved_v"], call["dim"]
     return 4 * max(3, call.num_threads) * direction.shape[dim] if dim else 0

@@ -52,15 +52,18 @@ class Operator:
 
 @cache
 def find(target: torch._ops.OpOverload) -> Operator:
-    """The record of an operator; an empty one where there is none. One that works in place (`add_`) takes inside what
-    the other (`add`) does; its result it takes from its caller, so `outputs` are not its own."""
+    """Return the record of an operator, or an empty one.
+
+    An operator that works in place (`add_`) has the record of the other (`add`), without `outputs`: its result is the
+    caller's tensor.
+    """
     name = target._schema.name
     found = OPERATORS.get(_out_of_place(name), _UNKNOWN)
     return found if _out_of_place(name) == name else replace(found, outputs=None, cuda_outputs=None)
 
 
 def _out_of_place(name: str) -> str:
-    """The operator that has the record of the operator `name`, which may work in place."""
+    """Return the operator that has the record of `name`: the one out of place, if `name` works in place."""
     in_place = name.endswith("_") and not name.endswith("__") and name[:-1] in OPERATORS
     return name[:-1] if in_place else name
 
@@ -75,7 +78,7 @@ def is_exact(name: str, dtype: torch.dtype) -> bool:
 
 
 def table_of_exceptions() -> str:
-    """The exceptions as a Markdown table."""
+    """Write the exceptions as a Markdown table."""
     rows: dict[Inexact, list[str]] = {}
     for name, found in EXCEPTIONS.items():
         rows.setdefault(found, []).append(f"`{name.removeprefix('aten::')}`")

@@ -1,4 +1,4 @@
-"""Scratch bytes of matrix products and attention on the CPU.
+"""Count the scratch bytes of matrix products and attention on the CPU.
 
 Only numbers and tensor metadata go in. Sources: ATen's `FlashAttentionKernel.cpp`, `LinearAlgebra.cpp` and
 `mkldnn/Matmul.cpp`; what oneDNN takes was measured. Convolutions are in `scratch.convolution`.
@@ -27,7 +27,7 @@ def uses_onednn(dtype: torch.dtype) -> bool:
 
 
 def gemm_nbytes(dtype: torch.dtype, rows: int, inner: int, columns: int, num_threads: int) -> int:
-    """Upper bound for packing and accumulating one product `[rows, inner] @ [inner, columns]`.
+    """Bound the bytes for packing and accumulating one product `[rows, inner] @ [inner, columns]`.
 
     Full-precision products run in BLAS, which allocates by itself. oneDNN's are bounded per thread by all
     three matrices (padded, accumulated in float32), or by what it keeps in a cache.
@@ -41,7 +41,7 @@ def gemm_nbytes(dtype: torch.dtype, rows: int, inner: int, columns: int, num_thr
 
 
 def operand_copy_nbytes(operand: Tensor) -> int:
-    """Bytes of the copy that a matrix product makes of an operand with strides that its library cannot take."""
+    """Count the bytes of a matrix product's copy of an operand with strides that its library cannot take."""
     if operand.dim() < 2 or uses_onednn(operand.dtype):
         dense = operand.is_contiguous() or (operand.dim() >= 2 and operand.transpose(-1, -2).is_contiguous())
         return 0 if dense else nbytes_of(operand)
@@ -52,11 +52,12 @@ def operand_copy_nbytes(operand: Tensor) -> int:
 
 
 def conjugate_copy_nbytes(factor: Tensor, num_columns: int) -> int:
-    """Bytes of the copy that the product of two matrices makes of a conjugated one: none where BLAS transposes it, and
-    conjugates it then.
+    """Count the bytes of the copy that the product of two matrices makes of a conjugated factor.
+
+    There is none if BLAS transposes the factor, since it conjugates it then, too.
 
     Args:
-        num_columns: of the product. What has a single one is computed by columns, all else by rows.
+        num_columns: of the product. A product of one column is computed by columns, any other by rows.
     """
     (rows, columns), (row_stride, column_stride) = factor.shape, factor.stride()
     by_rows = column_stride == 1 and row_stride >= max(1, columns)
@@ -66,7 +67,7 @@ def conjugate_copy_nbytes(factor: Tensor, num_columns: int) -> int:
 
 
 def _attention_blocks(num_queries: int, num_keys: int) -> tuple[int, int]:
-    """Rows of queries and of keys that one thread handles at a time."""
+    """Return the numbers of queries and of keys that one thread handles at a time."""
     rows = 256 if num_queries >= 768 else 64 if num_queries >= 192 else 32
     return min(rows, num_queries), min(512, num_keys)
 
@@ -80,7 +81,7 @@ def _attention_gemm_nbytes(dtype: torch.dtype, rows: int, keys: int, head: int, 
 
 
 def attention_nbytes(query: Tensor, key: Tensor, num_threads: int) -> int:
-    """`_scaled_dot_product_flash_attention_for_cpu`: scores, maxima, sums and output per thread."""
+    """Count `_scaled_dot_product_flash_attention_for_cpu`: scores, maxima, sums and output per thread."""
     head = query.shape[-1]
     rows, keys = _attention_blocks(query.shape[-2], key.shape[-2])
     accumulated = 8 if query.dtype == torch.float64 else 4
@@ -93,7 +94,7 @@ def attention_nbytes(query: Tensor, key: Tensor, num_threads: int) -> int:
 
 
 def attention_backward_nbytes(grad_out: Tensor, query: Tensor, key: Tensor, num_threads: int) -> int:
-    """Bytes of the backward: scores and gradient per thread, a row sum per busy thread, a copy of `grad_out`."""
+    """Count the backward: scores and gradient per thread, a row sum per busy thread, a copy of `grad_out`."""
     head = query.shape[-1]
     rows, keys = _attention_blocks(query.shape[-2], key.shape[-2])
     accumulated = 8 if query.dtype == torch.float64 else 4

@@ -1,4 +1,4 @@
-"""Scratch bytes of operators that draw random numbers on the CPU, on top of their results.
+"""Count the scratch bytes of operators that draw random numbers on the CPU.
 
 Sources: ATen's `DistributionTemplates.h`, `Distributions.cpp`, `Dropout.cpp`, `Activation.cpp`; checked by measuring.
 """
@@ -12,7 +12,7 @@ from chunkc.passes.memory.scratch.rules import Call
 
 
 def multinomial_rule(call: Call) -> int:
-    """Samples: with replacement, one row's cumulative sums; without, an exponential variable for every outcome."""
+    """Count one row's cumulative sums, with replacement; without, an exponential variable for every outcome."""
     source, wanted = call["self"], call["num_samples"]
     if call["replacement"] and wanted > 1:
         return source.shape[-1] * source.itemsize
@@ -23,13 +23,15 @@ def multinomial_rule(call: Call) -> int:
 
 
 def permutation_rule(call: Call) -> int:
-    """A seed."""
+    """Count a seed."""
     return 8
 
 
 def normal_rule(call: Call) -> int:
-    """A tensor of means is copied where the deviation is a number; a tensor of deviations is checked for its minimum,
-    which reads contiguous memory."""
+    """Count a copy of a tensor of means, if the deviation is a number; else the check of the deviations' minimum.
+
+    The minimum reads contiguous memory.
+    """
     deviation = call.arguments["std"]
     if isinstance(deviation, float):
         return 0 if isinstance(call.arguments["mean"], float) else nbytes_of(call.outputs[0])
@@ -40,7 +42,7 @@ def normal_rule(call: Call) -> int:
 
 
 def randomised_relu_rule(call: Call) -> int:
-    """A copy in training: a result that is not contiguous is made in a copy, and copied; else a leaky ReLU."""
+    """Count, in training, a contiguous copy of a result that is not contiguous; else what a leaky ReLU takes."""
     result = call.outputs[0]
     if not call["training"]:
         return 48
@@ -48,5 +50,5 @@ def randomised_relu_rule(call: Call) -> int:
 
 
 def uniform_outputs(call: Call) -> dict[int, int]:
-    """The result is dense, though its fake tensor has the strides of what it replaces."""
+    """Correct the result's bytes: it is dense, though its fake tensor has the strides of the argument."""
     return {0: nbytes_of(call.outputs[0])}

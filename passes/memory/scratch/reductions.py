@@ -1,4 +1,4 @@
-"""Scratch bytes of reductions on the CPU: casts, float32 copies of low precision, partial results per thread.
+"""Count the scratch bytes of reductions on the CPU: casts, float32 copies of low precision, partial results per thread.
 
 Source: ATen's `ReduceOps.cpp`, `TensorCompare.cpp`, `Sorting.cpp` and `TensorIteratorReduce.cpp`.
 """
@@ -20,7 +20,7 @@ _SPLIT_NUMEL = 32768
 
 
 def _partial_nbytes(call: Call, source: Tensor, itemsize: int) -> int:
-    """A partial result per thread, where everything is reduced to one element."""
+    """Count a partial result per thread, if everything is reduced to one element."""
     shared = call.outputs[0].numel() == 1 and source.numel() >= _SPLIT_NUMEL and call.num_threads > 1
     return call.num_threads * itemsize if shared else 0
 
@@ -33,7 +33,7 @@ def _reduced_dims(call: Call) -> set[int]:
 
 
 def _sum_nbytes(call: Call, source: Tensor, dtype: torch.dtype) -> int:
-    """`source` summed in `dtype`: a cast, or a float32 copy where two inner dimensions of low precision are reduced."""
+    """Count a sum in `dtype`: a cast, or a float32 copy if two inner dimensions of low precision are reduced."""
     if dtype in LOW_PRECISION and source.dim() and reduces_two_inner_dimensions(source, _reduced_dims(call)):
         return nbytes_of(source, 4) + nbytes_of(call.outputs[0], 4) + _partial_nbytes(call, source, 4)
     cast = nbytes_of(source, dtype.itemsize) if dtype != source.dtype else 0
@@ -45,14 +45,14 @@ def sum_rule(call: Call) -> int:
 
 
 def prod_rule(call: Call) -> int:
-    """`prod`, `nansum`: a cast."""
+    """Count `prod`, `nansum`: a cast."""
     source, result = call["self"], call.outputs[0]
     cast = nbytes_of(source, result.itemsize) if result.dtype != source.dtype else 0
     return cast + _partial_nbytes(call, source, result.itemsize)
 
 
 def mean_rule(call: Call) -> int:
-    """A sum (of a float32 copy for low precision), divided by a number."""
+    """Count a sum (of a float32 copy for low precision), and the number that divides it."""
     source, result = call["self"], call.outputs[0]
     if result.dtype in LOW_PRECISION:
         copy = nbytes_of(source, 4) if source.dtype != torch.float32 else 0
@@ -63,14 +63,14 @@ def mean_rule(call: Call) -> int:
 
 
 def truth_rule(call: Call) -> int:
-    """`any`, `all`: a copy as bool."""
+    """Count `any`, `all`: a copy as bool."""
     source = call["self"]
     cast = source.numel() if source.dtype not in (torch.bool, torch.uint8) else 0
     return cast + _partial_nbytes(call, source, 1)
 
 
 def extreme_rule(call: Call) -> int:
-    """`amax`, `amin`, and `aminmax`, which reads contiguous memory where it reduces everything."""
+    """Count `amax`, `amin`: partial results; `aminmax` of everything: a contiguous copy."""
     if call.target._schema.name == "aten::aminmax":
         everything = call["dim"] is None
         return contiguous_copy_nbytes(call["self"]) if everything else 0
@@ -78,7 +78,7 @@ def extreme_rule(call: Call) -> int:
 
 
 def extreme_with_index_rule(call: Call) -> int:
-    """`max`, `min`, `argmax`, `argmin`: where everything is reduced, contiguous memory is read."""
+    """Count `max`, `min`, `argmax`, `argmin`: a contiguous copy, if everything is reduced."""
     source = call["self"]
     if "dim" in call.arguments:
         return 0 if call["dim"] is not None or _is_flat(source) else contiguous_copy_nbytes(source)
@@ -92,15 +92,17 @@ def _is_flat(source: Tensor) -> bool:
 
 
 def variance_rule(call: Call) -> int:
-    """To one element, `var` and `std` of full precision go a way of their own, with two float64 scalars."""
+    """Count two float64 scalars of `var` and `std` in full precision, if everything is reduced to one element."""
     source = call["self"]
     everything = call.outputs[0].numel() == 1 and "mean" not in call.target._schema.name
     return 16 if everything and source.dtype in (torch.float32, torch.float64) else 0
 
 
 def norm_rule(call: Call) -> int:
-    """A cast. Of complex numbers, the largest and the least magnitude take all of them, as complex numbers first. Of a
-    single element, its magnitude; or, in order 0, a number that it is compared with."""
+    """Count a cast; and all magnitudes of complex numbers, as complex numbers first, for the largest or the least.
+
+    The norm of single elements also takes the magnitudes of complex ones; or in order 0, a number to compare with.
+    """
     source, result = call["self"], call.outputs[0]
     order = call.arguments.get("ord", call.arguments.get("p"))
     is_single = source.numel() == result.numel()
@@ -114,7 +116,7 @@ def norm_rule(call: Call) -> int:
 
 
 def logsumexp_rule(call: Call) -> int:
-    """The exponentials and the maxima, while they are summed; before that, which maxima are infinite."""
+    """Count maxima and exponentials while they are summed; or, before that, a mask of infinite maxima."""
     source, result = call["self"], call.outputs[0]
     cast = nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
     exponentials = torch.empty_like(source, dtype=result.dtype, device="meta")
@@ -124,7 +126,7 @@ def logsumexp_rule(call: Call) -> int:
 
 
 def median_rule(call: Call) -> int:
-    """A copy to rearrange: of everything, or where the dimension is not the innermost in memory."""
+    """Count a copy to rearrange, unless the dimension is the innermost in memory."""
     source = call["self"]
     dim = call.arguments.get("dim")
     if dim is None or not source.dim():
@@ -135,25 +137,25 @@ def median_rule(call: Call) -> int:
 
 
 def kthvalue_rule(call: Call) -> int:
-    """A copy to rearrange, and its indices."""
+    """Count a copy to rearrange, and its indices."""
     return nbytes_of(call["self"]) + nbytes_of(call["self"], 8)
 
 
 def histogram_rule(call: Call) -> int:
-    """Edges, and counts per thread."""
+    """Count the edges, and counts per thread."""
     itemsize = call["self"].itemsize
     return (call["bins"] + 1) * itemsize + call.num_threads * call["bins"] * itemsize
 
 
 def renorm_rule(call: Call) -> int:
-    """A factor per slice; low precision is measured in float32."""
+    """Count a factor per slice; and a float32 copy of low precision."""
     source = call["self"]
     low = nbytes_of(source, 4) if source.dtype in LOW_PRECISION else 0
     return low + source.shape[call["dim"]] * max(4, source.itemsize)
 
 
 def count_nonzero_rule(call: Call) -> int:
-    """Along dimensions: what is not zero, as booleans, which are summed up as int64."""
+    """Count, along dimensions, a mask of elements that are not zero, and its int64 copy, which is summed."""
     source = call["self"]
     if call.target._overloadname != "dim_IntList" and call["dim"] is None:
         return 0

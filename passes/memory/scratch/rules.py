@@ -1,4 +1,4 @@
-"""Functions, for each kind of operator, of the scratch bytes of a call on the CPU, from its arguments' metadata.
+"""Count the scratch bytes of calls on the CPU, from metadata: a function for each kind of operator.
 
 `chunkc.passes.memory.scratch.operators` says which operators they are for.
 """
@@ -97,7 +97,7 @@ _WRAPS_NUMBERS = frozenset(
 
 
 def numbers_nbytes(call: Call, common: torch.dtype) -> int:
-    """Bytes of the 0-dim tensors that Python numbers become, each cast to the common dtype."""
+    """Count the bytes of the 0-dim tensors that Python numbers become, each cast to the common dtype."""
     name = call.target._schema.name
     if not name.endswith("__"):
         name = name.removesuffix("_")  # `mul_` makes a tensor of a number as `mul` does
@@ -148,34 +148,34 @@ def nothing_rule(call: Call) -> int:
 
 
 def contiguous_result_rule(call: Call) -> int:
-    """Bytes that copying takes: the result is a contiguous copy of the one operand."""
+    """Count what copying the operand takes: the result is its contiguous copy."""
     return max(map(copy_block_nbytes, call.tensors))
 
 
 def gathered_rule(call: Call) -> int:
-    """Gloo gathers into memory of its own."""
+    """Count the result once more: Gloo gathers into memory of its own."""
     return sum(map(nbytes_of, call.outputs))
 
 
 def reduced_rule(call: Call) -> int:
-    """Sums of all ranks, on every rank; the result is a part of them."""
+    """Count the sums of all ranks, on every rank; the result is a part of them."""
     return sum(map(nbytes_of, call.tensors))
 
 
 def pointwise_rule(call: Call) -> int:
-    """A cast of each operand, and of the output, that is not in the common dtype."""
+    """Count a cast of each operand, and of the output, that is not in the common dtype; and of numbers."""
     operands = call.tensors
     return _casts(call, operands) + numbers_nbytes(call, _common_dtype(call, operands))
 
 
 def select_rule(call: Call) -> int:
-    """`where`: as elementwise, but the condition stays as it is."""
+    """Count `where`: as elementwise, but the condition is not cast."""
     operands = [t for t in call.tensors if t is not call["condition"]]
     return _casts(call, operands) + numbers_nbytes(call, _common_dtype(call, operands))
 
 
 def triangle_rule(call: Call) -> int:
-    """`tril`, `triu`: a copy of matrices that do not lie one after another in memory; in place, the result too."""
+    """Count `tril`, `triu`: a copy of matrices that do not lie one after another in memory; in place, two."""
     source, in_place = call["self"], call.target._schema.is_mutable
     if source.is_contiguous():  # maybe with other strides along dimensions of one element
         usual = all(s == math.prod(source.shape[dim + 1 :]) for dim, s in enumerate(source.stride()))
@@ -193,8 +193,10 @@ def triangle_rule(call: Call) -> int:
 
 
 def log_gamma_rule(call: Call) -> int:
-    """`mvlgamma`: operands of each of `p` terms, and a number that is added to their sum; in place, the result too.
-    Terms of few elements, or of none, are made with `p` numbers."""
+    """Count `mvlgamma`: operands of `p` terms, and a number that is added to their sum; in place, the result too.
+
+    Terms of few elements, or of none, take `p` numbers.
+    """
     result, terms = call.outputs[0], call["p"]
     number = 8 + (result.itemsize if result.dtype != torch.float64 else 0)
     made = nbytes_of(result) if call.target._schema.is_mutable else 0
@@ -202,13 +204,13 @@ def log_gamma_rule(call: Call) -> int:
 
 
 def distance_rule(call: Call) -> int:
-    """`dist`: the difference."""
+    """Count `dist`: the difference."""
     shape = torch.broadcast_shapes(call["self"].shape, call["other"].shape)
     return math.prod(shape) * call.outputs[0].itemsize + _casts(call, call.tensors)
 
 
 def narrow_copy_rule(call: Call) -> int:
-    """A contiguous copy of all; the block through which a matrix is transposed is gone before the result exists."""
+    """Count a contiguous copy of all; the block for transposing a matrix is freed before the result exists."""
     source = call["self"]
     if source.is_contiguous():
         return 0
@@ -216,14 +218,14 @@ def narrow_copy_rule(call: Call) -> int:
 
 
 def scaled_rule(call: Call) -> int:
-    """`deg2rad`, `rad2deg`: a product with a number."""
+    """Count `deg2rad`, `rad2deg`: a cast, and the number that multiplies it."""
     dtype = call.outputs[0].dtype
     cast = nbytes_of(call["self"], dtype.itemsize) if call["self"].dtype != dtype else 0
     return cast + 8 + (dtype.itemsize if dtype != torch.float64 else 0)
 
 
 def ldexp_rule(call: Call) -> int:
-    """A power of two for every exponent; with the number 2, before there is a result. Then their product."""
+    """Count a power of two for every exponent; and the number 2, or casts for the product."""
     exponents, result = call["other"], call.outputs[0]
     dtype, in_place = torch.result_type(exponents, 2.0), call.target._schema.is_mutable
     powers = exponents.new_empty((), dtype=dtype, device="meta").expand(exponents.shape)
@@ -235,7 +237,7 @@ def ldexp_rule(call: Call) -> int:
 
 
 def isinf_rule(call: Call) -> int:
-    """Absolute values, compared with a number."""
+    """Count absolute values, and the number that they are compared with."""
     source = call["self"]
     if not source.dtype.is_floating_point:
         return 0
@@ -243,7 +245,7 @@ def isinf_rule(call: Call) -> int:
 
 
 def gelu_backward_rule(call: Call) -> int:
-    """oneDNN takes it where the input is contiguous, and wants everything else in the input's layout."""
+    """Count copies into the layout of a contiguous input, for oneDNN; else casts."""
     source = call["self"]
     if not source.is_contiguous():
         return _casts(call, call.tensors)
@@ -251,23 +253,23 @@ def gelu_backward_rule(call: Call) -> int:
 
 
 def fma_rule(call: Call) -> int:
-    """The product."""
+    """Count the product."""
     return nbytes_of(call.outputs[0])
 
 
 def concatenation_rule(call: Call) -> int:
-    """A copy, one at a time, of each tensor that is not in the common dtype."""
+    """Count a copy, one at a time, of each tensor that is not in the common dtype."""
     dtype = call.outputs[0].dtype
     return max((nbytes_of(t) for t in call.tensors if t.dtype != dtype), default=0)
 
 
 def contiguous_rule(call: Call) -> int:
-    """Kernels that read contiguous memory copy the inputs that are not."""
+    """Count contiguous copies of inputs that are not contiguous, for kernels that read contiguous memory."""
     return sum(contiguous_copy_nbytes(t) for t in call.tensors)
 
 
 def shuffle_rule(call: Call) -> int:
-    """`channel_shuffle`: a copy of what lies neither contiguous nor with channels last."""
+    """Count `channel_shuffle`: a copy of an operand that is neither contiguous nor with channels last."""
     source = call["self"]
     if source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last):
         return 0
@@ -275,8 +277,10 @@ def shuffle_rule(call: Call) -> int:
 
 
 def copy_rule(call: Call) -> int:
-    """The block of a transposed matrix that is written row by row; a number, which tracing puts in a tensor's place,
-    becomes one first."""
+    """Count the block of a transposed matrix that is copied row by row; or a number, which becomes a tensor first.
+
+    Tracing puts a number in the place of a 0-dim tensor.
+    """
     if not call.tensors:
         return sum(map(number_nbytes, numbers_in([call["self"]])))
     source = call.tensors[-1]
@@ -292,24 +296,24 @@ def scan_rule(call: Call) -> int:
 
 
 def sort_rule(call: Call) -> int:
-    """The indices of one row at a time."""
+    """Count the indices of one row at a time."""
     source = call["self"]
     return 8 * source.shape[call["dim"]] if source.dim() else 0
 
 
 def dropout_backward_rule(call: Call) -> int:
-    """The mask in the gradient's dtype, times a number."""
+    """Count the mask in the gradient's dtype, and the number that multiplies it."""
     itemsize = call.outputs[0].itemsize
     return nbytes_of(call["mask"], itemsize) + 8 + (itemsize if call.outputs[0].dtype != torch.float64 else 0)
 
 
 def dropout_rule(call: Call) -> int:
-    """The mask in the operand's dtype; before that, the number by which it is scaled."""
+    """Count the mask in the operand's dtype; or, before that, the number by which it is scaled."""
     return max(nbytes_of(call["input"]), 8 + call["input"].itemsize)
 
 
 def matrix_product_rule(call: Call) -> int:
-    """Operands that the library cannot read in place are copied; oneDNN packs low precision."""
+    """Count copies of operands that the library cannot read in place, and oneDNN's packing of low precision."""
     arguments = call.arguments
     left = next(arguments[name] for name in ("mat1", "batch1", "mat", "self") if name in arguments)
     right = next(arguments[name] for name in ("mat2", "batch2", "vec", "tensor", "other") if name in arguments)
@@ -328,7 +332,7 @@ def matrix_product_rule(call: Call) -> int:
 
 
 def grouped_fallback_rule(call: Call) -> int:
-    """Transformers' loop over experts: one product at a time, written into the output."""
+    """Count transformers' loop over experts: one product at a time, written into the output."""
     rows, inner = call["input"].shape[-2:]
     columns = call["weight"].shape[-1]
     shapes = ((rows, inner, columns), (rows, columns, inner), (inner, rows, columns))
@@ -370,12 +374,12 @@ def convolution_backward_rule(call: Call) -> int:
 
 
 def col2im_outputs(call: Call) -> dict[int, int]:
-    """The result starts as large as the columns."""
+    """Correct the result's bytes: it starts as large as the columns."""
     return {0: max(nbytes_of(call["self"]), nbytes_of(call.outputs[0]))}
 
 
 def col2im_rule(call: Call) -> int:
-    """A contiguous copy of the columns; and the result as it started, while it grows (see `col2im_outputs`)."""
+    """Count a contiguous copy of the columns, and the result as it started while it grows (see `col2im_outputs`)."""
     columns, result = call["self"], call.outputs[0]
     grows = nbytes_of(result) > nbytes_of(columns)
     return contiguous_copy_nbytes(columns) + (nbytes_of(columns) if grows else 0)
@@ -388,12 +392,12 @@ def unfold_backward_rule(call: Call) -> int:
 
 
 def repeat_rule(call: Call) -> int:
-    """Sizes and strides of the windows it copies into; of a number, 8 bytes."""
+    """Count sizes and strides of the windows that are copied into; 8 bytes for a number."""
     return max(8, 32 * len(call["repeats"]))
 
 
 def roll_rule(call: Call) -> int:
-    """A copy for each dimension after the first; everything flattened first where no dimension is named."""
+    """Count a copy for each dimension after the first; and if no dimension is named, a flattened copy."""
     source, dims = call["self"], call["dims"]
     if not dims:
         return contiguous_copy_nbytes(source)
