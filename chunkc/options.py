@@ -63,9 +63,9 @@ class Options(BaseModel):
         disk_holds: what of the model data a disk home holds, the rest being in RAM: `disk_holds_everything` makes
             a choice of "auto".
         chunk_size: bytes (>= 4096) or "auto".
-        activations: what becomes of the values that a forward saves for its backward. "keep": they stay; "offload":
-            all that can be go home in between; "rerun": all that can be are dropped, and made again by the backward;
-            "auto": as many as the budget needs are one or the other, whichever is quicker; none where all fit.
+        activations: what becomes of the values that a forward saves for its backward. "auto": as many as the budget
+            needs are offloaded or recomputed, whichever is quicker; none where all fit. "keep": they stay; "offload":
+            all that can be go home in between; "rerun": all that can be are dropped, and made again by the backward.
         loss_tile_rows: of a cross entropy over more rows than that, logits and loss are computed in tiles of so many
             rows, and logits again in the backward. "auto": by the shape, where there are many logits (see
             `passes.rewrite.loss_tiles`); "never": all at once.
@@ -82,7 +82,7 @@ class Options(BaseModel):
     home: str = "cpu"
     disk_holds: Literal["auto", "states", "everything"] = "auto"
     chunk_size: int | Literal["auto"] = "auto"
-    activations: Activations = "keep"
+    activations: Activations = "auto"
     loss_tile_rows: LossTileRows = "auto"
     codegen: Literal["inductor", "eager"] = "inductor"
     whole_graph: Literal["auto", "never"] = "auto"

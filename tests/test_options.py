@@ -31,7 +31,7 @@ def test_defaults():
         "home": "cpu",
         "disk_holds": "auto",
         "chunk_size": "auto",
-        "activations": "keep",
+        "activations": "auto",
         "loss_tile_rows": "auto",
         "codegen": "inductor",
         "whole_graph": "auto",

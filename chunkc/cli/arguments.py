@@ -104,8 +104,8 @@ def _add_explain_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--activations",
         choices=("auto", "keep", "offload", "rerun"),
-        default="keep",
-        help="what becomes of the values that the forward saves; default: keep",
+        default="auto",
+        help="what becomes of the values that the forward saves; default: auto, all are kept where everything fits",
     )
     tiles_help = "a cross entropy in tiles of so many rows; never: whole; default: auto, tiles where logits are many"
     command.add_argument("--loss-tile-rows", type=_rows, default="auto", metavar="N", help=tiles_help)

@@ -25,6 +25,7 @@ from chunkc.passes.planning.updates_in_backward import updated_in
 from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import decide
 from chunkc.policy.plans import backward_positions
+from chunkc.policy.seen_steps import SeenSteps
 from chunkc.policy.state import (
     EMPTY_CONTEXT,
     Forms,
@@ -222,6 +223,8 @@ class _DryRunState:
         self.planner_state = PlannerState(budget_nbytes, activations=training.activations, hardware=training.hardware)
         self.captured: list[Captured] = []
         self._decided: dict[Key, StepDecision] = {}
+        self._is_seen = len(training.graphs) > 1 and training.activations == "auto"
+        self._seen = SeenSteps()
 
     def passes(self) -> Iterator[PredictedRun]:
         """Run the forwards and backwards of a step, compiling graphs as it comes to them."""
@@ -240,12 +243,16 @@ class _DryRunState:
             if call.phase == FORWARD:
                 inputs = [call.arguments[position] for position in own.own_memory.inputs]
                 groups = self._groups(own)
-                context = self._phase_context(own, in_flight)
+                context = replace(self._phase_context(own, in_flight), step_fits=self._step_fits(own))
                 request = self._planned(
                     call.graph, self.values.external_to_forward(own, inputs).forward_nbytes, context
                 )
                 activation_plan = request.context.activation_plan or KEEP_ALL
-                own = self.captured[call.graph].following(activation_plan)
+                own, layout = self.captured[call.graph], self.planner_state.layout
+                if self._is_seen:
+                    external_nbytes = request.external_nbytes - request.spare_nbytes
+                    self._seen.forward_ran(own, activation_plan, layout, external_nbytes)
+                own = own.following(activation_plan)
                 in_flight.update(groups if own.backward is not None else ())
                 yield PredictedRun(call.graph, FORWARD, num_forwards, request)
                 self.values.forward_ran(own, inputs, outputs_of(call, own))
@@ -257,6 +264,7 @@ class _DryRunState:
                 external_nbytes = self.values.external_to_backward(own.following(activation_plan), call.arguments)
                 context = replace(self._phase_context(own, in_flight), activation_plan=activation_plan)
                 request = self._planned(call.graph, external_nbytes, context)
+                self._seen.backward_ran(self.captured[call.graph], request.external_nbytes - request.spare_nbytes)
                 own = self.captured[call.graph].following(activation_plan)
                 positions = backward_positions(own, request, self.training.hardware)
                 self.updated |= updated_in(positions)
@@ -304,6 +312,11 @@ class _DryRunState:
         updates = self.training.updated_in_backward(self.planner_state, free, self.gradients)
         transient = self.training.transient(self.planner_state, captured.trained, updates, self.gradients)
         return PhaseContext(updates=updates, undoable=self.training.undoable(updates), transient=transient)
+
+    def _step_fits(self, captured: Captured) -> bool:
+        """Whether the step is known to fit with all saved values kept: never a graph's first one."""
+        layout, budget_nbytes = self.planner_state.layout, self.planner_state.budget_nbytes
+        return self._is_seen and self._seen.forward_begins(captured, layout, budget_nbytes)
 
     def _planned(self, graph: int, external_nbytes: int, context: PhaseContext) -> StepRequest:
         """Decide for a phase, and return its request. Decisions are remembered: a step that changes nothing asks for

@@ -166,7 +166,7 @@ def minimum_budget(
     hardware: str | Hardware = "cpu",
     chunk_size: int | str = "auto",
     codegen: str = "eager",
-    activations: str = "keep",
+    activations: str = "auto",
     loss_tile_rows: LossTileRows = "auto",
     strict: bool = False,
     memory_budget: int | str = "auto",
@@ -383,6 +383,7 @@ def explain_step(
         estimates=largest_of_each(call for found in dry_run.captured for call in found.unknown_operators),
         why=None if why is None else why_is(why, predicted, dry_run),
         ranks=ranks,
+        activations=options.activations,
     )
     needs = host_needs(
         layout,

@@ -31,9 +31,11 @@ class FileError(ChunkcError):
 VALUES = "activations, temporaries and inputs"
 """Label of the bytes at a peak that are not model data."""
 
-_WHERE_VALUES_FILL_IT = (
-    '\nMost of that are values of the computation: the options activations="auto" and, for the loss of a language '
-    "model, loss_tile_rows=1024 need less, if they are not set yet."
+_WHERE_VALUES_FILL_IT = "\nMost of that are values of the computation: "
+_LESS_THAN_KEEP = 'activations="auto", the default, needs less than "keep"; '
+_LESS_FOR_A_LOSS = (
+    "for the loss of a language model the option loss_tile_rows=1024, if it is not set yet, and for any model a "
+    "smaller batch needs less."
 )
 
 _EARLIER_CALLS_NEEDED_LESS = (
@@ -59,6 +61,7 @@ class BudgetError(ChunkcError):
         training_nbytes: the smallest budget of a whole training step, if it was traced because the minimum covered
             less. The minimum is no less then, unless it is an evaluation's.
         grown: earlier steps have fitted, and this call needs more than they did.
+        keeps_values: an option keeps all saved values on the compute tier, which another value of it would not.
         elsewhere: a home that would fit the budget, and why it cannot be chosen, if there is any.
     """
 
@@ -75,6 +78,7 @@ class BudgetError(ChunkcError):
         evaluates: bool = False,
         training_nbytes: int | None = None,
         grown: bool = False,
+        keeps_values: bool = False,
     ) -> None:
         self.minimum_nbytes = minimum_nbytes
         self.budget_nbytes = budget_nbytes
@@ -86,11 +90,14 @@ class BudgetError(ChunkcError):
         self.evaluates = evaluates
         self.training_nbytes = training_nbytes
         self.grown = grown
+        self.keeps_values = keeps_values
         filled = "".join(f"\n  {format_nbytes(nbytes):>36}  {label}" for label, nbytes in self.contents)
         so_far = " so far" if covers else ""
         most_nbytes = sum(nbytes for _, nbytes in self.contents) // 2
         full = f"\n{elsewhere}" if elsewhere else ""
-        advice = _WHERE_VALUES_FILL_IT if dict(self.contents).get(VALUES, 0) > most_nbytes else ""
+        advice = ""
+        if dict(self.contents).get(VALUES, 0) > most_nbytes:
+            advice = _WHERE_VALUES_FILL_IT + (_LESS_THAN_KEEP if keeps_values else "") + _LESS_FOR_A_LOSS
         later = _EARLIER_CALLS_NEEDED_LESS if grown else ""
         super().__init__(
             f"memory_budget is {format_nbytes(budget_nbytes)}; the smallest that works is "
@@ -116,16 +123,22 @@ class BudgetError(ChunkcError):
         return ""
 
     def covering(
-        self, minimum_nbytes: int, covers: str, *, evaluates: bool = False, grown: bool = False
+        self,
+        minimum_nbytes: int,
+        covers: str,
+        *,
+        evaluates: bool = False,
+        grown: bool = False,
+        keeps_values: bool = False,
     ) -> BudgetError:
         """Return the error with a minimum that is not smaller, and the scope it holds for."""
-        minimum_nbytes = max(minimum_nbytes, self.minimum_nbytes)
-        return self._with(minimum_nbytes=minimum_nbytes, covers=covers, evaluates=evaluates, grown=grown)
+        scope = {"covers": covers, "evaluates": evaluates, "grown": grown, "keeps_values": keeps_values}
+        return self._with(minimum_nbytes=max(minimum_nbytes, self.minimum_nbytes), **scope)
 
     def of_step(self, training_nbytes: int, evaluation_nbytes: int | None = None) -> BudgetError:
         """Return the error with the smallest budgets of a whole training step, and of a whole evaluation."""
         if evaluation_nbytes is not None:
-            whole = self.covering(evaluation_nbytes, "", evaluates=True, grown=self.grown)
+            whole = self._with(minimum_nbytes=max(evaluation_nbytes, self.minimum_nbytes), covers="", evaluates=True)
             return whole._with(training_nbytes=training_nbytes)
         minimum_nbytes = self.minimum_nbytes if self.evaluates else max(self.minimum_nbytes, training_nbytes)
         return self._with(minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes)
@@ -140,7 +153,7 @@ class BudgetError(ChunkcError):
     @property
     def _fields(self) -> dict[str, Any]:
         names = ["minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers", "elsewhere"]
-        names += ["evaluates", "training_nbytes", "grown"]
+        names += ["evaluates", "training_nbytes", "grown", "keeps_values"]
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple:

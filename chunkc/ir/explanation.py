@@ -314,6 +314,7 @@ class Explanation:
         why: answer about the part of the model that was asked about.
         ranks: of a sharded model: all of the above is then of one rank, except `num_parameters` and the fields of the
             host.
+        activations: the option, as it applies: `auto`, `keep`, `offload` or `rerun`.
     """
 
     model: str
@@ -349,6 +350,7 @@ class Explanation:
     saved_again: Mapping[str, int] = field(default_factory=dict)
     why: Why | None = None
     ranks: Ranks | None = None
+    activations: str = "auto"
 
     @property
     def recompute_s(self) -> float:

@@ -59,8 +59,8 @@ def activation_plans(captured: Captured, activations: Activations, layout: Chunk
 
 
 def may_keep(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> bool:
-    """Whether a graph may keep saved values. One of several may if the model's other graphs could do the same: these
-    come later, and have only the room that is left."""
+    """Whether a graph may keep saved values while other graphs of its model are unknown. One of several may if these
+    could do the same: they come later, and have only the room that is left."""
     if captured.graph_fraction == 1:
         return True
     needed = fixed_nbytes(layout, frozenset()) + needed_nbytes(profile(captured, layout).passes, layout)
@@ -83,6 +83,7 @@ class SearchSpace:
         external_nbytes: of the budget, taken by external bytes.
         hardware: its host's memory has the copies.
         consumed, with_shadow_copies: see `check_copies`.
+        step_fits: as of a `PhaseContext`.
 
     Attributes:
         recompute_regions: their number, the most that can be recomputed.
@@ -99,7 +100,9 @@ class SearchSpace:
         *,
         consumed: Collection[int] = (),
         with_shadow_copies: bool = False,
+        step_fits: bool = False,
     ) -> None:
+        self._step_fits = step_fits
         self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes - external_nbytes
         self._allowed, self._recompute_regions = evenly_spread(allowed), _recompute_regions(captured, layout)
         self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
@@ -127,7 +130,7 @@ class SearchSpace:
     @cached_property
     def may_keep(self) -> bool:
         """Whether the graph may keep saved values (see `may_keep`)."""
-        return may_keep(self._captured, self._layout, self._whole_budget_nbytes)
+        return self._step_fits or may_keep(self._captured, self._layout, self._whole_budget_nbytes)
 
     def _most_resident(self, needed: Callable[[frozenset[int]], int]) -> int:
         """Return how many groups can be resident, given the bytes that the graph needs in addition to them."""

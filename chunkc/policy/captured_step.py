@@ -380,10 +380,14 @@ class Captured:
         return self.between_nbytes - self.caller_nbytes
 
     @property
+    def kept_nbytes(self) -> int:
+        """Bytes of these that are neither offloaded nor recomputed."""
+        return self.saved_nbytes - sum(saved.nbytes for saved in self.offloaded)
+
+    @property
     def other_graphs_nbytes(self) -> int:
         """Bytes that the model's other graphs hold meanwhile, if they save as much per parameter as this one."""
-        kept_nbytes = self.saved_nbytes - sum(saved.nbytes for saved in self.offloaded)
-        return math.ceil(max(0, kept_nbytes) * (1 / self.graph_fraction - 1))
+        return math.ceil(max(0, self.kept_nbytes) * (1 / self.graph_fraction - 1))
 
     @cached_property
     def between_nbytes(self) -> int:

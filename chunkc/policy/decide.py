@@ -178,9 +178,10 @@ def _choose_activations(
     """
     if context.activation_plan is not None:
         return decision(context)
+    step_fits, context = context.step_fits, replace(context, step_fits=False)
     layout, hardware, space = replace(now.layout, transient=context.transient), now.hardware, None
     kept: StepDecision | None = None
-    if now.activations == "auto" and may_keep(captured, layout, now.budget_nbytes):
+    if now.activations == "auto" and (step_fits or may_keep(captured, layout, now.budget_nbytes)):
         with suppress(BudgetError):
             kept = decision(replace(context, activation_plan=KEEP_ALL))
             if kept.planner_state.resident == allowed:  # no other plan can be quicker: none is made
@@ -189,7 +190,14 @@ def _choose_activations(
         sizes, with_shadow_copies = (now.budget_nbytes, external_nbytes), bool(context.undoable)
         consumed = frozenset(group for group, _ in context.updates) - context.undoable - layout.cut
         space = SearchSpace(
-            captured, layout, allowed, *sizes, hardware, consumed=consumed, with_shadow_copies=with_shadow_copies
+            captured,
+            layout,
+            allowed,
+            *sizes,
+            hardware,
+            consumed=consumed,
+            with_shadow_copies=with_shadow_copies,
+            step_fits=step_fits,
         )
 
     def decided(activation_plan: ActivationPlan) -> StepDecision:

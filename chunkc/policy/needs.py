@@ -201,4 +201,5 @@ class SessionNeeds:
         covers = ""
         if self.more_graphs_may_follow or num_graphs > 1:
             covers = "the graph compiled so far" if num_graphs == 1 else f"the {num_graphs} graphs compiled so far"
-        return error.covering(self._named_nbytes, covers, evaluates=evaluates, grown=grown)
+        keeps_values = activations == "keep" and not layout.cut  # ranks that train together have no other choice
+        return error.covering(self._named_nbytes, covers, evaluates=evaluates, grown=grown, keeps_values=keeps_values)

@@ -93,6 +93,8 @@ class PhaseContext:
         activation_plan: of the forward's saved values; None: yet to be decided.
         transient: resident groups without gradients before and after the phase: there are none, and the updates in the
             backward consume those that it makes. The plan may keep them all the same, where there is room.
+        step_fits: of an undecided activation plan: the step of all graphs fits with all saved values kept (see
+            `seen_steps`).
     """
 
     cold_backward: bool = False
@@ -103,6 +105,7 @@ class PhaseContext:
     kept_inputs: frozenset[str] = frozenset()
     activation_plan: ActivationPlan | None = None
     transient: frozenset[int] = frozenset()
+    step_fits: bool = False
 
     def applied_to(self, captured: Captured) -> Captured:
         """Return the form of a captured graph in this context."""

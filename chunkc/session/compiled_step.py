@@ -41,7 +41,14 @@ from chunkc.session.logs import log_plan
 from chunkc.session.rank_phases import Code, before_layers, phase_of_ranks
 from chunkc.session.residency import stay
 from chunkc.session.session import Session
-from chunkc.torch_private.engine import KEEPS_TANGENTS, hooks_of, keeps_graph, storage_use_count, tensor_use_count
+from chunkc.torch_private.engine import (
+    KEEPS_TANGENTS,
+    has_saved_tensor_hooks,
+    hooks_of,
+    keeps_graph,
+    storage_use_count,
+    tensor_use_count,
+)
 from chunkc.tracing.autograd_checks import Asked, NodeHooks, OutputHooks, asked_of
 from chunkc.tracing.steps import INPUTS, SizedStep, Steps
 
@@ -285,14 +292,21 @@ class CompiledGraph:
             return session.live.external_to_forward(step.captured, inputs)
 
         undecided = None if session.options.activations != "keep" else KEEP_ALL
+        is_seen = session.options.activations == "auto" and session.known.more_graphs_may_follow
+        layout, budget_nbytes = session.store.layout, session.budget_nbytes
+        step_fits = is_seen and session.seen.forward_begins(step.captured, layout, budget_nbytes)
 
         def plan() -> PlannedStep:
-            context = replace(self._phase_context(self._hooked()), activation_plan=undecided)
+            context = replace(self._phase_context(self._hooked()), activation_plan=undecided, step_fits=step_fits)
+            if self._keeps_for_hooks(step, context, lambda: external().forward_nbytes):
+                context = replace(context, activation_plan=KEEP_ALL, step_fits=False)
             return self._planned(FORWARD, step, lambda: external().forward_nbytes, context, external)
 
         planned = self._until_residents_stay(FORWARD, plan)
         self.captured = captured = step.captured
         activation_plan = planned.request.context.activation_plan or KEEP_ALL
+        if is_seen:
+            session.seen.forward_ran(captured, activation_plan, session.store.layout, planned.external_nbytes)
         saved = SavedValues(session.saved_room, activation_plan) if activation_plan else None
         own_nbytes = captured.forward.external_nbytes + captured.output_nbytes  # the previous call's outputs
         outputs = self._run(FORWARD, step, planned, arguments, saved, own_nbytes)
@@ -305,6 +319,18 @@ class CompiledGraph:
         else:
             session.in_backward.leave_forward(self._groups)
         return outputs
+
+    def _keeps_for_hooks(self, step: SizedStep, context: PhaseContext, external_now: Callable[[], int]) -> bool:
+        """Whether this forward keeps all that it saves, as hooks on saved tensors are to get the values: under "auto",
+        where that fits. A hook that copies, such as `save_on_cpu`, copies a stand-in and drops the value behind it.
+        """
+        if self.session.options.activations != "auto" or step.captured.backward is None or not has_saved_tensor_hooks():
+            return False
+        kept = replace(context, activation_plan=KEEP_ALL)
+        with suppress(BudgetError):
+            decide(self.session.planner_state, PhaseCalled(step.forms, external_now(), kept))
+            return True
+        return False
 
     def _given(self, gradients: Sequence[object]) -> None:
         """Watch gradients of outputs before AOTAutograd may copy them: originals that are alive in the backward are
@@ -374,6 +400,7 @@ class CompiledGraph:
             return planned
 
         planned = self._until_residents_stay(BACKWARD, plan)
+        session.seen.backward_ran(step.captured, planned.external_nbytes)
         hooked = planned.request.context.hooked
         gone_nbytes = session.planner_state.freed_nbytes(session.live.net_external_to_backward(captured, arguments))
         session.live.backward_begins(step.captured, arguments)

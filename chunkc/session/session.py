@@ -31,6 +31,7 @@ from chunkc.passes.rewrite.loss_tiles import Losses
 from chunkc.policy.live_values import RealValues
 from chunkc.policy.needs import SessionNeeds
 from chunkc.policy.plans import UpdatePlan
+from chunkc.policy.seen_steps import SeenSteps
 from chunkc.policy.state import Key, PlannerState
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.execution.executor import Executable
@@ -83,6 +84,7 @@ class Session:
         live: values of earlier calls.
         records: what runs have measured.
         known: what is known of the smallest budget.
+        seen: what is known of the other graphs of a step.
         update_plans: the latest plans of the optimizer's step, by what was asked for.
         keepers: the optimizers with states in chunks.
         modules: those that were placed, or called when a graph was compiled: what has its parameters. Held weakly.
@@ -117,6 +119,7 @@ class Session:
         self.live = RealValues(self.granule_nbytes)
         self.records = Records()
         self.known = SessionNeeds()
+        self.seen = SeenSteps()
         self.update_plans: Recent[Key, tuple[UpdatePlan, Executable]] = Recent(MAX_UPDATE_PLANS)
         self.keepers = StateKeepers(self.store)
         self.modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()

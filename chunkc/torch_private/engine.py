@@ -43,6 +43,11 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks get what this thread saves for a backward now (`torch.autograd.graph.saved_tensors_hooks`)."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 def current_node() -> Node | None:
     """Return the autograd node that this thread executes now; None if it executes none."""
     return torch._C._current_autograd_node()

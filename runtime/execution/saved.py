@@ -282,6 +282,7 @@ def saved_values(arguments: Iterable[object]) -> SavedValues | None:
     if buffer is None:
         raise UnsupportedError(
             "the forward's saved values are gone: hooks on saved tensors have copied and dropped the tensors that "
-            'stand for them in autograd\'s graph; use the option activations="keep"'
+            'stand for them in autograd\'s graph; use the option activations="keep", or under "auto" a larger '
+            "memory_budget: hooks get the values themselves where all are kept"
         )
     return buffer.saved

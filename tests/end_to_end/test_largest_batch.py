@@ -42,7 +42,7 @@ def check(name: str, codegen: str) -> None:
 
     def needs(size: int) -> int:
         batch = resized(case.batch(0), size)
-        return minimum_budget(case.build(), memory_budget=budget, codegen=codegen, **batch)
+        return minimum_budget(case.build(), memory_budget=budget, codegen=codegen, activations="keep", **batch)
 
     budget = 1 << 30
     budget = needs(2) * BUDGET_PERCENT // 100
@@ -50,7 +50,7 @@ def check(name: str, codegen: str) -> None:
     assert found >= 2
     assert needs(found) <= budget < needs(found + 1)
     placed = name not in UNPLACED
-    kwargs = {"memory_budget": budget, "codegen": codegen, "place": placed}
+    kwargs = {"memory_budget": budget, "codegen": codegen, "place": placed, "activations": "keep"}
     result = train(case_of_size(name, found), limit=placed, steps=2, **kwargs)
     assert (result.allocator_peak_nbytes if placed else result.predicted_peak_nbytes) <= budget
     error = refuse(case_of_size(name, found + 1), whole_graph="auto", **kwargs)

@@ -37,7 +37,8 @@ MLP_NBYTES = 1_500_000
 
 
 def explain(case: str, **options: Any) -> Explanation:
-    return chunkc.explain(CASES[case].build(), **CASES[case].batch(0), **options)
+    """The step that keeps all saved values, as `compile_case` does."""
+    return chunkc.explain(CASES[case].build(), **CASES[case].batch(0), **{"activations": "keep"} | options)
 
 
 def trained(name: str, **options: Any) -> tuple[chunkc.Report, dict[str, int]]:
@@ -145,8 +146,9 @@ def test_what_fits_whole_trains_in_segments_in_less() -> None:
 
 def test_minimum_budget_is_that_of_explain() -> None:
     case = CASES["frozen_mlp"]
-    found = minimum_budget(case.build(), **case.batch(0), memory_budget=1)
-    assert found == explain("frozen_mlp", memory_budget=1).minimum_budget_nbytes
+    for activations in ("keep", "auto"):
+        found = minimum_budget(case.build(), **case.batch(0), memory_budget=1, activations=activations)
+        assert found == explain("frozen_mlp", memory_budget=1, activations=activations).minimum_budget_nbytes
 
 
 def test_explained_inside_no_grad() -> None:

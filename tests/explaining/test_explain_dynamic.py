@@ -19,7 +19,7 @@ def explained(num_rows: int, *, dynamic: bool) -> Explanation:
     batch = {name: torch.zeros(num_rows, *value.shape[1:]) for name, value in case.batch(0).items()}
     for tensor in batch.values() if dynamic else ():
         torch._dynamo.mark_dynamic(tensor, 0)
-    return chunkc.explain(case.build(), memory_budget=BUDGET, hardware="cpu", **batch)
+    return chunkc.explain(case.build(), memory_budget=BUDGET, hardware="cpu", activations="keep", **batch)
 
 
 def non_model(explanation: Explanation) -> list[tuple[str, int]]:

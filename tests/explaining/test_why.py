@@ -41,7 +41,7 @@ def layers() -> nn.Sequential:
 
 def asked(why: str, budget: int = SMALL, model: nn.Module | None = None, **options: Any) -> Explanation:
     model = nn.Sequential(layers()) if model is None else model
-    settings = {"memory_budget": budget, "hardware": "cpu", "chunk_size": "260KiB", **options}
+    settings = {"memory_budget": budget, "hardware": "cpu", "chunk_size": "260KiB", "activations": "keep", **options}
     return chunkc.explain(model, torch.randn(512, 256), why=why, **settings)
 
 

@@ -52,13 +52,15 @@ def test_a_budget_error_says_what_its_minimum_holds_for() -> None:
 
 
 def test_a_budget_error_names_the_options_that_help_where_values_fill_the_peak() -> None:
-    def text(values_nbytes: int) -> str:
+    def text(values_nbytes: int, *, keeps_values: bool = False) -> str:
         contents = [("chunk param:3", 100), (errors.VALUES, values_nbytes)]
-        return str(errors.BudgetError(minimum_nbytes=2, budget_nbytes=1, moment="mm", module="", contents=contents))
+        error = errors.BudgetError(minimum_nbytes=2, budget_nbytes=1, moment="mm", module="", contents=contents)
+        return str(error.covering(2, "", keeps_values=keeps_values))
 
-    assert 'activations="auto"' in text(101)
+    assert 'activations="auto"' in text(101, keeps_values=True)
+    assert "activations=" not in text(101)  # the default is no remedy
     assert "loss_tile_rows" in text(101)
-    assert "activations=" not in text(100)
+    assert "values of the computation" not in text(100, keeps_values=True)
 
 
 WAYS = [lambda e: pickle.loads(pickle.dumps(e)), copy.copy, copy.deepcopy]

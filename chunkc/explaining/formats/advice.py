@@ -42,12 +42,12 @@ def _contents(explanation: Explanation) -> list[str]:
     lines = []
     if _large(kinds.get("activations", 0), total):
         checkpointing = ", and so does activation checkpointing (`--activation-checkpointing`)"
-        leaving = " `--activations auto` lets them leave between forward and backward."
+        leaving = " With `--activations auto`, the default, they leave between forward and backward."
         lines.append(
             f"Activations are {share(kinds['activations'], total)} of that peak: a smaller batch or a shorter sequence "
             "takes fewer (`--largest batch_size` finds the largest that fits)"
             f"{'' if explanation.activation_checkpointing else checkpointing}."
-            f"{'' if explanation.saved_at_home or explanation.saved_again else leaving}"
+            f"{leaving if explanation.activations == 'keep' and explanation.ranks is None else ''}"
         )
     if _large(kinds.get("temporaries", 0), total):
         where = f" in {explanation.peak.module}" if explanation.peak.module else ""

@@ -151,14 +151,17 @@ class TestAdvice:
         assert "220.00 MiB" in first
 
     def test_it_follows_what_fills_the_peak(self) -> None:
-        def words(**mib: int) -> str:
+        def words(option: str = "auto", **mib: int) -> str:
             contents = {f"{kind}: m": n * MIB for kind, n in mib.items()}
-            return " ".join(advice(not_fitting(peak=Peak("forward.0", "aten.mm", "head", contents)))[1:])
+            peak = Peak("forward.0", "aten.mm", "head", contents)
+            return " ".join(advice(not_fitting(peak=peak, activations=option))[1:])
 
         assert "activation checkpointing" in words(activations=90, temporaries=10)
         assert "aten.mm in head" in words(activations=10, temporaries=90)
         assert "chunk_size" in words(slots=90, activations=10)
         assert "Temporaries" not in words(slots=90, temporaries=10)
+        assert "--activations auto" in words("keep", activations=90)
+        assert "--activations auto" not in words(activations=90)
 
     def test_a_host_too_small_is_told_of_the_disk(self) -> None:
         (only,) = advice(small(host_fits=False, host_memory_nbytes=64 * MIB, disk_nbytes=0))
