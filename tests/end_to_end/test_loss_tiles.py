@@ -150,7 +150,7 @@ def test_where_everything_fits_the_graph_is_whole(codegen: str) -> None:
 def test_explain_knows_it() -> None:
     least = least_nbytes("plain", loss_tile_rows=ROWS)
     model, ids = CASES["plain"].build(0), words(0)["ids"]
-    options = {"memory_budget": TINY, "codegen": "eager", "whole_graph": "never"}
+    options = {"memory_budget": TINY, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
     explained = chunkc.explain(model, ids, loss_tile_rows=ROWS, **options)
     assert explained.minimum_budget_nbytes == least
     _, compiled = compile_case(CASES["plain"], memory_budget=least, loss_tile_rows=ROWS, activations="rerun")
