@@ -295,7 +295,10 @@ def scans_and_sorts(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0))
     yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0), out_int32=True)
     yield call(aten.histc.default, torch.rand(1000), 16, 0.0, 1.0)
-    yield call(aten.histc.default, torch.rand(1000), 16)
+    for x in (*layouts(torch.float32, 1, 5), *layouts(torch.float32, 70, 80), torch.rand(100, 10)[:, ::2]):
+        for bins in (1, 16, 600):
+            yield call(aten.histc.default, x, bins)
+            yield call(aten.histc.default, x, bins, 0.0, 1.0)
     yield call(aten.diff.default, torch.randn(6, 50).to(dtype))
     yield call(aten.tril_indices.default, 5, 5)
 
@@ -447,7 +450,12 @@ def lookups(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten._unsafe_masked_index_put_accumulate.default, table, mask, [ids], values)
     bags, ends = torch.randint(50, (30,)), torch.tensor([0, 10, 20])
     for mode in (0, 1, 2):
-        yield call(aten._embedding_bag.default, table, bags, ends, False, mode)
+        for padding in (-1, 3):
+            yield call(aten._embedding_bag.default, table, bags, ends, False, mode, padding_idx=padding)
+            if not mode:
+                weights = torch.rand(30).to(dtype)
+                args = (table, bags, ends, False, mode, False, weights, False, padding)
+                yield call(aten._embedding_bag.default, *args)
         yield call(aten._embedding_bag_forward_only.default, table, bags, ends, False, mode)
         for ids, begin in ((bags, ends), (torch.randint(50, (600,)), torch.arange(0, 600, 6))):
             out, owner, sizes, largest = aten._embedding_bag.default(table, ids, begin, False, mode)
@@ -473,6 +481,12 @@ def losses(dtype: torch.dtype) -> Iterator[Call]:
                 yield call(
                     aten.nll_loss_backward.default, torch.ones_like(loss), logits, labels, weight, how, -100, total
                 )
+                row = logits[0] if how else logits[:, 0]
+                yield call(aten.nll_loss_forward.default, row, labels[0], weight if how else None, how, -100)
+        for weights in (None, torch.rand(50, 24).to(dtype)):
+            for how in (0, 1):
+                args = (logits, logits, None, weights, how)
+                yield call(aten.binary_cross_entropy_with_logits.default, *args)
         yield call(aten.mse_loss_backward.default, torch.ones(()).to(dtype), logits, logits, 1)
         yield call(aten.smooth_l1_loss_backward.default, torch.ones(()).to(dtype), logits, logits, 1, 1.0)
         yield call(aten.huber_loss_backward.default, torch.ones(()).to(dtype), logits, logits, 1, 1.0)
@@ -498,6 +512,12 @@ def losses(dtype: torch.dtype) -> Iterator[Call]:
     spoken = torch.randn(20, 2, 8).log_softmax(-1)
     targets, lengths, sizes = torch.randint(1, 8, (2, 5)), torch.tensor([20, 18]), torch.tensor([5, 4])
     yield call(aten._ctc_loss.default, spoken, targets, lengths.tolist(), sizes.tolist())
+    for kind in (torch.int64, torch.int32):
+        for long, short in ((lengths.to(kind), sizes.to(kind)), torch.stack([lengths, sizes], 1).to(kind).unbind(1)):
+            loss, alpha = aten._ctc_loss.Tensor(spoken, targets, long, short)
+            yield call(aten._ctc_loss.Tensor, spoken, targets, long, short)
+            args = (torch.ones(2), spoken, targets, long, short, loss, alpha, 0)
+            yield call(aten._ctc_loss_backward.Tensor, *args)
     yield call(aten._cdist_forward.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6), 2.0, None)
     yield call(aten._cdist_forward.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6), 1.0, None)
     yield call(aten._euclidean_dist.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6))
@@ -545,6 +565,18 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
             for y in (grad, grad.to(memory_format=torch.channels_last)):
                 for training in (True, False):
                     args = (y, x, weight, *running, mean, rstd, training, 1e-5, [True, True, True])
+                    yield call(aten.native_batch_norm_backward.default, *args)
+    for size in ((4, 8), (3, 2, 4), (1, 2, 3), (3, 8, 4, 5)):
+        x, grad, row = (
+            torch.randn(*size, 2).to(dtype)[..., 0],
+            torch.randn(size).to(dtype),
+            torch.ones(size[1]).to(dtype),
+        )
+        for weight, bias in ((row, row), (None, None)):
+            for training in (True, False):
+                for y in (x, grad):
+                    yield call(aten.native_batch_norm.default, y, weight, bias, row, row, training, 0.1, 1e-5)
+                    args = (grad, y, weight, row, row, row, row, training, 1e-5, [True, True, True])
                     yield call(aten.native_batch_norm_backward.default, *args)
     for x in layouts(dtype, 24, 40):
         yield call(aten._fused_rms_norm.default, x, [40], torch.ones(40).to(dtype), 1e-5)
@@ -668,7 +700,9 @@ def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
         square = torch.randn(*batch, 8, 8)
         definite = square @ square.mT + 8 * torch.eye(8)
         right = torch.randn(*batch, 8, 2)
-        yield call(aten.linalg_cholesky_ex.default, definite)
+        for upper in (False, True):
+            yield call(aten.linalg_cholesky_ex.default, definite, upper=upper)
+            yield call(aten.linalg_cholesky_ex.default, torch.stack([definite] * 2, -1)[..., 0], upper=upper)
         yield call(aten.linalg_inv_ex.default, definite)
         yield call(aten.linalg_lu_factor_ex.default, definite)
         yield call(aten.linalg_qr.default, square)
@@ -868,6 +902,10 @@ def steps_of_one_operator(dtype: torch.dtype) -> Iterator[Call]:
     for x in (image, image.contiguous(memory_format=torch.channels_last)):
         yield call(aten._batch_norm_with_update_functional.default, x, *per_channel, 0.1, 1e-5)
     rows, offsets = torch.rand(100, 8).to(dtype), torch.arange(0, 101, 5)
+    for x in (rows[:, 0].clone(), rows[:, 0], rows):
+        for lengths in (torch.full((20,), 5), torch.full((20, 2), 5)[:, 0], torch.full((1,), 100)):
+            yield call(aten.segment_reduce.default, x, "max", lengths=lengths)
+        yield call(aten.segment_reduce.default, x, "max", offsets=torch.stack([offsets, offsets], 1)[:, 0])
     for reduce in ("sum", "mean", "max"):
         reduced = aten.segment_reduce.default(rows, reduce, offsets=offsets)
         yield call(aten._segment_reduce_backward.default, reduced, reduced, rows, reduce, offsets=offsets)

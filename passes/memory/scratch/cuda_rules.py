@@ -124,6 +124,12 @@ def loss(call: Call) -> list[int]:
     return [max(nbytes_of(tensor) for tensor in call.inputs), *results, *reduction(call), *contiguous(call)]
 
 
+def logits_loss(call: Call) -> list[int]:
+    """`Loss.cpp`: `binary_cross_entropy_with_logits` with weights of positives makes a weight for each logit."""
+    weighted = [] if call.arguments["pos_weight"] is None else [nbytes_of(call.tensor("self"))] * 2
+    return [*loss(call), *weighted]
+
+
 def contiguous(call: Call) -> list[int]:
     """`SoftMax.cu`, `NLLLoss2d.cu`, the pooling, padding and upsampling kernels: copies of operands that are not
     contiguous."""
@@ -247,12 +253,13 @@ def group_norm_backward(call: Call) -> list[int]:
 
 def batch_norm(call: Call) -> list[int]:
     """`Normalization.cu`, `Normalization.cuh`: in training, where channels come last, four fp32 sums per channel of
-    each row of blocks, and semaphores; else nothing, but for copies of images with gaps."""
+    each row of blocks, and semaphores; else nothing, but for copies of images with gaps, and numbers in place of absent parameters."""
     if _may_be_cudnn_s(call):
         return cudnn_batch_norm(call)
     image = call.tensor("input")
     trains = call.arguments.get("training", not call.name.endswith("no_training"))
-    return [*_copies_of_odd(call), *(_staged(image, 4) if trains and _channels_come_last(image) else [])]
+    absent = [8 for name in ("weight", "bias") if call.arguments[name] is None]
+    return [*_copies_of_odd(call), *absent, *(_staged(image, 4) if trains and _channels_come_last(image) else [])]
 
 
 def batch_norm_backward(call: Call) -> list[int]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chunkc.passes.memory.scratch.copies import copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.products import gemm_nbytes
-from chunkc.passes.memory.scratch.rules import Call
+from chunkc.passes.memory.scratch.rules import Call, triangle_rule
 
 _SLACK_NBYTES = 512
 _WORK_OF_QR = 97
@@ -32,8 +32,8 @@ def copy_and_pivots_rule(call: Call) -> int:
 
 
 def cholesky_factor_rule(call: Call) -> int:
-    """Count `linalg_cholesky_ex`: a copy of the result if strides do not tell rows from columns."""
-    return nbytes_of(call["self"]) if 1 in call["self"].shape[-2:] else 0
+    """Count `linalg_cholesky_ex`: a triangle; a copy of the result if strides do not tell rows from columns."""
+    return triangle_rule(call) + (nbytes_of(call["self"]) if 1 in call["self"].shape[-2:] else 0)
 
 
 def check_rule(call: Call) -> int:

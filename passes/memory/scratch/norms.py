@@ -61,7 +61,8 @@ def _format(source: Tensor) -> str:
 
 
 def batch_norm_rule(call: Call) -> int:
-    """Count a factor and an offset per channel; and sums per thread, if channels are innermost."""
+    """Count a factor and an offset per channel; and sums per thread, if channels are innermost. Of other strides, a
+    number that is divided by or added, and one in place of each absent parameter."""
     source, channels = call["input"], call["input"].shape[1]
     statistics = _statistics_itemsize(call)
     factors = 2 * channels * max(4, statistics)
@@ -71,7 +72,10 @@ def batch_norm_rule(call: Call) -> int:
         return factors + (nbytes_of(source, 4) + 4 if source.dtype in LOW_PRECISION else 2 * statistics)  # a bound
     if form == "strided":
         low = nbytes_of(source, 4) if source.dtype in LOW_PRECISION else 0
-        return low + channels * 4 if training and low else 0 if training else 3 * channels * statistics
+        absent = (call["weight"] is None) + (call["bias"] is None)
+        if training:
+            return low + channels * 4 if low else max(0, 12 - channels * statistics, absent * statistics)
+        return max(3 * channels * statistics, channels * statistics + 12)
     if form == "contiguous" or not training:
         return factors
     sums = call.num_threads * channels * max(4, source.itemsize)
@@ -102,11 +106,14 @@ def group_norm_backward_outputs(call: Call) -> dict[int, int]:
 
 
 def batch_norm_backward_rule(call: Call) -> int:
-    """Count a second gradient of the input if formats agree, else sums of the gradient."""
+    """Count a second gradient of the input if formats agree, and then, with channels innermost, sums per thread and
+    what the parameters become; else sums of the gradient."""
     source, grad = call["input"], call["grad_out"]
-    if _format(source) == _format(grad) != "strided":
-        return nbytes_of(source)
-    channels = source.shape[1]
+    channels, form = source.shape[1], _format(source)
+    if form == _format(grad) != "strided":
+        is_low = any(t is not None and t.dtype in LOW_PRECISION for t in (call["weight"], call["running_mean"]))
+        num_rows = 2 * call.num_threads + (3 if is_low else (not call["train"]) + (call["weight"] is None))
+        return max(nbytes_of(source), num_rows * channels * max(4, source.itemsize) if form == "channels last" else 0)
     sums = channels * source.itemsize
     reduced = {dim for dim in range(grad.dim()) if dim != 1}
     if grad.dtype in LOW_PRECISION and reduces_two_inner_dimensions(grad, reduced):
@@ -121,9 +128,10 @@ def rms_norm_rule(call: Call) -> int:
 
 
 def nll_loss_rule(call: Call) -> int:
-    """Count contiguous copies of weights and targets; and of logits, if losses are summed."""
+    """Count contiguous copies of weights and targets; and of logits, if losses are summed, or of one row."""
     copies = _strided_nbytes(call.arguments.get("weight"), call["target"])
-    return copies + (contiguous_copy_nbytes(call["self"]) if call["reduction"] != 0 else 0)
+    in_place = call["reduction"] == 0 and call["self"].dim() > 1
+    return copies + (0 if in_place else contiguous_copy_nbytes(call["self"]))
 
 
 def nll_loss_backward_rule(call: Call) -> int:
@@ -150,6 +158,15 @@ def loss_rule(call: Call) -> int:
     return pointwise_rule(call) + 2 * widest + 64
 
 
+def logits_loss_rule(call: Call) -> int:
+    """Bound `binary_cross_entropy_with_logits`: two temporaries, contiguous logits, weights less one."""
+    logits, weight = call["self"], call["pos_weight"]
+    itemsize = max(4 if call["reduction"] else 2, *(t.itemsize for t in call.tensors))
+    temporaries = 2 * nbytes_of(logits, itemsize) + 64
+    copies = contiguous_copy_nbytes(logits) + (0 if weight is None else nbytes_of(weight))
+    return pointwise_rule(call) + temporaries + copies
+
+
 def cross_entropy_backward_rule(call: Call) -> int:
     """Count `binary_cross_entropy_backward`: the number by which a mean divides."""
     if call["reduction"] != 1:
@@ -157,9 +174,15 @@ def cross_entropy_backward_rule(call: Call) -> int:
     return 8 + (call.outputs[0].itemsize if call.outputs[0].dtype != torch.float64 else 0)
 
 
+def ctc_rule(call: Call) -> int:
+    """Count lengths as contiguous 64-bit integers."""
+    lengths = [t for t in (call["input_lengths"], call["target_lengths"]) if isinstance(t, Tensor)]
+    return sum(nbytes_of(t, 8) for t in lengths if t.dtype != torch.int64 or not t.is_contiguous())
+
+
 def ctc_backward_rule(call: Call) -> int:
     """Count probabilities along the alignments, backwards."""
-    return nbytes_of(call["log_alpha"])
+    return ctc_rule(call) + nbytes_of(call["log_alpha"])
 
 
 def embedding_bag_outputs(call: Call) -> dict[int, int]:
@@ -168,9 +191,15 @@ def embedding_bag_outputs(call: Call) -> dict[int, int]:
 
 
 def embedding_bag_rule(call: Call) -> int:
-    """Bound the bytes of the indices' bags, and of the bags' numbers of rows."""
+    """Bound the bytes of the indices' bags, and of the bags' numbers of rows and sums in float32; sums without padding
+    need none."""
     indices, bags = call["indices"], call["offsets"].shape[0]
-    return 0 if call["mode"] == 0 and _strided_nbytes(*call.tensors) == 0 else nbytes_of(indices, 8) + 16 * bags + 64
+    is_cast = call["weight"].dtype != torch.float32 and call["per_sample_weights"] is not None
+    is_fast = call["mode"] == 0 and call["padding_idx"] < 0 and call["weight"].dtype != torch.float64 and not is_cast
+    if is_fast and _strided_nbytes(*call.tensors) == 0:
+        return 0
+    sums = 4 * (bags + 1) * call["weight"].shape[1] if call["weight"].dtype in LOW_PRECISION else 0
+    return nbytes_of(indices, 8) + 16 * bags + 64 + sums
 
 
 def embedding_bag_weights_rule(call: Call) -> int:

@@ -122,8 +122,8 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(rules.nothing_rule),
         """
         _efficientzerotensor _pdist_forward _pdist_backward _conj_physical
-        linalg_lu_factor_ex _ctc_loss
-        _logcumsumexp _standard_gamma_grad _dirichlet_grad segment_reduce
+        linalg_lu_factor_ex
+        _logcumsumexp _standard_gamma_grad _dirichlet_grad
         block_diag _reshape_alias put normal_functional random poisson _standard_gamma binomial
         rrelu_with_noise_backward prims::iota prims::convert_element_type prims::rev prims::where
         prims::device_put prims::normal prims::cat prims::empty_strided prims::empty_permuted prims::full_like
@@ -233,6 +233,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(reductions.renorm_rule), "renorm"),
     (Operator(reductions.logsumexp_rule, cuda_rules.loss), "logsumexp"),
     (Operator(reductions.histogram_rule, cuda_rules.histogram), "histc"),
+    (Operator(reductions.segments_rule), "segment_reduce"),
     # --- norms, softmax, losses ---
     (
         Operator(norms.joint_contiguous_rule, cuda_rules.contiguous),
@@ -259,8 +260,11 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(norms.loss_rule, cuda_rules.loss, inexact=exceptions.STEPS),
         """
         mse_loss huber_loss smooth_l1_loss soft_margin_loss binary_cross_entropy
-        binary_cross_entropy_with_logits
         """,
+    ),
+    (
+        Operator(norms.logits_loss_rule, cuda_rules.logits_loss, inexact=exceptions.STEPS),
+        "binary_cross_entropy_with_logits",
     ),
     (Operator(norms.loss_rule, cuda_rules.results_twice, inexact=exceptions.STEPS), "soft_margin_loss_backward"),
     (
@@ -280,6 +284,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(norms.group_norm_rule, cuda_rules.group_norm, outputs=norms.norm_outputs), "native_group_norm"),
     (Operator(norms.rms_norm_rule, cuda_rules.contiguous, inexact=exceptions.STEPS), "_fused_rms_norm"),
     (Operator(norms.cross_entropy_backward_rule, cuda_rules.contiguous), "binary_cross_entropy_backward"),
+    (Operator(norms.ctc_rule), "_ctc_loss"),
     (Operator(norms.ctc_backward_rule), "_ctc_loss_backward"),
     (Operator(norms.weight_norm_rule), "_weight_norm_interface"),
     (Operator(norms.weight_norm_backward_rule), "_weight_norm_interface_backward"),

@@ -142,9 +142,21 @@ def kthvalue_rule(call: Call) -> int:
 
 
 def histogram_rule(call: Call) -> int:
-    """Count the edges, and counts per thread."""
-    itemsize = call["self"].itemsize
-    return (call["bins"] + 1) * itemsize + call.num_threads * call["bins"] * itemsize
+    """Count `histc`: all in one dimension, edges, and counts per thread; before, without a range, a contiguous copy and
+    its two ends."""
+    source, counts = call["self"], nbytes_of(call.outputs[0])
+    copy = contiguous_copy_nbytes(source)
+    looking = copy + 2 * source.itemsize if call["min"] == call["max"] else 0
+    counting = counts + source.itemsize + max(looking, call.num_threads * counts)
+    return counting if _is_flat(source) else max(copy - counts, nbytes_of(source) + counting)
+
+
+def segments_rule(call: Call) -> int:
+    """Count contiguous copies for `segment_reduce`; between these, and before the result, lengths summed up."""
+    lengths = call["lengths"]
+    checking = 0 if lengths is None or call["unsafe"] else 8 + 9 * max(1, lengths.numel() // max(1, lengths.shape[-1]))
+    copies = contiguous_copy_nbytes(lengths, call["offsets"])
+    return contiguous_copy_nbytes(call["data"]) + max(copies, checking - nbytes_of(call.outputs[0]))
 
 
 def renorm_rule(call: Call) -> int:
