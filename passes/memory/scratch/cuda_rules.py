@@ -125,9 +125,9 @@ def loss(call: Call) -> list[int]:
 
 
 def logits_loss(call: Call) -> list[int]:
-    """`Loss.cpp`: `binary_cross_entropy_with_logits` with weights of positives makes a weight for each logit."""
-    weighted = [] if call.arguments["pos_weight"] is None else [nbytes_of(call.tensor("self"))] * 2
-    return [*loss(call), *weighted]
+    """`Loss.cpp`: `binary_cross_entropy_with_logits` adds two terms, and may make a weight for each logit."""
+    more = [nbytes_of(call.tensor("self"))] * (1 if call.arguments["pos_weight"] is None else 2)
+    return [*loss(call), *more]
 
 
 def contiguous(call: Call) -> list[int]:
