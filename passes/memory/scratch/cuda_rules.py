@@ -253,7 +253,8 @@ def group_norm_backward(call: Call) -> list[int]:
 
 def batch_norm(call: Call) -> list[int]:
     """`Normalization.cu`, `Normalization.cuh`: in training, where channels come last, four fp32 sums per channel of
-    each row of blocks, and semaphores; else nothing, but for copies of images with gaps, and numbers in place of absent parameters."""
+    each row of blocks, and semaphores; copies of images with gaps; numbers in place of absent
+    parameters."""
     if _may_be_cudnn_s(call):
         return cudnn_batch_norm(call)
     image = call.tensor("input")
