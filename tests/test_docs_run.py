@@ -89,8 +89,7 @@ def test_commands(
 @pytest.mark.parametrize(("folder", "block"), PROGRAMS, indirect=["folder"])
 def test_programs(folder: Path, block: Block) -> None:
     assert block.file_name is not None
-    command = [sys.executable, block.file_name]
-    check(block, printed_by(subprocess.run(command, cwd=folder, env=surroundings(), text=True, capture_output=True)))
+    check(block, printed_by(forked.run(folder / block.file_name, folder=folder, environment=surroundings())))
 
 
 def test_something_of_each_kind_is_run() -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from fault_cases import CASE, small_budget, train_steps
@@ -22,7 +23,7 @@ pytestmark = [
 
 
 SCRIPT = """
-import os, sys, time, torch, chunkc
+import os, signal, sys, torch, chunkc
 from torch import nn
 
 class Stack(nn.Module):
@@ -53,8 +54,8 @@ compiled(torch.ones(4, 64))  # a step is under way
 if ending == "exception":
     raise ZeroDivisionError("oops")
 if ending == "kill":
-    print("ready", flush=True)
-    time.sleep(60)
+    assert os.listdir(directory) == []  # not even while it runs
+    os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
@@ -63,24 +64,20 @@ if ending == "kill":
     "ending", [*(pytest.param(way, marks=pytest.mark.slow) for way in ("exit", "exception")), "kill"]
 )
 def test_no_file_is_left_behind(ending: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), ending]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        if ending == "kill":
-            assert process.stdout is not None
-            ready = process.stdout.readline()
-            assert list(tmp_path.iterdir()) == []  # not even while it runs
-            process.send_signal(signal.SIGKILL)
-            assert ready == "ready\n", process.stderr and process.stderr.read()
-        _, errors = process.communicate(timeout=60)
-    finally:
-        process.kill()
-    assert process.returncode == {"exit": 0, "exception": 1, "kill": -signal.SIGKILL}[ending], errors
+    program, directory = tmp_path / "program.py", tmp_path / "home"
+    program.write_text(SCRIPT)
+    directory.mkdir()
+    if ending == "kill":
+        done = forked.run(program, directory, ending)
+    else:  # the interpreter itself ends
+        command = [sys.executable, str(program), str(directory), ending]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == {"exit": 0, "exception": 1, "kill": -signal.SIGKILL}[ending], done.stderr
     if ending == "exception":
-        assert errors.rstrip().endswith("ZeroDivisionError: oops")
+        assert done.stderr.rstrip().endswith("ZeroDivisionError: oops")
     if ending == "exit":
-        assert "Traceback" not in errors
-    assert list(tmp_path.iterdir()) == []
+        assert "Traceback" not in done.stderr
+    assert list(directory.iterdir()) == []
 
 
 def test_a_model_that_is_forgotten_gives_its_disk_space_back(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import gc
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,10 +74,12 @@ def _random_delays() -> CpuTier:
 
 TIERS: Mapping[str, Callable[[], CpuTier] | None] = {"prompt": None, "late": LateTier, "random": _random_delays}
 
+CODEGENS = ("eager", "inductor")
+
 AXES = (
     tuple(MODELS),
     ("cpu", "disk"),
-    ("eager", "inductor"),
+    CODEGENS,
     (0, 30, 60, 100),
     ("keep", "auto", "offload", "rerun"),
     tuple(UPDATES),
@@ -121,14 +123,40 @@ def sample() -> Iterator[Cell]:
 CELLS = list(sample())
 
 
-@pytest.mark.quick(2, second=11)
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.codegen == "eager"], ids=str)
+def tiers(codegen: str, models: Collection[str], *, quick: int) -> list[Any]:
+    """Sort the cells of a code generator into tiers. Few are in the quick tests and the second tier, of `models` alone:
+    each has the most values that no cell before it has, until every value of every other axis is in one of them."""
+    cells, chosen = [cell for cell in CELLS if cell.codegen == codegen], list[Cell]()
+    others = [axis for axis in range(1, len(AXES)) if AXES[axis] != CODEGENS]
+    missing = {(axis, value) for axis in others for value in AXES[axis]}
+    candidates = [cell for cell in cells if cell.model in models]
+    while missing:
+        cell = max(candidates, key=lambda cell: len(missing & set(enumerate(cell))))
+        chosen.append(cell)
+        missing -= set(enumerate(cell))
+    marks = {cell: [] if number < quick else [pytest.mark.second_tier] for number, cell in enumerate(chosen)}
+    return [pytest.param(cell, marks=marks.get(cell, [pytest.mark.slow]), id=str(cell)) for cell in cells]
+
+
+TIGHT_GENERATED = next(cell for cell in CELLS if cell[:4] == ("byte_gpt", "cpu", "inductor", 0))
+"""In the second tier: a model that Inductor compiles quickly, in its smallest budget."""
+
+QUICKLY_TRACED = ("byte_gpt", "dropout", "gpt2_dropout", "llama_tied", "frozen_mlp", "odd_layouts", "convnet")
+
+
+@pytest.mark.parametrize("cell", tiers("eager", QUICKLY_TRACED, quick=2))
 def test_eager_segments_train_to_the_same_bits_within_every_budget(cell: Cell, tmp_path: Path) -> None:
     check(cell, tmp_path)
 
 
-@pytest.mark.quick(0, second=1)
-@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell.codegen == "inductor"], ids=str)
+@pytest.mark.parametrize(
+    "cell",
+    [
+        pytest.param(cell, marks=pytest.mark.second_tier if cell == TIGHT_GENERATED else pytest.mark.slow, id=str(cell))
+        for cell in CELLS
+        if cell.codegen == "inductor"
+    ],
+)
 def test_generated_segments_train_to_the_same_bits_within_every_budget(cell: Cell, tmp_path: Path) -> None:
     check(cell, tmp_path)
 
@@ -184,9 +212,18 @@ def smallest_nbytes(
     )
 
 
-@pytest.mark.quick(1, second=2)
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-@pytest.mark.parametrize("model", DEEP)
+@pytest.mark.parametrize(
+    ("model", "codegen"),
+    [
+        pytest.param(
+            model,
+            codegen,
+            marks=pytest.mark.second_tier if (model, codegen) == ("deep_gpt", "eager") else pytest.mark.slow,
+        )
+        for model in DEEP
+        for codegen in CODEGENS
+    ],
+)
 def test_half_of_the_memory_is_enough(model: str, codegen: str) -> None:
     """The cells above mean something: the smallest budgets are well below that of a model that keeps all its values."""
     kept = smallest_nbytes(model, codegen, "keep")

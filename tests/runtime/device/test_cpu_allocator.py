@@ -12,6 +12,7 @@ import sys
 import threading
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -31,10 +32,10 @@ def allocate(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **environment}
-    )
+def run_python(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    program = folder / "program.py"
+    program.write_text(code)
+    return forked.run(program, environment={**os.environ, **environment})
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 1001, 1 << 20])
@@ -213,7 +214,7 @@ def test_resizing_a_storage_in_place_is_followed() -> None:
 
 
 @pytest.mark.second_tier
-def test_memory_from_before_install_is_neither_charged_nor_uncharged() -> None:
+def test_memory_from_before_install_is_neither_charged_nor_uncharged(tmp_path: Path) -> None:
     outcome = run_python(
         "import torch\n"
         "from chunkc.runtime.device import cpu_allocator as meter\n"
@@ -225,7 +226,8 @@ def test_memory_from_before_install_is_neither_charged_nor_uncharged() -> None:
         "assert meter.current_nbytes() == 40, meter.current_nbytes()\n"
         "del old\n"
         "assert meter.current_nbytes() == 40, meter.current_nbytes()\n"
-        "outlives_everything = new\n"
+        "outlives_everything = new\n",
+        tmp_path,
     )
     assert outcome.returncode == 0, outcome.stderr
 
@@ -249,6 +251,7 @@ def test_ninja_is_found_beside_python_when_the_environment_is_not_activated(tmp_
         "    import torch.utils.cpp_extension as extension\n"
         "    assert extension.is_ninja_available()\n"
         "assert os.environ['PATH'] == path\n",
+        tmp_path,
         PATH=str(tmp_path),
     )
     assert outcome.returncode == 0, outcome.stderr
@@ -288,5 +291,5 @@ def test_a_lock_that_a_killed_process_left_is_removed(tmp_path: Path) -> None:
         "meter.install()\n"
         "assert not list(folder.glob('*/lock'))\n"
     )
-    outcome = run_python(script, TORCH_EXTENSIONS_DIR=str(tmp_path))
+    outcome = run_python(script, tmp_path, TORCH_EXTENSIONS_DIR=str(tmp_path))
     assert outcome.returncode == 0, outcome.stderr

@@ -6,12 +6,12 @@ import errno
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from runtime_helpers import MIB, open_fds, random_bytes
@@ -130,17 +130,16 @@ def test_no_file_is_to_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.second_tier
 def test_no_file_is_left_after_sigkill(tmp_path: Path) -> None:
     script = (
-        "import sys, time, torch; from chunkc.runtime.storage.homes import open_home\n"
+        "import os, signal, sys, torch; from chunkc.runtime.storage.homes import open_home\n"
         "home = open_home('disk:' + sys.argv[1]); region = home.allocate(1 << 20)\n"
         "home.tensor(region, torch.uint8, (1 << 20,), (1,), 0).fill_(1)\n"
-        "print('ready', flush=True); time.sleep(60)"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script, tmp_path], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        process.kill()
-        assert process.wait(10) == -signal.SIGKILL
-    assert list(tmp_path.iterdir()) == []
+    program, directory = tmp_path / "program.py", tmp_path / "home"
+    program.write_text(script)
+    directory.mkdir()
+    assert forked.run(program, directory).returncode == -signal.SIGKILL
+    assert list(directory.iterdir()) == []
 
 
 @pytest.fixture

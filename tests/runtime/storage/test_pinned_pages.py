@@ -4,10 +4,9 @@ and to be near the GPU."""
 from __future__ import annotations
 
 import logging
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from fake_gpu import FakeGpu
 
@@ -82,7 +81,7 @@ def test_a_device_s_node_is_what_the_system_says(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.second_tier
 @pytest.mark.skipif(not NUMA_MAPS.exists(), reason="this kernel knows of no nodes")
-def test_what_numactl_has_chosen_stays() -> None:
+def test_what_numactl_has_chosen_stays(tmp_path: Path) -> None:
     script = """
 import ctypes, mmap
 from chunkc.runtime.device import numa
@@ -91,4 +90,7 @@ assert numa._syscall(SET_MEMPOLICY, INTERLEAVE, ctypes.byref(ctypes.c_uint64(1))
 memory = mmap.mmap(-1, 1 << 20)
 assert not numa.prefer_node(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1 << 20, 0)
 """
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
+    program = tmp_path / "program.py"
+    program.write_text(script)
+    done = forked.run(program)
+    assert done.returncode == 0, done.stderr
