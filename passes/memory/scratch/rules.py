@@ -15,7 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.memory.scratch.convolution import Operands, convolution_backward_nbytes, convolution_nbytes, operands
+from chunkc.passes.memory.scratch.convolution import (
+    Convolution,
+    convolution_backward_nbytes,
+    convolution_nbytes,
+    read_convolution,
+)
 from chunkc.passes.memory.scratch.copies import contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import common_dtype, number_dtype, number_nbytes, numbers_in
 from chunkc.passes.memory.scratch.products import (
@@ -347,8 +352,8 @@ def attention_backward_rule(call: Call) -> int:
     return attention_backward_nbytes(call["grad_out"], call["query"], call["key"], call.num_threads)
 
 
-def _convolution(call: Call, result: Tensor, *, bias: bool) -> Operands:
-    return operands(
+def _convolution(call: Call, result: Tensor, *, bias: bool) -> Convolution:
+    return read_convolution(
         call["input"],
         call["weight"],
         result.shape,

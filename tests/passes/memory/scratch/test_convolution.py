@@ -1,5 +1,5 @@
 """Convolutions and their backwards against the allocator: exact where ATen computes; of oneDNN's never less, and at
-most twice what those of models take."""
+most twice what those of models take in float32 with AVX-512."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ MODELS = {
 def most(name: str, dtype: torch.dtype, num_threads: int) -> float | None:
     """How many times the truth may be predicted.
 
-    With AVX-512, float32 is within two times; with AVX2 within three and a half, but for first layers, volumes and
-    transposed ones. In bfloat16, oneDNN divides filters' gradients among threads in ways that are bounded, not known.
+    With AVX-512, float32 is within two times. In bfloat16 and with AVX2, oneDNN divides filters' gradients among
+    threads in ways that are bounded, not known.
     """
     if dtype == BF16:
         known = onednn.multiplies_bfloat16() and not onednn.multiplies_tiles()
-        return (3 if num_threads < 4 else 5) if known else None
-    loose = ("colours", "patches", "volume", "grown", "generator")
+        return (4 if num_threads < 4 else 6) if known else None
+    loose = ("colours", "patches", "volume", "grown", "generator", "grouped")
     if onednn.uses_avx512():
         return 2.1
-    return 3.5 if onednn.uses_avx2() and not any(word in name for word in loose) else None
+    return 5 if onednn.uses_avx2() and not any(word in name for word in loose) else None
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["plain", "channels last"])
@@ -112,6 +112,30 @@ def test_never_too_little_for_any_shape(seed: int, dtype: torch.dtype) -> None:
     for index, shape in enumerate(some_shapes(seed, 60)):
         torch.set_num_threads(1 + index % 4)
         check_both(shape, bias=index % 3 == 0, dtype=dtype, channels_last=index % 2 == 1)
+
+
+FORMERLY_TOO_LITTLE = {
+    "groups, more gaps than image": (Shape(1, 512, 128, 2, 2, padding=1, groups=16, dilation=2), 1, False),
+    "groups, filters larger than the image": (
+        Shape(2, 224, 224, 4, 5, stride=2, padding=2, groups=4), 3, False
+    ),
+    "one channel of a transposed one": (Shape(2, 16, 1, 3, 3, stride=2, transposed=True), 3, True),
+    "blocks that threads share": (Shape(1, 96, 256, 28, 3, padding=1), 3, True),
+    "volume, strided": (Shape(4, 96, 192, 14, 2, stride=2, dimensions=3), 1, False),
+    "few positions": (Shape(2, 64, 384, 14, 1), 4, False),
+    "groups as wide as lanes, strided": (Shape(2, 512, 512, 14, 3, stride=2, padding=1, groups=32), 4, True),
+    "wide filters on colours": (Shape(2, 3, 64, 112, 11, stride=4, padding=2), 4, False),
+}  # fmt: skip
+"""Shape, threads, channels last: what was predicted too low, with AVX-512 or AVX2, where bounds were fitted closer."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FORMERLY_TOO_LITTLE)
+def test_what_was_once_too_little(name: str, dtype: torch.dtype) -> None:
+    shape, num_threads, channels_last = FORMERLY_TOO_LITTLE[name]
+    torch.set_num_threads(num_threads)
+    for bias in (False, True):
+        check_both(shape, bias=bias, dtype=dtype, channels_last=channels_last)
 
 
 OBLONG = {
