@@ -92,8 +92,14 @@ class Convolution:
 
     def mirrored(self) -> Convolution:
         """Exchange images and results."""
-        sizes = {"inside": self.outside, "outside": self.inside, "read": self.written, "written": self.read}
-        return replace(self, few_colours=False, **sizes)
+        return replace(
+            self,
+            inside=self.outside,
+            outside=self.inside,
+            read=self.written,
+            written=self.read,
+            few_colours=False,
+        )
 
     @property
     def itemsize(self) -> int:
