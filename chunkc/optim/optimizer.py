@@ -18,13 +18,15 @@ from typing import Any
 import torch
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.kernels.formats import NO_SCALE, GradScale
 from chunkc.optim import on_device
 from chunkc.optim import pending_steps as pending_steps
-from chunkc.optim.grad_scale import AssumedScale, is_skipped, on_the_cpu
-from chunkc.optim.gradient_scaling import ClipsGradients
+from chunkc.optim.clipping import CHANGED, EPS, SAME, Clipped, ClippedGradient, kept_value
+from chunkc.optim.grad_scale import AssumedScale, inverted, is_skipped, on_the_cpu
 from chunkc.optim.group_updates import update_in_place
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, put_aside
-from chunkc.optim.memory_checks import title_of
+from chunkc.optim.memory_checks import check_memory, title_of
+from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
 from chunkc.optim.over_ranks import agree_on_overflow, as_saved, no_exchange
 from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, WITHOUT_EFFECT, Rule, Updater
 from chunkc.optim.split_masters import NotedContents, has_master
@@ -32,12 +34,14 @@ from chunkc.optim.states import Dtypes, has_states, make_states_on_tier, names_a
 from chunkc.optim.step import Due, prepare_step, take_over_changes, update_chunks
 from chunkc.optim.update_mode import DEVICE, NONE, UpdateMode
 from chunkc.optim.update_scheduler import UpdateScheduler
-from chunkc.runtime.store.shards import leaf_of, local_shards_in
+from chunkc.runtime.store.consumed_gradients import GradientPlaceholder
+from chunkc.runtime.store.gradient_sums import clock, request_sums
+from chunkc.runtime.store.shards import leaf_of, local_shard_of, local_shards_in
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.declared_states import declare_states, declared_states
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.protocols import Starter
-from chunkc.session.session import lay_out_states, managing, session_with, sessions_of, stepping
+from chunkc.session.session import Session, lay_out_states, managing, session_with, sessions_of, stepping
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +49,7 @@ _told: set[str] = set()
 """Arguments without effect that have been logged."""
 
 
-class ChunkedOptimizer(ClipsGradients):
+class ChunkedOptimizer(torch.optim.Optimizer):
     """The base of all of chunkc's optimizers: everything except the rule.
 
     Attributes:
@@ -55,9 +59,16 @@ class ChunkedOptimizer(ClipsGradients):
         scheduler: updates that begin before a step, or go on after it.
         pending_steps: steps of which only the device knows whether they happened.
         contents: the contents of each parameter that its master belongs to.
+        assumed_scale: the scale of gradients with which updates in a backward begin that can be undone.
+        grad_scale, found_inf: set by a `GradScaler`: the divisor of gradients; no step is made if not 0.
     """
 
+    grad_scale: torch.Tensor | None  # no value but in a scaler's step, which multiplies a value that it finds
+    found_inf: torch.Tensor | None
     _step_supports_amp_scaling = True
+    _clipped: Clipped | None = None
+    _groups_read_at: int = 0
+    _norm_requested: bool = False
 
     def __init__(
         self,
@@ -260,6 +271,7 @@ class ChunkedOptimizer(ClipsGradients):
         """Clear gradients, as in `torch.optim`. Before they become zeros, wait for updates that still read them."""
         if not set_to_none:
             self.scheduler.finish()
+        self._clipped = None
         _kept = [p.grad for group in self.param_groups for p in group["params"]]  # see `Trainers`
         super().zero_grad(set_to_none)
 
@@ -398,6 +410,178 @@ class ChunkedOptimizer(ClipsGradients):
             if kind in state
         }
         return [put_aside(loaded, written) for loaded in states]
+
+    # --- clipping: gradients are multiplied inside the updates, without traffic ---
+
+    @property
+    def param_groups(self) -> Any:
+        """The parameter groups, as in `torch.optim`.
+
+        Code that reads them may change gradients without a count, as `torch.amp.GradScaler.unscale_` does. So sums of
+        gradients that were taken before are not used any more.
+        """
+        if (
+            "param_groups" not in self.__dict__
+        ):  # a wrapper, as Lightning's, which then asks the optimizer that it wraps
+            raise AttributeError("param_groups")
+        self._groups_read_at = next(clock)
+        return self.__dict__["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self, max_norm: float, *, error_if_nonfinite: bool = False, loss_scale: float | torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Clip all gradients of this optimizer as `torch.nn.utils.clip_grad_norm_` does, but in the next `step()`.
+
+        Nothing is copied for it if gradients are as the backward left them. `.grad` stays as it is.
+
+        Args:
+            error_if_nonfinite: raise an error if the norm is not finite; waits for the device.
+            loss_scale: the factor of the loss, by which `GradScaler.step` will divide gradients.
+
+        Returns:
+            The norm of all gradients, divided by the loss scale: 0-dim fp32.
+
+        Raises:
+            RuntimeError: see `error_if_nonfinite`.
+            UnsupportedError: gradients have been added to some that were clipped, or updates begin in the backward.
+        """
+        gradients = self._gradients()
+        before = self._clipped if self._is_clipped(gradients) else None
+        if before is None:
+            unclipped = self.grad_norm() if loss_scale is None else self.grad_norm() / loss_scale
+            norm = unclipped
+        else:
+            unclipped, norm = before.norm, before.norm * before.factor
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                "The total norm of order 2 for gradients from `parameters` is non-finite, so it cannot be clipped: "
+                "set error_if_nonfinite=False to clip by it all the same"
+            )
+        factor = torch.clamp(max_norm / (norm + EPS), max=1.0).float()
+        if before is not None:
+            factor = factor * before.factor
+        unclipped, factor, result = kept_value(unclipped), kept_value(factor), kept_value(norm.float())
+        for session in sessions_of(self._all_parameters()):
+            session.live.watch(value for value in (unclipped, factor, result) if value.device.type != "cpu")
+        self._clipped = Clipped(unclipped, factor, {id(p): ClippedGradient.of(p, g) for p, g in gradients})
+        return result
+
+    def scale_of_step(self) -> GradScale:
+        """Return the scale of this step's gradients, as kernels take it: a scaler's, and the clipping factor.
+
+        Raises:
+            UnsupportedError: some gradients are not those that were clipped.
+        """
+        clip, scale, found_inf = self.clip_factor(), getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is None and found_inf is None and clip is None:
+            return NO_SCALE
+        unscale = None if scale is None else inverted(scale)
+        return GradScale(unscale, clip, None if found_inf is None else found_inf.detach().float().reshape(()))
+
+    @torch.no_grad()
+    def grad_norm(self) -> torch.Tensor:
+        """Return the Euclidean norm of all gradients as they are: 0-dim fp64, finite if and only if each element is.
+
+        From the next backward on, sums of squares are taken while gradients are in slots, for as long as each step
+        is preceded by a call of this method, directly or by another one.
+
+        Raises:
+            UnsupportedError: gradients cannot be read, or were consumed by updates.
+        """
+        if self.overlap.is_final:
+            raise UnsupportedError(
+                f'overlap="{self.overlap.mode}" updates during the backward, before the norm of all gradients is '
+                'known; use undoable=True with it, or overlap="forward" or "none"'
+            )
+        gradients = self._gradients()
+        self._norm_requested = True
+        for session in sessions_of(self._all_parameters()):
+            request_sums(self, [session.store.sums], summing_on(session.device))
+        return sum_of_squares(Gradients(gradients, self._groups_read_at)).sqrt()
+
+    @torch.no_grad()
+    def overflows(self) -> torch.Tensor:
+        """Return whether an element of a gradient is not finite: 0-dim fp32, 1 or 0.
+
+        Raises:
+            UnsupportedError: as `clip_grad_norm_`.
+        """
+        clipped = self._clipped
+        norm = clipped.norm if clipped is not None and self._is_clipped(self._gradients()) else self.grad_norm()
+        return (~torch.isfinite(norm)).float()
+
+    def has_all_gradients_of(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether those of the parameters that have a gradient are this optimizer's."""
+        own = set(map(id, self._all_parameters()))
+        return all(id(local_shard_of(parameter)) in own for parameter in parameters if parameter.grad is not None)
+
+    def clip_factor(self) -> torch.Tensor | None:
+        """Return the factor of the gradients of this step: 0-dim fp32; None: they are not clipped.
+
+        Raises:
+            UnsupportedError: some gradients are not those that were clipped.
+        """
+        clipped, gradients = self._clipped, self._gradients(read=False)
+        if clipped is None or not gradients or not self._is_clipped(gradients):
+            if clipped is not None and gradients and not clipped.stepped:
+                raise UnsupportedError(
+                    "the gradients are not those that clip_grad_norm_ has clipped: call optimizer.zero_grad() where "
+                    "gradients are dropped, and clip_grad_norm_ after the last backward of each step"
+                )
+            return None
+        clipped.stepped = True
+        is_one = clipped.factor.device.type == "cpu" and float(clipped.factor) == 1.0
+        return None if is_one else clipped.factor
+
+    def end_of_step(self, sessions: list[Session]) -> None:
+        """Stop taking sums if no norm was requested since the step before."""
+        if not self._norm_requested:
+            for session in sessions:
+                session.store.sums.requesters.pop(self, None)
+        self._norm_requested = False
+
+    def _is_clipped(self, gradients: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+        """Whether these gradients are those that were clipped last.
+
+        Raises:
+            UnsupportedError: only some are, or some have been changed since.
+        """
+        statuses = set() if self._clipped is None else self._clipped.statuses(gradients)
+        if CHANGED in statuses or len(statuses) > 1:
+            raise UnsupportedError(
+                "gradients were changed, or added to, after clip_grad_norm_ of their optimizer, which multiplies them "
+                "in step() only: clip after the last change, call zero_grad() after each step, or use "
+                "torch.nn.utils.clip_grad_norm_, which multiplies at once"
+            )
+        return statuses == {SAME}
+
+    def _all_parameters(self) -> Iterator[torch.Tensor]:
+        return local_shards_in(self.__dict__["param_groups"])  # does not count as reading them, see `param_groups`
+
+    def _gradients(self, *, read: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the parameters that have a gradient, with it.
+
+        Raises:
+            UnsupportedError: a gradient is sparse, or cannot be `read`.
+        """
+        gradients = []
+        for parameter in self._all_parameters():
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if read and isinstance(gradient, GradientPlaceholder):
+                raise gradient.refusal()
+            check_memory(self, parameter, gradient)
+            gradients.append((parameter, gradient))
+        return gradients
+
+    # --- the step ---
 
     @torch.compiler.disable
     @torch.no_grad()
