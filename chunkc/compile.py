@@ -287,8 +287,9 @@ def plan_and_verify(context: CompileContext) -> None:
 
 
 def compare_ranks(context: CompileContext) -> None:
-    """Compare a first graph, or one with new parameters, with those of the other ranks, and agree on what they
-    replicate. Later graphs are compared where their phases begin."""
+    """Compare a first graph, or one with new parameters, with the other ranks', and agree on replicated groups.
+
+    Later graphs are compared where their phases begin."""
     session, layout = context.session, context.decision.planner_state.layout
     context.moved_layout = layout
     if session.transport is None:

@@ -1,5 +1,6 @@
-"""Warn once for each model about what its optimizer updates outside of the plan: states of an optimizer of
-`torch.optim`, and parameters that no compiled graph has taken, be it some of a model's or all."""
+"""Warn once for each model about data that its optimizer updates outside of the plan.
+
+These are states of an optimizer of `torch.optim`, and parameters, some or all, that no compiled graph has taken."""
 
 from __future__ import annotations
 

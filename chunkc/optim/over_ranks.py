@@ -76,8 +76,9 @@ def refuse_over_ranks(name: str, moments: str) -> None:
 
 
 def ranks_of_norms(optimizer: SteppingOptimizer) -> Transport | None:
-    """Return the transport for a rendezvous before a step that adds up norms, of ranks that do not plan together: those
-    of tensor parallelism. None: they need none."""
+    """Return the transport for a rendezvous before a step that adds up norms; None if none is needed.
+
+    Ranks of tensor parallelism need one: they do not plan together."""
     part = next(iter(_parts_of(optimizer)), None)
     return part.world if part is not None and part.is_tensor_parallel and optimizer.rule.num_stages > 1 else None
 

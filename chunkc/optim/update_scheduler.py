@@ -90,8 +90,10 @@ class SessionUpdates(BoundToSession):
         self._eligibility.forget()
 
     def prepare(self, groups: frozenset[int], at_home: frozenset[int]) -> None:
-        """Let updates of these groups begin in the next backward, those of `at_home` at home: states and kernels are
-        ready."""
+        """Let updates of these groups begin in the next backward, those of `at_home` at home.
+
+        States and kernels are ready.
+        """
         if self._eligibility.prepare(groups, at_home):
             self._watch_modules()
             self._session.in_backward.join(self)
@@ -108,8 +110,9 @@ class SessionUpdates(BoundToSession):
     # --- updates in slots, and of resident groups ---
 
     def updating(self, group: int, tiles: Sequence[Tile]) -> Callable[[Tile], None]:
-        """Prepare a group for the backward that is about to run: its parameters have no readers left, its states exist,
-        and masters are of what parameters contain.
+        """Prepare a group for its update in the backward that is about to run.
+
+        Its parameters have no readers left, its states exist, and masters are of what parameters contain.
 
         Returns:
             The function that updates one of its tiles, once its gradients are complete; the first begins the update.
@@ -175,8 +178,9 @@ class SessionUpdates(BoundToSession):
     # --- updates at home ---
 
     def begin_update(self, group: int) -> bool:
-        """Begin the update at home of a group with complete gradients, if it is this optimizer's. Return whether it
-        began."""
+        """Begin the update at home of a group with complete gradients, if it is this optimizer's.
+
+        Returns whether it began."""
         optimizer, session, store = self._optimizer, self._session, self._session.store
         if not (tasks := self._eligibility.tasks(group, Where.HOME)):
             return False
@@ -362,8 +366,9 @@ class SessionUpdates(BoundToSession):
             updates.begin(index, jobs[index], label=labels[index], after=after)
 
     def wait_after_step(self, tasks: Sequence[UpdateTask]) -> None:
-        """Wait for the updates that may not go on after the step: all, or those of groups that code reads which is not
-        compiled.
+        """Wait for the updates that may not go on after the step.
+
+        These are all, or those of groups that uncompiled code reads.
 
         Raises:
             StreamError: an update failed.

@@ -59,8 +59,10 @@ def activation_plans(captured: Captured, activations: Activations, layout: Chunk
 
 
 def may_keep(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> bool:
-    """Whether a graph may keep saved values while other graphs of its model are unknown. One of several may if these
-    could do the same: they come later, and have only the room that is left."""
+    """Whether a graph may keep saved values while other graphs of its model are unknown.
+
+    One of several may, if the others, which come later and have only the room that is left, could do the same.
+    """
     if captured.graph_fraction == 1:
         return True
     needed = fixed_nbytes(layout, frozenset()) + needed_nbytes(profile(captured, layout).passes, layout)
@@ -71,8 +73,9 @@ def may_keep(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> boo
 
 
 class SearchSpace:
-    """A graph's activation plans by two numbers: resident groups, and recompute regions of the forward. Of the other
-    values as many are offloaded as it takes.
+    """A graph's activation plans by two numbers: resident groups, and recompute regions of the forward.
+
+    Of the other values, as many are offloaded as have to be.
 
     Recomputed regions are spread evenly among the others, so that links and arithmetic are both busy throughout.
     Values of the first regions are offloaded or dropped first: they are away for longest, so that they take the fewest

@@ -87,8 +87,11 @@ def decide(planner_state: PlannerState, event: Event) -> StepDecision | UpdateDe
 
 
 def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
-    """Choose residents among those so far and new groups that are not cut over ranks, and replicated groups among those
-    so far and new groups that are cut and have no forced ZeRO stage."""
+    """Choose residents and replicated groups for a model with one more graph.
+
+    Residents are chosen among those so far and new groups that are not cut over ranks; replicated groups among those so
+    far and new groups that are cut and have no forced ZeRO stage.
+    """
     captured, layout = event.captured, event.layout.with_replicated(())
     num_known = len(now.layout.groups) if now.num_graphs else 0
     new = layout.groups[num_known:]
@@ -169,8 +172,9 @@ def _choose_activations(
     allowed: frozenset[int],
     decision: Callable[[PhaseContext], StepDecision],
 ) -> StepDecision:
-    """Decide with the first activation plan that fits, or under "auto" with the quickest: where all values can be kept
-    and all groups can be resident, that is known without a search.
+    """Decide with the first activation plan that fits, or under "auto" with the quickest.
+
+    If all values can be kept and all groups can be resident, that is the quickest, without a search.
 
     Args:
         allowed: groups that may be resident.
@@ -231,8 +235,10 @@ def _with_room(now: PlannerState, needs: Sequence[Position], external_nbytes: in
 
 
 def _update(now: PlannerState, event: UpdateDue) -> UpdateDecision:
-    """Request the optimizer's step, or evict trained residents, which are due as well then. Replicated groups give
-    their room back for the step where that is needed: those that are trained are gathered anew after it."""
+    """Request the optimizer's step, or evict trained residents, which are due as well then.
+
+    Replicated groups give their room back for the step if it is needed: trained ones are gathered anew after it.
+    """
     asked = now.budget_nbytes, event.external_nbytes, now.resident, event.num_stages
     before = replace(now.layout, transient=event.transient)
     layout = remaining_replicated_in_update(
@@ -258,8 +264,10 @@ def _update(now: PlannerState, event: UpdateDue) -> UpdateDecision:
 
 
 def fits_whole(layout: ChunkLayout, budget_nbytes: int, captured: Captured | None = None) -> bool:
-    """Whether all model data can stay on the compute tier, with the bytes of a whole graph; without one: as far as
-    model data alone tells. One of several graphs leaves room for what the others save."""
+    """Whether all model data can stay on the compute tier, with the bytes of a whole graph.
+
+    Without a graph only model data counts. One of several graphs leaves room for values that the others save.
+    """
     if layout.cut:
         return False
     all_resident_nbytes = fixed_nbytes(layout, everything(layout))

@@ -123,8 +123,7 @@ EMPTY_CONTEXT = PhaseContext()
 def transient_in(
     layout: ChunkLayout, free: Collection[int], made: Set[str], kept: Set[str], updated: Collection[int]
 ) -> frozenset[int]:
-    """Return the resident groups that have no gradients before and after a phase of a graph (see
-    `PhaseContext.transient`).
+    """Return the resident groups without gradients before and after a phase (see `PhaseContext.transient`).
 
     Args:
         free: residents without gradients now, which backwards may update.

@@ -206,8 +206,10 @@ class CompiledGraph:
         return f"{phase} of what begins with {min(self._names, default='nothing')}"
 
     def _until_residents_stay(self, phase: str, plan: Callable[[], PlannedStep]) -> PlannedStep:
-        """Plan until no resident is evicted: a gradient of an evicted resident that the caller keeps is one more
-        external value, which the next plan must count."""
+        """Plan until no resident is evicted.
+
+        A gradient of an evicted resident that the caller keeps is one more external value, which the next plan counts.
+        """
         with before_layers(self.session, self._title(phase), self._groups):
             while True:
                 before = self.session.planner_state.residency
@@ -224,8 +226,10 @@ class CompiledGraph:
         context: PhaseContext,
         of_both_phases: Callable[[], ExternalBytes] | None,
     ) -> StepDecision:
-        """Decide on a request; before residents are evicted or the graph is cut, collect values that only garbage
-        cycles keep."""
+        """Decide on a request, again without garbage if the decision evicts residents or cuts the graph.
+
+        Values that only garbage cycles keep are collected before the second decision.
+        """
         planner_state = self.session.planner_state
         with suppress(BudgetError):
             decision = decide(planner_state, PhaseCalled(Forms(step.captured), external_nbytes, context))
@@ -321,8 +325,10 @@ class CompiledGraph:
         return outputs
 
     def _keeps_for_hooks(self, step: SizedStep, context: PhaseContext, external_now: Callable[[], int]) -> bool:
-        """Whether this forward keeps all that it saves, as hooks on saved tensors are to get the values: under "auto",
-        where that fits. A hook that copies, such as `save_on_cpu`, copies a stand-in and drops the value behind it.
+        """Whether this forward keeps all that it saves, because there are hooks on saved tensors, and all fits.
+
+        Only under "auto". Otherwise a hook that copies, such as `save_on_cpu`, copies a stand-in, and drops the value
+        behind it.
         """
         if self.session.options.activations != "auto" or step.captured.backward is None or not has_saved_tensor_hooks():
             return False
@@ -333,14 +339,17 @@ class CompiledGraph:
         return False
 
     def _given(self, gradients: Sequence[object]) -> None:
-        """Watch gradients of outputs before AOTAutograd may copy them: originals that are alive in the backward are
-        external values."""
+        """Watch gradients of outputs before AOTAutograd may copy them.
+
+        Originals that are alive in the backward are external values.
+        """
         with self.session.entered():
             self.session.live.watch(gradients)
 
     def backward(self, arguments: list[Any]) -> list[Any]:
-        """Run the backward as AOTAutograd calls it; sunk gradients are in `.grad` when it returns, and None is returned
-        for them.
+        """Run the backward, as AOTAutograd calls it.
+
+        Sunk gradients are in `.grad` when it returns, and None is returned for them.
 
         Gradients that `torch.autograd.grad` asks for are returned instead, in home memory of their own; those that
         `backward(inputs=...)` leaves out are dropped.
@@ -418,8 +427,10 @@ class CompiledGraph:
         return self.captured.backward.gradient_outputs if self.captured.backward is not None else ()
 
     def _phase_context(self, hooked: frozenset[str], asked: Asked = ALL_ADDED) -> PhaseContext:
-        """Return the context of a phase that returns the gradients of `hooked`. A backward that does not add all
-        gradients to `.grad` updates nothing."""
+        """Return the context of a phase that returns the gradients of `hooked`.
+
+        A backward that does not add all gradients to `.grad` updates nothing.
+        """
         if not asked.adds_all:
             return PhaseContext(hooked=hooked - asked.returned - asked.left_out, left_out=asked.left_out)
         session, made = self.session, {name for _, _, name in self._sunk()}
@@ -494,9 +505,11 @@ class CompiledGraph:
 
 
 def _kept_inputs(captured: Captured, arguments: list[Any]) -> frozenset[str]:
-    """Return the saved values that autograd keeps for another backward (`retain_graph=True`); else the gradients of
-    outputs that the caller keeps, as in `out.backward(g)`: autograd releases its own, so that only `arguments` refers
-    to them."""
+    """Return the backward's inputs that outlive it, by name.
+
+    With `retain_graph=True` these are the saved values, which autograd keeps for another backward. Otherwise they are
+    the gradients of outputs that the caller keeps, as in `out.backward(g)`; only `arguments` refers to any other.
+    """
     assert captured.backward is not None
     if keeps_graph():
         names, chunked = tuple(captured.backward.inputs), captured.backward.parameters

@@ -82,8 +82,11 @@ class UpdatesInBackward:
                 starter.begin_update(group)
 
     def updates_in_slots(self, groups: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Return (group, stages of its update) of the groups that a graph's backward may update: no other backward is
-        to come that uses them. Called in its forward, which does not count yet, and before the backward."""
+        """Return (group, stages of its update) of the groups that a graph's backward may update.
+
+        No other backward that uses them is to come. Called in the graph's forward, which does not count yet, and before
+        the backward.
+        """
         num_stages_of: dict[int, int] = {}
         self._in_slots.clear()
         for starter, in_flight in list(self._in_flight.items()):
@@ -98,8 +101,10 @@ class UpdatesInBackward:
         return frozenset(group for group, starter in starters.items() if starter is not None and starter.undoable)
 
     def expected(self, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]) -> PhaseContext:
-        """Predict `updates_in_slots`, `undoable` and `transient` from what optimizers have declared; they join from now
-        on."""
+        """Predict `updates_in_slots`, `undoable` and `transient` from optimizers' declarations.
+
+        The optimizers join from now on.
+        """
         by_starter: dict[Starter, list[ChunkGroup]] = {}
         for group in layout.groups:
             keepers = [_keeper_of(parameters.get(s.spec.name)) for s in group.slices]

@@ -15,8 +15,9 @@ from chunkc.torch_private.engine import storage_use_count
 
 
 def can_move(parameter: nn.Parameter) -> bool:
-    """Whether a parameter can live in a chunk: a dense tensor in memory that fills its own storage, without
-    other references to it (see `shares_memory`)."""
+    """Whether a parameter can live in a chunk.
+
+    It is a dense tensor in memory that fills its own storage, without other references to it (see `shares_memory`)."""
     return (
         type(parameter) in (nn.Parameter, LocalShard)
         and parameter.device.type in ("cpu", "cuda")
@@ -46,8 +47,9 @@ def will_move(parameter: nn.Parameter) -> bool:
 
 
 def shares_memory(parameter: torch.Tensor) -> bool:
-    """Whether a parameter's memory has other users, which would not follow it home: tensors over the same storage, such
-    as an earlier `state_dict`, or other processes."""
+    """Whether a parameter's memory has other users, which would not follow it home.
+
+    These are tensors over the same storage, such as an earlier `state_dict`, or other processes."""
     if type(parameter) not in (nn.Parameter, LocalShard) or parameter.device.type not in ("cpu", "cuda"):
         return False
     storage = parameter.untyped_storage()
@@ -83,7 +85,8 @@ def present_nbytes(parameters: Sequence[torch.Tensor], device: torch.device) -> 
 
 
 def is_chunkable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values can be laid into a chunk as they lie: dense real numbers, integers of a quantized base
-    among them."""
+    """Whether a tensor can be copied into a chunk as it lies in memory: dense real numbers.
+
+    These may be integers of a quantized base."""
     is_dense_tensor = tensor.layout is torch.strided and tensor.numel() > 0 and is_dense(tensor)
     return is_dense_tensor and not tensor.is_complex() and tensor.dtype is not torch.bool

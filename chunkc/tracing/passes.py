@@ -129,8 +129,9 @@ def _tile_losses(graphs: Graphs, context: TraceContext) -> Graphs:
 
 
 def _unroll(graphs: Graphs, context: JointContext) -> Graphs:
-    """Unroll the blocks. What Inductor makes of one block it makes of each: so prepare the short graph, if that can be
-    unrolled then."""
+    """Unroll the blocks, after preparing the short graph for Inductor if the result can still be unrolled.
+
+    Inductor makes the same of each block, so most are left out until then."""
     (gm,) = graphs
     repeats, inputs = context.capture.repeats, context.example_inputs
     if repeats is None:

@@ -64,8 +64,10 @@ def node_flops(node: fx.Node, shapes: Shapes = AS_TRACED) -> int:
 
 
 def cost_s(nodes: Sequence[fx.Node], hardware: Hardware, shapes: Shapes = AS_TRACED) -> float:
-    """Return the seconds of the nodes: operations at the matrix rate, results at the memory's rate, and exchanges at
-    the rate of the link between the devices of a layer.
+    """Return the seconds of the nodes.
+
+    Operations count at the matrix rate, results at the memory's rate, and exchanges at the rate of the link between the
+    devices of a layer.
     """
     flops = torch.sym_sum([node_flops(node, shapes) for node in nodes])
     nbytes = torch.sym_sum([t.numel() * t.itemsize for node in nodes for t in map(shapes.of, tensors_of(node))])

@@ -156,8 +156,9 @@ def _in_place(group: ChunkGroup, waiting: tuple[tuple[int, int], ...], after: Po
 def _update(
     layout: ChunkLayout, index: int, num_stages: int, after: Position, room_nbytes: int, hardware: Hardware
 ) -> list[Position]:
-    """Return a group's update after a call, in tiles such that one can be fetched and one written back while one is
-    updated; empty if not even the smallest tile fits.
+    """Return a group's update after a call, in tiles; empty if not even the smallest tile fits.
+
+    Tiles leave room to fetch one and write one back while a third is updated.
     """
 
     def positions(numel: int, end: int) -> list[Position]:

@@ -1,5 +1,6 @@
-"""Compute the loss of a language model in tiles of rows, so that its logits, the largest values of most, never exist as
-a whole.
+"""Compute the loss of a language model in tiles of rows, so that its logits never exist as a whole.
+
+In most models the logits are the largest values.
 
 A row is a token. For each tile of rows, logits and their cross entropy are computed, and the backward computes that
 tile's logits again right before it uses them (the tiles are marked as activation checkpoints, Chen et al.,

@@ -241,8 +241,9 @@ def _ending_lean(
 
 
 def _passed_nbytes(nodes: Sequence[fx.Node], parameters: Collection[int]) -> list[int]:
-    """Return, before each node and after the last: bytes that are computed before and read at or after it, without
-    constants.
+    """Return the bytes that are alive before each node, and after the last, without constants.
+
+    They are computed before the node and read at or after it.
     """
     place = {node: at for at, node in enumerate(nodes)}
     computed: dict[int, tuple[int, int]] = {}  # storage -> (node, bytes)

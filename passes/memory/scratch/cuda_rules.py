@@ -1,5 +1,4 @@
-"""Rules for the scratch of ATen's operators on a CUDA device, for `passes.memory.scratch.cuda`: upper bounds from
-shapes.
+"""Bound the scratch of ATen's operators on a CUDA device from shapes, by rules for `passes.memory.scratch.cuda`.
 
 Each was read off ATen's CUDA sources of PyTorch 2.11 to 2.13, by the file named at it (below
 `aten/src/ATen/native/cuda/` unless a folder is named). A rule gives the sizes of allocations; they are rounded where
@@ -32,8 +31,7 @@ _MIB = 1 << 20
 
 
 class Call:
-    """A call of an operator: its tensors in the order of its arguments, by name, its results, and the device's
-    compute capability, if that is known."""
+    """A call of an operator: arguments by name, tensors in order, results, and the compute capability if known."""
 
     def __init__(
         self,
@@ -61,9 +59,12 @@ def nothing(call: Call) -> list[int]:
 
 
 def reduction(call: Call) -> list[int]:
-    """`Reduce.cuh`: see `cuda_reduction`. Before that, copies of operands with gaps; of all of an operand that is not
-    contiguous where an extreme of all is asked for (`ATen/native/TensorCompare.cpp`, `ReduceOps.cpp`); and of what is
-    added up in another dtype (`ReduceOpsUtils.h`), but for halves that are added up in fp32."""
+    """List a reduction's allocations: those of `cuda_reduction` (`Reduce.cuh`), and copies before it.
+
+    Copied are operands with gaps; for an extreme of all elements, operands that are not contiguous
+    (`ATen/native/TensorCompare.cpp`, `ReduceOps.cpp`); and operands that are summed in another dtype
+    (`ReduceOpsUtils.h`), but for halves that are summed in fp32.
+    """
     source = max(call.inputs, key=Tensor.numel)
     num_outputs = max(1, max((tensor.numel() for tensor in call.outputs), default=1))
     given = call.arguments.get("dim")
@@ -118,8 +119,10 @@ def _accumulator_nbytes(call: Call) -> int:
 
 
 def loss(call: Call) -> list[int]:
-    """`ATen/native/Loss.cpp`: a loss that is reduced is computed unreduced first. `ReduceOps.cpp`: logsumexp keeps the
-    differences from the largest, and those."""
+    """List the unreduced loss, copies and the reduction (`ATen/native/Loss.cpp`), or what logsumexp keeps.
+
+    That is the results, and the differences from the largest element (`ReduceOps.cpp`).
+    """
     results = [nbytes_of(tensor) for tensor in call.outputs]
     return [max(nbytes_of(tensor) for tensor in call.inputs), *results, *reduction(call), *contiguous(call)]
 
@@ -131,8 +134,10 @@ def logits_loss(call: Call) -> list[int]:
 
 
 def contiguous(call: Call) -> list[int]:
-    """`SoftMax.cu`, `NLLLoss2d.cu`, the pooling, padding and upsampling kernels: copies of operands that are not
-    contiguous."""
+    """List the copies of operands that are not contiguous.
+
+    Made by `SoftMax.cu`, `NLLLoss2d.cu`, and the pooling, padding and upsampling kernels.
+    """
     return [nbytes_of(tensor) for tensor in call.inputs if not tensor.is_contiguous()]
 
 
