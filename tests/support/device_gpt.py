@@ -63,7 +63,7 @@ def train(
     keep: bool = False, codegen: str = "eager", home: str = "cpu", disk_holds: str = "auto",
     optimizer: Callable[..., Any] = chunkc.optim.AdamW, scaler: torch.amp.GradScaler | None = None,
     clip: float | None = None, clip_in_step: bool = False, accumulate: int = 1, activations: str = "keep",
-    loss_tile_rows: int | None = None, autocast: torch.dtype | None = None, **optimizer_options: Any,
+    loss_tile_rows: int | str = "auto", autocast: torch.dtype | None = None, **optimizer_options: Any,
 ) -> Trained:  # fmt: skip
     """Train a placed GPT; same seed, same weights and batches.
 
