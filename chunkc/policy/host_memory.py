@@ -65,7 +65,8 @@ def check_copies(
 ) -> None:
     """Check that the host's memory, if its size is stated, has room for a graph's offloaded values.
 
-    Homes in RAM count, and on a CPU the budget. Other graphs' copies and other programs do not.
+    Homes in RAM count, and on a CPU the budget. Other graphs' copies and other programs do not. A model that the host
+    has no room for, even with all of the budget for residents and without copies, is planned for a host that has room.
 
     Args:
         consumed: groups without gradients at home.
@@ -80,6 +81,9 @@ def check_copies(
     in_ram_nbytes = home_nbytes(layout, resident, consumed, lambda kind: not layout.is_on_disk(kind))
     if with_shadow_copies:
         in_ram_nbytes += shadow_copies_nbytes(layout, resident, lambda kind: not layout.is_on_disk(kind))
+    everything_nbytes = home_nbytes(layout, frozenset(), counts=lambda kind: not layout.is_on_disk(kind))
+    if hardware.kind != "cpu" and everything_nbytes - budget_nbytes > hardware.host_memory_nbytes:
+        return
     own_nbytes = budget_nbytes if hardware.kind == "cpu" else 0
     room_nbytes = hardware.host_memory_nbytes - in_ram_nbytes - own_nbytes
     if copied_nbytes > room_nbytes:

@@ -100,6 +100,23 @@ def test_where_the_host_has_no_room_no_more_is_made_again_than_the_budget_asks_f
     assert len(found.saved_again) < len(everything.saved_again)
 
 
+def test_a_model_that_no_plan_fits_into_the_host_is_planned_for_a_larger_host() -> None:
+    """What is explained is the step on the host that the explanation asks for."""
+
+    def step(host_nbytes: int) -> Explanation:
+        with torch.device("meta"):
+            layers = [layer for _ in range(24) for layer in (nn.Linear(512, 512, bias=False), nn.Tanh())]
+            model, x = nn.Sequential(*layers, nn.Flatten(0)), torch.ones(512, 512)
+        hardware = replace(GPU, host_memory_nbytes=host_nbytes)
+        return chunkc.explain(model, x, hardware=hardware, memory_budget="40MiB", chunk_size="1MiB")
+
+    large, small = step(1 << 40), step(1 << 20)
+    assert small.saved_at_home == large.saved_at_home
+    assert (small.minimum_budget_nbytes, small.step_time_s) == (large.minimum_budget_nbytes, large.step_time_s)
+    assert large.host_fits
+    assert not small.host_fits
+
+
 def test_where_nothing_else_fits_the_error_says_so() -> None:
     budget_nbytes = tight_budget(noisy=True)
     found = explained(replace(CPU, host_memory_nbytes=budget_nbytes), budget_nbytes, True)
