@@ -236,6 +236,7 @@ def test_an_arena_reserves_all_chunks_or_none() -> None:
     with pytest.raises(HomeError, match="cannot pin"):
         arena.reserve({Chunk("param", i): PAGE for i in range(2, 7)})
     gc.collect()
+    unpinner.drain()
     assert gpu.num_pins == 6
     assert len(gpu.pinned) == 2
     assert set(arena.chunks) == {Chunk("param", 0), Chunk("param", 1)}
