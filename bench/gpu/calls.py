@@ -269,6 +269,9 @@ class Runner:
             return Done(step.name, note=f"{step.tool[0]} is not installed")
         if at_most_s < LEAST_S:
             return Done(step.name, note="no time left")
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            # So a shell begins jobs in the background. A step would ignore it, too, unless there is a handler here.
+            signal.signal(signal.SIGINT, lambda *_: None)
         print(f"== {step.name} (at most {at_most_s:.0f} s)", flush=True)
         begin_s = time.monotonic()
         with self.log.open("ab") as log:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,7 +79,16 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(gpu_calls, name, seconds)
 
 
+@pytest.fixture
+def in_the_background() -> Iterator[None]:
+    """As a shell begins a job with `&`: interrupts are ignored, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.second_tier
+@pytest.mark.usefixtures("in_the_background")
 def test_steps_end_each_in_their_own_way_and_the_others_come_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ignoring = """
         import signal, subprocess, sys, time
