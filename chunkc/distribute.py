@@ -102,7 +102,7 @@ def distribute(
     together(world, "chunkc.distribute()", check, DistributedError)
     named = dict(model.named_parameters())
     shapes = [(name, tuple(local(p).shape), p.dtype) for name, p in named.items()]
-    options = parse_options({"home": home, "disk_holds": disk_holds})
+    options = parse_options({"home": home, "disk_holds": disk_holds}).over_ranks
     device = _connected(transport, world) if mesh.device_type == "cuda" else torch.device("cpu")
     at_home = f"{options.home_kind}, which holds {options.on_disk(device.type)}"
     in_common = {"zero_stage": str(zero_stage), "the kind of home": at_home}
