@@ -270,7 +270,8 @@ class Runner:
         if at_most_s < LEAST_S:
             return Done(step.name, note="no time left")
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-            # So a shell begins jobs in the background. A step would ignore it, too, unless there is a handler here.
+            # A shell starts background jobs (`&`, nohup) with SIGINT ignored, and child processes inherit that; with a
+            # handler here they start with the default, so that a step can be interrupted before its time is over.
             signal.signal(signal.SIGINT, lambda *_: None)
         print(f"== {step.name} (at most {at_most_s:.0f} s)", flush=True)
         begin_s = time.monotonic()

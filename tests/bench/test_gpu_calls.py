@@ -58,8 +58,8 @@ WRITES = f"""
 LIVES = "import time\ntry:\n    print('alive', flush=True)\n    time.sleep(600)"
 
 
-def _clock_of_the_living(log: Path, names: Sequence[str]) -> Callable[[], float]:
-    """A clock that stands still while a step of these names has not said in the log that it is alive."""
+def _clock_from_first_output(log: Path, names: Sequence[str]) -> Callable[[], float]:
+    """Return a clock that stands still until the running step, if it has one of these names, has printed "alive"."""
     last_s = now_s = time.monotonic()
 
     def clock() -> float:
@@ -81,7 +81,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def in_the_background() -> Iterator[None]:
-    """As a shell begins a job with `&`: interrupts are ignored, and children inherit that."""
+    """Ignore SIGINT, as in a job that a shell starts with `&`; child processes inherit that."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
     signal.signal(signal.SIGINT, before)
@@ -97,10 +97,10 @@ def test_steps_end_each_in_their_own_way_and_the_others_come_home(tmp_path: Path
         print("child", child.pid, flush=True)
         time.sleep(600)
     """
-    # A step is interrupted when a quarter of its time is left: by a clock that waits until it has said that it lives,
-    # since Python takes seconds to begin with tests in other processes.
+    # A step is interrupted when a quarter of its time is left. Its time is counted from its first output: an interrupt
+    # before Python has started would end it in another way.
     log_path = tmp_path / "first.log"
-    clock = _clock_of_the_living(log_path, ("listens", "done all the same"))
+    clock = _clock_from_first_output(log_path, ("listens", "done all the same"))
     monkeypatch.setattr(gpu_calls, "time", SimpleNamespace(**vars(time) | {"monotonic": clock}))
     steps = [
         _code("fails", "raise SystemExit(3)"),

@@ -16,6 +16,7 @@ import chunkc.policy.activation_search
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import CPU, Hardware
+from chunkc.ir.layout import GRAD, PARAM
 from chunkc.machines.presets import load_hardware
 from chunkc.passes.planning.layout import EMPTY_LAYOUT
 from chunkc.policy.host_memory import HostFull, check_copies
@@ -148,6 +149,17 @@ def test_what_is_known_of_a_host() -> None:
     for hardware in (replace(CPU, host_memory_nbytes=1099), replace(GPU, host_memory_nbytes=99)):
         with pytest.raises(HostFull, match="99"):
             check_copies(seen, EMPTY_LAYOUT, frozenset(), hardware, 1000)
+
+
+def test_gradients_that_stay_away_from_home_take_no_room_there() -> None:
+    """So the host has room for this model, and its copies are held against what is left."""
+    group = SimpleNamespace(index=0, trainable=True, update_kinds=(PARAM, GRAD), nbytes=lambda kind: 1000)
+    layout: Any = SimpleNamespace(groups=(group,), is_on_disk=lambda kind: False)
+    seen: Any = SimpleNamespace(offloaded=(SimpleNamespace(nbytes=600),))
+    hardware = replace(GPU, host_memory_nbytes=1500)
+    check_copies(seen, layout, frozenset(), hardware, 100)  # 2000 bytes of homes: no plan fits this host
+    with pytest.raises(HostFull, match="500"):
+        check_copies(seen, layout, frozenset(), hardware, 100, consumed={0})
 
 
 def test_what_was_quickest_stands_while_it_takes_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ class EarlyLink:
 
 
 def run_behind(computation: Callable[[], object], buffer: torch.Tensor) -> Any:
-    """A run whose enqueued computation happens when somebody waits for it; its next buffer is `buffer`."""
+    """Make a run with one enqueued computation, which runs when its mark is waited for; it allocates `buffer` next."""
     tier = SimpleNamespace(
         links=defaultdict(EarlyLink),
         mark=lambda: [SimpleNamespace(wait=computation)],
