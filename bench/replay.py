@@ -1,6 +1,6 @@
 """Plan the same models at two revisions of the source, and print every plan that differs.
 
-    python bench/replay.py [--base REV] [--small] [--only TEXT] [--jobs N] [--out FILE.json]
+    python bench/replay.py [--base REV] [--small] [--only REGEX] [--jobs N] [--out FILE.json]
 
 The idea is tinygrad's process replay: a refactor is right where nothing that it should leave alone has changed. Each
 case is a model, a target and options, in three budgets: the smallest, 1.3 times that, and room for all. `explain`
@@ -243,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default=BASE, metavar="REV", help=f"the commit to compare with ({BASE})")
     parser.add_argument("--small", action="store_true", help="the few cases that run in CI")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this text in the name")
+    parser.add_argument("--only", default="", metavar="REGEX", help="only cases with a name that this matches")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="processes at once (2)")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="save what was found at both revisions")
     parser.add_argument("--child", help=argparse.SUPPRESS)
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.child is not None:
         child(json.loads(options.child), cases)
         return 0
-    names = [name for name in cases if options.only in name]
+    names = [name for name in cases if re.search(options.only, name)]
     flags = ["--small"] * options.small
     with tempfile.TemporaryDirectory() as scratch:
         found = replay(options.base, names, flags, Path(scratch), options.jobs)
