@@ -70,9 +70,14 @@ def _in_ample_room(subject: Subject, column: Column, progress: Progress) -> tupl
 
 @dataclass(frozen=True)
 class _NearMinimum:
-    """Results of chunkc's training: losses, the smallest budget that it named last, the bytes by which it exceeded its
-    budget, and those of parameters that no graph takes, which are not in it, nor are their gradients and AdamW's two
-    states."""
+    """Results of chunkc's training in slightly more than its smallest budget.
+
+    Attributes:
+        minimum_nbytes: the smallest budget that chunkc named last.
+        excess_nbytes: by how much the measured peak exceeds the budget.
+        untaken_nbytes: of parameters that no graph takes. The budget has no room for them, nor for their gradients and
+            AdamW's two states, so the peak is counted without any of these.
+    """
 
     trained: Trained
     minimum_nbytes: int
@@ -206,8 +211,10 @@ class Judge:
         return []
 
     def _own_distance(self, column: Column, plain: Trained) -> float:
-        """Measure how far plain PyTorch's losses move with weights that are moved by roundings: some models double it
-        with every layer and step, and then no other code comes nearer."""
+        """Measure how far plain PyTorch's losses move if weights move by as little as roundings.
+
+        Some models double such a difference with every layer and step: no other code can come nearer to their losses.
+        """
         farthest = 0.0
         for seed in range(NUM_NUDGES):
             _fresh()

@@ -105,8 +105,10 @@ def timm_models(family: str, title: str) -> Iterator[tuple[Callable[[], nn.Modul
 
 
 def without_compiled_operators() -> None:
-    """Let torchvision be imported where its compiled operators are for another torch: the models that do not call them
-    train all the same."""
+    """Make torchvision importable where its compiled operators are for another version of torch.
+
+    Models that do not call these operators train all the same.
+    """
     if importlib.util.find_spec("torchvision") is None or hasattr(torch.ops.torchvision, "nms"):
         return
     if "torchvision" in sys.modules:

@@ -1,5 +1,4 @@
-"""Build every architecture of transformers, timm and torchvision, shrunk by rule, with random weights and random
-batches.
+"""Build the architectures of transformers, timm and torchvision, shrunk by rule, with random weights and batches.
 
 An architecture is named `library/family/class`: `transformers/llama/LlamaForCausalLM`, `timm/resnet/test_resnet`,
 `torchvision/densenet/densenet121`. `build` tries rules, from the one that shrinks most to the one that shrinks least,

@@ -106,8 +106,10 @@ def _precision(column: Column) -> AbstractContextManager[Any]:
 
 
 def _optimizer(model: nn.Module, column: Column, *, plain: bool) -> torch.optim.Optimizer:
-    """Make the optimizer: in fp32 PyTorch's for the reference; in low precision chunkc's for all, as masters decide
-    how losses go on."""
+    """Make the optimizer: PyTorch's for the reference in fp32, else chunkc's.
+
+    In low precision the reference has chunkc's, too: losses depend on its master weights.
+    """
     if plain and column.weights == torch.float32:
         return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)
     return chunkc.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.01)

@@ -423,8 +423,10 @@ def say(log: Path, command: Sequence[str], environment: Mapping[str, str], limit
 
 
 def look_at_machine(log: Path, environment: dict[str, str], is_small: bool) -> Machine:
-    """Where this runs; the environment then asks for exact blocks, where the driver can give them
-    (`passes/graphs/cuda_memory.py`)."""
+    """Probe this machine, and ask for exact blocks in `environment` if the driver supports them.
+
+    Exact blocks are those of expandable segments (`passes/graphs/cuda_memory.py`).
+    """
     _, text = say(log, [environment["PYTHON"], "-c", _PROBE], {**environment, **_EXPANDABLE}, 90)
     found = set(text.splitlines())
     if "expandable True" in found:

@@ -140,8 +140,10 @@ Fetch = Callable[[Requirement, Path], None]
 
 
 def imported(paths: Iterable[Path]) -> dict[str, str]:
-    """Top-level modules that sources import at any depth, each with a place where. Not those under `try` with a handler
-    for ImportError, or under `if TYPE_CHECKING`."""
+    """Find the top-level modules that sources import at any depth, each with one place of its import.
+
+    Left out are imports under `try` with a handler for ImportError, and under `if TYPE_CHECKING`.
+    """
     found: dict[str, str] = {}
     for path in paths:
         for name, line in _imports_of(ast.parse(path.read_text())):

@@ -46,8 +46,10 @@ class Context:
 
     @contextmanager
     def code_cache(self) -> Iterator[Path]:
-        """A folder for compiled code: Inductor's own if the environment names one, else a fresh one, or for a small run
-        one that stays, so that it is quick next time."""
+        """Yield a folder for compiled code: Inductor's own if the environment names one, else a temporary one.
+
+        A small run keeps its folder, so that the next one is quick.
+        """
         if named := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
             yield Path(named)
             return

@@ -83,9 +83,11 @@ Reply = Callable[[dict[str, Any]], None]
 
 
 def only_replies() -> Reply:
-    """Return a function that writes a line of JSON to the standard output of such a process, from now on alone: what
-    other code prints, also below Python, goes to standard error. From now on `DUMP_SIGNAL` makes it write every
-    thread's stack there."""
+    """Reserve standard output for replies, and return a function that writes one as a line of JSON.
+
+    All other output, also from below Python, goes to standard error from now on. There, too, `DUMP_SIGNAL` makes this
+    process write every thread's stack.
+    """
     faulthandler.register(DUMP_SIGNAL, all_threads=True)
     lines = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

@@ -89,8 +89,11 @@ AnyModel = GPTConfig | ModelChoice
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters that are computed with: `num_matmul_parameters` are those of matrix products (a tied head among
-    them)."""
+    """Sizes of a model, in layers, elements and parameters.
+
+    Attributes:
+        num_matmul_parameters: parameters of matrix products, a tied head's among them.
+    """
 
     num_layers: int
     width: int
@@ -99,8 +102,9 @@ class Sizes:
     num_matmul_parameters: int
 
     def flops_per_step(self, batch_size: int, length: int) -> float:
-        """Floating-point operations of one training step: 6 per token and parameter of a matrix product, and
-        6 x layers x width x length per token for causal attention. Recomputation is not counted.
+        """Floating-point operations of one training step, without recomputation.
+
+        6 per token and parameter of a matrix product, and 6 x layers x width x length per token for causal attention.
 
         Source: Kaplan et al. (2020), appendix; Narayanan et al. (2021), without their factor for recomputation.
         """

@@ -134,8 +134,10 @@ class Replayed:
 
 
 def replayed(case: Case, overlap: str, activations: str, treatment: Treatment = TREATMENTS[0]) -> Replayed:
-    """A case, traced: in bf16, or in fp16 where the device has no units for that. The host has as much RAM as it takes:
-    other policies, and the bound, ask for no less."""
+    """Trace a case, in bf16, or in fp16 where the device has no arithmetic units for bf16.
+
+    The host's RAM is unlimited, as it is for the other policies and for the bound.
+    """
     machine_ = replace(load_hardware(case.hardware), host_memory_nbytes=None)
     options = parse_options({"memory_budget": case.budget, "codegen": "eager", "activations": activations})
     dtype = torch.bfloat16 if machine_.bf16_flops_per_s else torch.float16

@@ -39,8 +39,12 @@ ADAM: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_d
 
 @dataclass(frozen=True)
 class Trainee:
-    """A model with all that a step takes. `model` owns the parameters; chunkc's is asked for reports. A system that
-    keeps states in other ways than an optimizer's has none."""
+    """A model with all that a training step takes.
+
+    Attributes:
+        model: owns the parameters. chunkc's is asked for reports.
+        optimizer: None where a system keeps its states in other ways.
+    """
 
     model: nn.Module
     forward: Callable[[Tensor, Tensor], Tensor]
@@ -153,8 +157,10 @@ def _fsdp2_ranks(spec: SubjectSpec) -> Trainee:
 
 
 def _chunkc_ranks(spec: SubjectSpec) -> Trainee:
-    """`distribute`, `torch.compile`, `chunkc.optim.AdamW`; on CPUs, updates are made where the home is, in RAM as all
-    else."""
+    """Set up chunkc on several ranks: `distribute`, `torch.compile`, `chunkc.optim.AdamW`.
+
+    On CPUs updates are made at home, which is in RAM, too.
+    """
     assert spec.options is not None
     mesh = _join(spec)
     model = chunkc.distribute(families.build(spec.model, is_checkpointed=spec.is_checkpointed), mesh)

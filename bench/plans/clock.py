@@ -141,9 +141,9 @@ def _paced(copy: Callable[..., None], link: str, hardware: Hardware) -> Callable
 
 @contextmanager
 def planned_by(policy: Policy, treatment: Treatment, budget_nbytes: int) -> Iterator[None]:
-    """Inside, chunks move as the policy says, and saved values are offloaded or recomputed as the treatment says; what
-    stays is chunkc's choice.
+    """Plan by `policy` and `treatment` inside the block.
 
+    The policy moves the chunks, the treatment offloads or recomputes saved values; chunkc still chooses the residents.
     Compilation raises `BudgetError` where that does not fit.
     """
 

@@ -31,8 +31,12 @@ NUM_WINDOWS = 24
 
 @dataclass(frozen=True)
 class Call:
-    """Work of one call: its seconds, the bytes that it cannot do without; the fewest seconds of its recomputation,
-    where that is less."""
+    """Work of one call.
+
+    Attributes:
+        nbytes: that the call cannot do without.
+        again_s: the fewest seconds of its recomputation; None: `seconds`.
+    """
 
     seconds: float
     nbytes: int
@@ -48,7 +52,7 @@ class Gap:
             through the optimizer's step into the next step's forward.
         is_dirty: it has to be copied away before it is evicted.
         is_read: it has to be copied back.
-        rerun: the call that makes it again instead; None: only a copy brings it back.
+        recomputed: the call that makes it again instead; None: only a copy brings it back.
     """
 
     name: str

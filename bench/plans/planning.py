@@ -45,8 +45,13 @@ SMALL_CASES = (Case("gpt2-small", "rtx2060-6g", 2, "1.2GiB", 256),)
 
 @dataclass(frozen=True)
 class Finding:
-    """Processor's seconds that a case took: `first_s` with the graph's description, for the whole device; then, for
-    the case's own budget, `dry_run_s` and `plans_s`. `step_s` is the simulated step's."""
+    """Processor seconds that planning a case took.
+
+    Attributes:
+        first_s: to describe the graph, and to plan for the whole device.
+        dry_run_s, plans_s: to plan for the case's own budget afterwards.
+        step_s: seconds of the simulated step.
+    """
 
     case: Case
     first_s: float

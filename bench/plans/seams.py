@@ -1,13 +1,12 @@
-"""Predict what a step would gain if chunks stayed in slots from the backward to the update, and from there to the next
-forward.
+"""Predict how much shorter a step would be if chunks stayed in slots from one phase to the next.
 
     python bench/plans/seams.py [--small] [--only TEXT]
 
-After a backward and after a step chunkc gives every slot back, since anyone may read and change parameters and
-gradients then, in ways that nothing sees. Here each case is planned as if none did: the update finds parameters and
-gradients of the first groups where the backward had them, or the forward finds their parameters where the update had
-them. The number of groups is the best of a few. All are timed by the simulator that `chunkc explain` uses, and held
-against the step as it is, and with what `overlap="backward"` gains. Nothing runs. Prints a table.
+After a backward and after a step chunkc gives every slot back, since users' code may then read and change parameters
+and gradients unseen. Here each case is planned as if no code did: the update finds parameters and gradients of the
+first groups where the backward had them, or the forward finds their parameters where the update had them. The number of
+groups is the best of a few. The simulator of `chunkc explain` times these steps, the step as it is, and one with
+`overlap="backward"`. Nothing runs. Prints a table.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The suite `disk`: how fast a disk home is read; the demonstration's GPT under smaller and smaller budgets, model data
-in RAM or on disk.
+"""The suite `disk`: how fast a disk home is read, and the demonstration's GPT under smaller and smaller budgets.
 
-A section for the reads (`disk_reads`), and one per home. Budgets are parts of what plain `torch.compile` with a fused
-AdamW was measured to need; the allocator holds every chunkc subject to its budget. All subjects of a section take
-turns.
+The first section is of the reads (`disk_reads`), then comes one per home of the model data: RAM, disk. Budgets are
+fractions of what plain `torch.compile` with a fused AdamW was measured to need; the allocator holds every chunkc
+subject to its budget. All subjects of a section take turns.
 """
 
 from __future__ import annotations

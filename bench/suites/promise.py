@@ -109,8 +109,10 @@ def pinning_s_per_gib(path: Path | None) -> float | None:
 
 
 def next_attempt(attempt: Attempt, error: BaseException, seconds: float, smallest: Case) -> Attempt | None:
-    """Choose what to try after a failure: no limit if that was hit, else eager code if it came soon, else the smallest
-    model; None if nothing is left."""
+    """Choose what to try after a failure; None if nothing is left.
+
+    If the limit was hit: no limit. If the failure came soon: eager code. Else: the smallest model.
+    """
     if isinstance(error, OutOfMemory):
         if attempt.is_limited:
             return replace(attempt, is_limited=False)

@@ -1,14 +1,14 @@
-"""The suite `ranks`: several processes train one model together: plain DDP, FSDP2 and chunkc, each on gloo; on a
-machine with GPUs one process for each of them, on NCCL.
+"""The suite `ranks`: several processes train one model together, by plain DDP, by FSDP2 and by chunkc.
 
-Every rank is a subject of its own; all of one system's take a step together, and systems take turns. chunkc trains
-with room for all (parameters whole on every rank, as the plan chooses); in the memory that FSDP2 was measured to take,
-with updates in the backward; and, with smaller chunks, in the least there is. FSDP2 offloads nothing to the CPU here:
-on CPUs that would be the same memory.
+On CPUs they use gloo; on a machine with GPUs one process for each GPU uses NCCL. Every rank is a subject of its own;
+all of one system's take a step together, and systems take turns. chunkc trains in three budgets: with room for all, so
+that its plan keeps parameters whole on every rank; in the memory that FSDP2 was measured to take, with updates in the
+backward; and, with smaller chunks, in its smallest budget. FSDP2 offloads nothing to the CPU here: on CPUs that would
+be the same memory.
 
-A rank's memory is what torch's allocator was asked for at the most, to the byte, and on CPUs for chunkc what is in use
-at its home at that time as well, which is a memory map. Bytes on the wire are those that TCP says were acknowledged, on
-all connections of a rank; of NCCL's they are unknown.
+A rank's memory is the peak of the bytes requested from torch's allocator. On CPUs, for chunkc, the bytes in use at its
+home at that time are added, which is a memory map. Bytes on the wire are those that TCP acknowledged on all connections
+of a rank; for NCCL they are unknown.
 """
 
 from __future__ import annotations
