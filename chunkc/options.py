@@ -130,8 +130,11 @@ class Options(BaseModel):
 
     @property
     def over_ranks(self) -> Options:
-        """The options as they apply to a model that ranks train together: what it saves stays, so far. Ranks may have
-        batches of other shapes, and run the same calls: so no shape of theirs decides about tiles."""
+        """The options as they apply to a model that ranks train together.
+
+        So far, `activations="auto"` keeps all saved values. `loss_tile_rows="auto"` makes no tiles: ranks may have
+        batches of other shapes, but run the same calls, so no shape decides about tiles.
+        """
         chosen: dict[str, str] = {}
         if self.activations == "auto":
             chosen["activations"] = "keep"

@@ -36,8 +36,10 @@ class Variants:
         lock: AbstractContextManager[Any] | None = None,
         completed: Callable[[BudgetError], BudgetError] = _as_it_is,
     ) -> None:
-        """
+        """Begin without variants.
+
         Args:
+            compile_for: compiles the graph for a call's inputs.
             lock: held while a call compiles.
             completed: gives the error to raise, asked while the call is on the stack.
         """
@@ -106,9 +108,11 @@ class Variants:
 
 @dataclass(eq=False)
 class Variant:
-    """`identities`: None for an input that may be anything Dynamo's guards let pass.
+    """Compiled code of a graph for one set of inputs.
 
-    `call` may have an attribute `is_over`: a function that tells whether the variant has expired.
+    Attributes:
+        identities: None for an input that may be anything Dynamo's guards let pass.
+        call: it may have an attribute `is_over`: a function that tells whether the variant has expired.
     """
 
     identities: tuple[Any, ...]

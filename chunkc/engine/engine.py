@@ -221,8 +221,10 @@ class Engine(nn.Module):
                 )
 
     def _tell(self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None) -> None:
-        """Set `grad_scale` and `found_inf` as `torch.amp.GradScaler` does: the update divides gradients by the first,
-        and is skipped if the second is not 0. None: neither."""
+        """Set `grad_scale` and `found_inf` on the optimizer as `torch.amp.GradScaler` does, or both to None.
+
+        The update divides gradients by the first, and is skipped if the second is not 0.
+        """
         told: Any = self.optimizer
         told.grad_scale, told.found_inf = grad_scale, found_inf
 

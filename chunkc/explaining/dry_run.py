@@ -119,8 +119,7 @@ class Training:
     def transient(
         self, planner_state: PlannerState, made: Set[str], updates: Collection[tuple[int, int]], present: Set[str]
     ) -> frozenset[int]:
-        """Return the resident groups without gradients before and after a phase of a graph (see
-        `PhaseContext.transient`).
+        """Return the resident groups without gradients before and after a graph's phase (see `PhaseContext.transient`).
 
         Args:
             made: parameters that get gradients in the graph's backward.
@@ -319,8 +318,10 @@ class _DryRunState:
         return self._is_seen and self._seen.forward_begins(captured, layout, budget_nbytes)
 
     def _planned(self, graph: int, external_nbytes: int, context: PhaseContext) -> StepRequest:
-        """Decide for a phase, and return its request. Decisions are remembered: a step that changes nothing asks for
-        the same ones again."""
+        """Decide for a phase, and return its request.
+
+        Decisions are remembered: a step that changes nothing asks for the same ones again.
+        """
         asked = (
             graph,
             self.captured[graph].whole,

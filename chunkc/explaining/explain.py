@@ -176,8 +176,10 @@ def minimum_budget(
     zero_stage: ZeroStage | None = None,
     **kwargs: Any,
 ) -> int:
-    """Return the smallest budget, in bytes, in which `model(*args, **kwargs)` trains; arguments as for `explain`, with
-    those of the optimizer in `choice`."""
+    """Return the smallest budget, in bytes, in which `model(*args, **kwargs)` trains.
+
+    Arguments are as for `explain`, but for those of the optimizer, which are in `choice`.
+    """
     asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
     form = {"codegen": codegen, "activations": activations, "loss_tile_rows": loss_tile_rows, "strict": strict}
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)

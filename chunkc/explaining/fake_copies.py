@@ -98,8 +98,10 @@ def values_by_fake(given: Iterable[Any], made: Iterable[Any]) -> dict[int, Tenso
 
 
 def _owns_its_storage(tensor: Tensor) -> bool:
-    """Whether the tensor is as large as its storage. A view is traced with a storage of fixed size, so a view of the
-    whole storage is traced as the tensor that it is a view of."""
+    """Whether a tensor is as large as its storage.
+
+    The storage of a view is traced with a fixed size. So a view of a whole storage is traced as an ordinary tensor.
+    """
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize
 
 

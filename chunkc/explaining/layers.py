@@ -20,8 +20,9 @@ HOSTS, DATA, LAYERS = "hosts", "dp", "tp"
 
 @contextmanager
 def fake_mesh(hardware: Hardware) -> Iterator[DeviceMesh | None]:
-    """Make this process rank 0 of as many fake ranks as the hardware has devices; yield their mesh, or None if devices
-    do not compute layers together.
+    """Make this process rank 0 of fake ranks, one for each of the hardware's devices, and yield their mesh.
+
+    Yields None, and makes no ranks, if devices do not compute layers together.
 
     Raises:
         OptionsError: this process is in a process group already.

@@ -52,8 +52,10 @@ def _planned_moments(session: Session) -> Iterator[tuple[str, int | None]]:
 
 
 def _calls(session: Session) -> Iterator[TimedEvent]:
-    """Yield the calls of the latest step with their times since its forward began; none on a GPU, where the host runs
-    ahead of the device and its times say nothing about the device's."""
+    """Yield the calls of the latest step with their times since its forward began.
+
+    On a GPU there are none: the host runs ahead of the device, and its times say nothing about the device's.
+    """
     forward = session.records.latest.get(FORWARD)
     if session.device.type != "cpu" or forward is None or not forward.measurement.spans_s:
         return

@@ -49,7 +49,9 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """A user's choice of an optimizer. If all but the first two are defaults, a model's own optimizer counts, or else
+    """A user's choice of an optimizer.
+
+    If all attributes but `update_on` and `overlap` are defaults, the model's own optimizer is taken if it has one, else
     `AdamW`.
 
     Attributes:

@@ -128,8 +128,7 @@ class PredictedStep:
         )
 
     def _update(self, dry_run: DryRun) -> tuple[Plan | None, frozenset[int], tuple[Tile, ...]]:
-        """Return the plan of the optimizer's step, the groups that the CPU updates at home, and the other groups'
-        tiles."""
+        """Return the plan of the optimizer's step, the groups that the CPU updates, and the other groups' tiles."""
         if all(captured.backward is None for captured in dry_run.captured):
             return None, frozenset(), ()
         made = update_plan(dry_run.update, self._hardware)

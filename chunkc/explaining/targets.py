@@ -102,8 +102,11 @@ def _where(what: str, error: BaseException) -> str:
 
 
 class _OneMode(FakeTensorMode):
-    """A fake tensor mode that copies of its tensors share. `copy.deepcopy` of a module, by which
-    `nn.TransformerEncoder` makes its layers, would copy the mode with each parameter otherwise."""
+    """A fake tensor mode that all copies of its tensors share.
+
+    Without it `copy.deepcopy` of a module, by which `nn.TransformerEncoder` makes its layers, would copy the mode with
+    each parameter.
+    """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _OneMode:
         return self

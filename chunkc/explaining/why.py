@@ -56,8 +56,9 @@ class ModelPart:
 
 
 def model_part_named(name: str, predicted: PredictedStep, dry_run: DryRun) -> ModelPart:
-    """Find the part that a name stands for: a parameter, a module, a chunk (`param:3`) or a saved storage
-    (`forward.2:0`).
+    """Find the part of a model that a name stands for.
+
+    A name is that of a parameter, a module, a chunk (`param:3`) or a saved storage (`forward.2:0`).
 
     Raises:
         OptionsError: there is none of that name; the error lists similar names.

@@ -24,16 +24,18 @@ def collective_s(nbytes: float, num_ranks: int, bytes_per_s: float, latency_s: f
 
 
 def ring_s(nbytes: float, num_ranks: int, bytes_per_s: float, latency_s: float) -> float:
-    """Return the seconds of a ring: `num_ranks - 1` steps, each rank sends a shard to its neighbour; the fewest bytes
-    possible.
+    """Return the seconds of a ring, which sends the fewest bytes possible.
+
+    In each of `num_ranks - 1` steps every rank sends a shard to its neighbour.
     """
     steps = num_ranks - 1
     return steps / num_ranks * nbytes / bytes_per_s + steps * latency_s
 
 
 def tree_s(nbytes: float, num_ranks: int, bytes_per_s: float, latency_s: float) -> float:
-    """Return the seconds of a binary tree: shards go up to one rank and all of them back to every rank; fewer steps,
-    more bytes.
+    """Return the seconds of a binary tree, which takes fewer steps than a ring and sends more bytes.
+
+    Shards go up to one rank, and all of them back to every rank.
     """
     depth = (num_ranks - 1).bit_length()
     return ((num_ranks - 1) / num_ranks + 1) * nbytes / bytes_per_s + 2 * depth * latency_s

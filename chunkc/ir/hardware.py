@@ -138,8 +138,7 @@ class Hardware:
         return next((link for link in self.links if link.name == name), None)
 
     def copy_s(self, link: str, nbytes: float) -> float:
-        """Return the seconds of one copy that queues on a link while the other links rest: at the slowest rate of its
-        route.
+        """Return the seconds of one copy at the slowest rate of its route, while all other links rest.
 
         An exchange with other ranks (`GATHER`, `SCATTER`) takes `exchange_s`.
         """
@@ -185,8 +184,7 @@ class Hardware:
         return own_s + row_s + 2 * collective_s(part_nbytes, self.num_copies, way.bytes_per_s, way.latency_s)
 
     def carried_nbytes(self, queue: str, nbytes: int) -> dict[str, int]:
-        """Return the bytes that each link carries for one copy or exchange of `nbytes`, of the device that carries
-        most.
+        """Return the bytes that each link carries for one copy or exchange, of the device that carries most.
 
         In an exchange a device sends, and receives, the bytes of its ring. Of devices on several hosts, those with a
         neighbour on another host send to it `BETWEEN_HOSTS`, and the other devices `BETWEEN_DEVICES` or through RAM.
@@ -206,8 +204,9 @@ class Hardware:
         return dict(carried)
 
     def carried_in_layers(self, nbytes: int) -> dict[str, int]:
-        """Return the bytes by link that a device sends to the devices that compute its layers with it, as
-        `carried_nbytes` does.
+        """Return the bytes by link that a device sends to the devices that compute its layers with it.
+
+        As in `carried_nbytes`, these are the bytes of the device that carries most.
         """
         hosts = () if self._is_layer_inside else (BETWEEN_HOSTS,)
         return dict.fromkeys((*self._links_inside, *hosts) if self.devices_per_host > 1 else hosts, nbytes)

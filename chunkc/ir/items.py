@@ -52,8 +52,9 @@ MovedId = Chunk | SavedStorage
 
 @dataclass(frozen=True)
 class Copy:
-    """A single transfer of an item, to the compute tier or home: a copy, or an exchange of all ranks, that queues on a
-    link (see `chunkc.ir.links`).
+    """A single transfer of an item, to the compute tier or home, that queues on a link (see `chunkc.ir.links`).
+
+    It is a copy, or an exchange of all ranks.
 
     Attributes:
         link_nbytes: bytes over the link, if not the item's room: of an exchange, the shards of all ranks; of a cast,
@@ -74,8 +75,9 @@ class Copy:
 
 @dataclass(frozen=True)
 class Item:
-    """Scheduler's description of an item. Its uses, and the calls that write it, are in the positions
-    (`chunkc.ir.plan`).
+    """An item as the scheduler sees it.
+
+    Its uses, and the calls that write it, are in the positions (`chunkc.ir.plan`).
 
     Attributes:
         nbytes: of its room on the compute tier.

@@ -228,8 +228,9 @@ class ChunkGroup:
         return sum(shards.numel_of_equals for shards in packed if shards is not None)
 
     def replicated_numel(self, chunk: Chunk) -> int:
-        """Return the elements of a chunk's slot that every plan keeps on the compute tier: of replicated parameters,
-        with the room for packing, which would need a slot of its own otherwise.
+        """Return the elements of a chunk's slot that every plan keeps on the compute tier, as they are replicated.
+
+        Those of parameters include the room for packing, which would need a slot of its own otherwise.
         """
         if chunk.part is not None or chunk.kind not in self.replicated_kinds:
             return 0
@@ -365,8 +366,10 @@ class ChunkLayout:
         return (GATHER, SCATTER) if self.groups[chunk.group].is_gathered(chunk) else self.links_of(chunk.kind)
 
     def read_for_cast_nbytes(self, chunk: Chunk, resident: Collection[int]) -> int:
-        """Return the bytes over the link for a cast: a disk's is made behind the link, and a resident parameter's
-        crosses none.
+        """Return the bytes that a cast of a chunk reads over the link.
+
+        The cast of parameters on a disk is made behind the link, so the parameters themselves cross it. A resident
+        parameter crosses none.
         """
         if chunk.group in resident:
             return 0

@@ -238,8 +238,9 @@ class Plan:
     gradients: Mapping[str, int] = field(default_factory=dict)
 
     def beginning_with(self, present: Collection[str]) -> Plan:
-        """Return the plan of a step that begins with the gradients of these parameters: an earlier step's, or other
-        graphs'.
+        """Return the plan of a step that begins with the gradients of these parameters.
+
+        They are an earlier step's, or other graphs'.
         """
         if not present:
             return self

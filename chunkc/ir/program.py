@@ -31,8 +31,10 @@ class Origin:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimated bytes. Of an operator ("aten::name") without a rule, its scratch: from its operands and results. Of
-    Inductor's code that cannot be read (`estimates.unread_wrapper`), all bytes: from its graph.
+    """Estimated bytes, where no exact ones are known.
+
+    Of an operator ("aten::name") without a rule, they are its scratch, estimated from its operands and results. Of
+    Inductor's code that cannot be read (`estimates.unread_wrapper`), they are all bytes, estimated from its graph.
     """
 
     operator: str
@@ -209,8 +211,10 @@ class PhaseProgram:
 
     @cached_property
     def handed_over(self) -> frozenset[str]:
-        """Gradients that may become `.grad` as they are: laid out as their parameters, in storage that their call
-        allocated for them alone: one value, one gradient, not returned.
+        """Gradients that may become `.grad` as they are.
+
+        They are laid out as their parameters, in storage that their call allocated for them alone: one value, one
+        gradient, not returned.
         """
         storage_of = self.value_storages()
         wanted = Counter(storage_of[value] for call in self.calls for value, _ in call.gradients)
@@ -231,8 +235,9 @@ class PhaseProgram:
         )
 
     def holding(self, values: frozenset[str]) -> PhaseProgram:
-        """Return the program of a caller that keeps these of its inputs; of offloaded and recomputed ones it keeps only
-        placeholders.
+        """Return the program of a caller that keeps these of its inputs.
+
+        Of offloaded and recomputed inputs the caller keeps only placeholders, which hold no bytes.
         """
         if not values:
             return self
@@ -242,8 +247,9 @@ class PhaseProgram:
         )
 
     def returning(self, parameters: frozenset[str]) -> PhaseProgram:
-        """Return the program that returns these parameters' gradients to autograd, for hooks on them, and sinks the
-        rest.
+        """Return the program that returns these parameters' gradients to autograd, for hooks on them.
+
+        The other gradients are sunk as before.
         """
         if not parameters:
             return self

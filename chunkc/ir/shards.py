@@ -32,18 +32,19 @@ def check_zero_stage(zero_stage: object) -> None:
 
 @dataclass(frozen=True)
 class Shards:
-    """Shards of a contiguous tensor, one for each rank of a row: a row is a set of ranks that hold one full set of
-    shards.
+    """Shards of a contiguous tensor, one for each rank of a row.
 
-    Every rank but the last ones holds `ceil(rows / num_ranks)` rows; the last ones hold fewer, or none.
+    A row is a set of ranks that hold one full set of shards. Every rank but the last ones holds `ceil(rows /
+    num_ranks)` rows of the tensor; the last ones hold fewer, or none.
 
     Attributes:
         shape: of the whole tensor. Without dimensions it has one shard.
-        num_ranks: that hold a shard each.
+        num_ranks: ranks of a row, each with one shard.
         rank: the default rank, as its place in the row.
         zero_stage: data that is replicated from one step to the next, in addition to shards: in stage 3 none, in stage
             2 parameters, in stage 1 gradients too. None: that is chosen for each group (`ChunkGroup.is_replicated`).
-        num_copies: of every shard, that is, the number of rows. `copy`: index of this rank's row.
+        num_copies: of every shard, that is, the number of rows.
+        copy: index of this rank's row.
     """
 
     shape: tuple[int, ...]
@@ -105,8 +106,9 @@ class Shards:
 
 
 def parcels(shards_of: Sequence[Shards], itemsize: int) -> list[list[int]]:
-    """Group the parameters of one chunk, as indexes, by the messages in which ranks send their shards: equal on all
-    ranks.
+    """Group a chunk's parameters, as indexes, by the messages in which ranks send their shards.
+
+    All ranks group them alike.
     """
     shared: dict[tuple[int, int], list[int]] = {}  # (ranks, copies) -> parameters in one message
     nbytes = 0

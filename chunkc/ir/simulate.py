@@ -87,11 +87,13 @@ def _replay(
     replicated: Mapping[int, bool],
     left_s: Mapping[int, float],
 ) -> tuple[tuple[TimedEvent, ...], dict[int, float]]:
-    """Replay one step; return its events, and the updates it leaves to the next: groups with seconds to the update's
-    end.
+    """Replay one step, and return its events and the updates that it leaves to the next one.
 
     Args:
-        left_s: updates that the former step has left to this one.
+        left_s: updates that the step before has left to this one.
+
+    Returns:
+        The events, and of each group that is not updated yet the seconds until the end of its update.
     """
     events: list[TimedEvent] = []
     now = 0.0
@@ -184,8 +186,9 @@ def step_time(events: Sequence[TimedEvent]) -> StepTime:
 
 
 def link_nbytes(events: Sequence[TimedEvent], hardware: Hardware) -> dict[str, int]:
-    """Return the bytes that each link of one device carries in a simulated step, by its name; those between ranks each
-    way.
+    """Return the bytes that each link of one device carries in a simulated step, by the link's name.
+
+    Those between ranks are of one direction.
     """
     carried: Counter[str] = Counter()
     for event in events:

@@ -62,8 +62,9 @@ class StateFormat:
         return _dtypes(self, param_dtype)
 
     def seen_by(self, param_dtype: torch.dtype) -> StateFormat:
-        """Return the canonical format for such parameters, equal for formats with equal dtypes: fp32 parameters have no
-        masters to tell apart.
+        """Return the canonical format for such parameters: equal for all formats with equal dtypes.
+
+        Parameters in fp32, for example, have no masters to tell formats apart.
         """
         default = replace(self, master=SPLIT)
         return default if default.dtypes(param_dtype) == self.dtypes(param_dtype) else self

@@ -21,8 +21,10 @@ DECOUPLED = "decoupled_weight_decay"
 
 @dataclass(frozen=True)
 class AdamRule(ElementwiseRule):
-    """Adam's rule. Chunks have room for the largest second moments of all parameters of an optimizer; for none if no
-    group has `amsgrad`."""
+    """The rule of Adam.
+
+    If any parameter group has `amsgrad`, the chunks of all have room for the largest second moments; else none has.
+    """
 
     moments = (*MOMENTS, MAX_EXP_AVG_SQ)
     optional = (MAXIMIZE, AMSGRAD, DECOUPLED, DIFFERENTIABLE, *WITHOUT_EFFECT)

@@ -24,8 +24,12 @@ SAME, CHANGED, REPLACED = "same", "changed", "replaced"
 
 @dataclass(frozen=True)
 class ClippedGradient:
-    """A gradient, and how often it had been written when it was clipped: by its version counter, and by backwards into
-    its home."""
+    """A gradient, and how often it had been written when it was clipped.
+
+    Attributes:
+        version: its version counter.
+        num_written: writes of backwards into its home.
+    """
 
     gradient: weakref.ref[torch.Tensor]
     version: int

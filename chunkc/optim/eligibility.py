@@ -113,8 +113,10 @@ class Eligibility(BoundToSession):
         return due if has_states and self._is_whole(index, due) else ()
 
     def follow(self) -> None:
-        """Find tasks anew if the layout or its residents have changed, or a caller has put other parameter groups, or
-        other parameters, into `param_groups`."""
+        """Find tasks anew if the layout, its residents or the optimizer's parameter groups have changed.
+
+        A caller may have put other groups, or other parameters, into `param_groups`.
+        """
         session, layout = self._session, self._session.store.layout
         groups = [entry for group in self._optimizer.param_groups for entry in (group, *group["params"])]
         tasks_of_now = layout.version, session.store.resident

@@ -46,8 +46,10 @@ class GradScaler(OverflowsElsewhere):
         return optimizer.overflows()
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
-        """Update the scale, as PyTorch's does, and announce it to optimizers that can undo updates, which waits for the
-        device."""
+        """Update the scale as PyTorch's scaler does, and announce it to optimizers that can undo updates.
+
+        To announce it the host waits for the device.
+        """
         super().update(new_scale)
         for optimizer in self.__dict__.get("_stepped", ()):
             if optimizer.overlap.undoable:

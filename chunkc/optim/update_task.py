@@ -83,8 +83,10 @@ class Task(NamedTuple):
 
 
 def tasks_of(optimizer: ParameterGroups) -> Iterator[tuple[Session | None, Task]]:
-    """Iterate over an optimizer's parameters in order, each with its session; of those that are cut over ranks, this
-    rank's shards."""
+    """Iterate over an optimizer's parameters in order, each with its session.
+
+    Of parameters that are sharded over ranks these are this rank's shards.
+    """
     for group in optimizer.param_groups:
         for parameter in map(local_shard_of, group["params"]):
             session, name = owner(parameter) or (None, "")

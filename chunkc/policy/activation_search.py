@@ -115,8 +115,11 @@ class SearchSpace:
 
     @cached_property
     def groups(self) -> tuple[int, int]:
-        """The fewest and the most resident groups to ask for. With fewer than the first, nothing has to be offloaded
-        or recomputed, and groups that fit stay anyway; more than the second never fit."""
+        """The fewest and the most resident groups to ask for.
+
+        With fewer than the first, nothing has to be offloaded or recomputed, and groups that fit stay anyway; more than
+        the second never fit.
+        """
         kept = profile(self._captured, self._layout).passes
         slack = SLACK_CHUNKS * max(chunk_sizes(self._layout, kept).values(), default=0)
         most = self._most_resident(self._least_nbytes)
@@ -179,8 +182,10 @@ class SearchSpace:
 
     @property
     def earlier_search(self) -> EarlierSearch | None:
-        """The result of an earlier search of this graph in which at least as much was possible: if its plan takes no
-        longer now, no plan is quicker."""
+        """The result of an earlier search of this graph in which at least as much was possible, if there is one.
+
+        If its plan takes no longer now, no plan is quicker.
+        """
         earlier = self._captured.cache.earlier_search
         if earlier is None or earlier.room_nbytes < self._budget_nbytes or not earlier.allowed >= {*self._allowed}:
             return None

@@ -237,8 +237,10 @@ class Captured:
 
     @cached_property
     def offloadable(self) -> tuple[Saved, ...]:
-        """Storages that may be at home between forward and backward; none of a whole graph, which reads them at its
-        very first operation."""
+        """Storages that may be at home between forward and backward.
+
+        A whole graph has none: its backward reads them at its very first operation.
+        """
         return () if self.whole else candidates(self.forward, self.backward)
 
     @cached_property

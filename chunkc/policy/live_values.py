@@ -84,8 +84,10 @@ class LiveValues(ABC, Generic[V]):
         return live_nbytes - captured.between_nbytes
 
     def _external_tangents_nbytes(self, captured: Captured, tangents: Sequence[V]) -> int:
-        """Return the bytes that storages of a backward's tangents have beyond those its program counts: a tangent may
-        be a view of a larger tensor."""
+        """Return the bytes of the storages of a backward's tangents that its program does not count.
+
+        There are such bytes where a tangent is a view of a larger tensor.
+        """
         if captured.backward is None:
             return 0
         beyond_nbytes: dict[int, int] = {}
@@ -101,8 +103,11 @@ class LiveValues(ABC, Generic[V]):
         self.watch(_tangents(captured, arguments))
 
     def external_to_update(self) -> int:
-        """Return the external bytes for the optimizer's step: no less than the latest forward's inputs and outputs,
-        without inputs that an earlier graph returned, which are watched already."""
+        """Return the external bytes for the optimizer's step.
+
+        They are no less than the latest forward's inputs and outputs. Inputs that an earlier graph returned are left
+        out: they are watched already.
+        """
         return max(self._caller_nbytes, self.nbytes()) + self.constants_nbytes()
 
 

@@ -93,8 +93,10 @@ class SeenSteps:
         self._fitting: tuple[SeenForward, ...] = ()
 
     def forward_begins(self, captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> bool:
-        """Return whether the step that this forward belongs to is known to fit with all values kept: one with the same
-        graph, at the same sizes, did."""
+        """Note that a forward begins, and return whether its step is known to fit with all values kept.
+
+        It is known if a step with the same graph, at the same sizes, has fitted.
+        """
         if self._had_backward:
             if len(self._running) < MAX_FORWARDS and covers_model(self._running, layout):
                 fits = keeps_all(self._running, layout, budget_nbytes)

@@ -55,10 +55,10 @@ class PlannerState:
         return self.resident, self.layout.replicated_by_choice
 
     def freed_nbytes(self, net_external_nbytes: int) -> int:
-        """Return the bytes of its own values that a backward finds freed: those by which its net external bytes are
-        below zero (see `live_values`).
+        """Return the bytes of its own values that a backward finds freed.
 
-        With a single graph, only the caller can free outputs: the prediction is for a caller that does not.
+        By these its net external bytes are below zero (see `live_values`). With a single graph they are 0: only the
+        caller can free outputs, and the prediction is for a caller that does not.
         """
         return max(0, -net_external_nbytes) if self.num_graphs > 1 else 0
 
@@ -184,8 +184,13 @@ class UpdateRequest:
 
 @dataclass(frozen=True)
 class GraphCaptured:
-    """A graph was compiled to `captured`; `layout` has room for its parameters. `context`: of its calls, as far as it
-    is known."""
+    """A graph was compiled.
+
+    Attributes:
+        captured: the compiled graph.
+        layout: with room for its parameters.
+        context: of its calls, as far as it is known.
+    """
 
     captured: Captured
     layout: ChunkLayout
@@ -194,8 +199,12 @@ class GraphCaptured:
 
 @dataclass(frozen=True)
 class SizesCalled:
-    """A graph is about to be called with other sizes, for which `captured` is its form; `transient`: as of
-    `PhaseContext`."""
+    """A graph is about to be called with other sizes.
+
+    Attributes:
+        captured: its form for these sizes.
+        transient: as of `PhaseContext`.
+    """
 
     captured: Captured
     transient: frozenset[int] = frozenset()
@@ -212,8 +221,12 @@ class PhaseCalled:
 
 @dataclass(frozen=True)
 class UpdateDue:
-    """The optimizer is about to update these groups in slots; the resident groups in `transient` have no gradients, or
-    none any more."""
+    """The optimizer is about to update groups in slots.
+
+    Attributes:
+        groups: those to update.
+        transient: resident groups that have no gradients, or none any more.
+    """
 
     groups: tuple[int, ...]
     external_nbytes: int
@@ -244,8 +257,13 @@ class StepDecision:
 
 @dataclass(frozen=True)
 class UpdateDecision:
-    """A decision for an optimizer's step. `request`: for the plan to run by; None: residents have to be evicted first,
-    and are due in addition to the groups of the event."""
+    """A decision for an optimizer's step.
+
+    Attributes:
+        planner_state: from now on.
+        request: for the plan to run by; None: residents have to be evicted first, and are due in addition to the
+            event's groups.
+    """
 
     planner_state: PlannerState
     request: UpdateRequest | None

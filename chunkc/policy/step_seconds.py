@@ -71,8 +71,11 @@ def step_s(
 
 
 def _update_s(layout: ChunkLayout, groups: frozenset[int], resident: frozenset[int], hardware: Hardware) -> float:
-    """Return the seconds to update these groups: residents first, then groups that move, for which it takes at least
-    as long as the busiest link copies them with gradients and states to the compute tier, and home again."""
+    """Return the seconds to update these groups: residents first, then groups that move.
+
+    The groups that move take at least as long as the busiest link needs to copy them, with gradients and states, to the
+    compute tier and home again.
+    """
     moving = groups - resident
     moving_s = max(update_arithmetic_s(layout, moving, hardware), _links_s(layout, moving, hardware))
     return update_arithmetic_s(layout, groups & resident, hardware) + moving_s

@@ -94,8 +94,10 @@ def _check_replacement(session: Session, name: str) -> None:
 
 
 def _check_views(session: Session, replaced: frozenset[str]) -> None:
-    """Refuse a replacement if the caller keeps views of former data: the chunk's other parameters need a new home,
-    too."""
+    """Refuse a replacement of data if the caller keeps views of the former data.
+
+    The chunk's other parameters would need a new home, too.
+    """
     store = session.store
     for name in replaced:
         for other, parameter in store.views.in_chunk_of(name).items() if store.views.has_external_views(name) else ():

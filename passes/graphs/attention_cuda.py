@@ -1,12 +1,12 @@
-"""Predict the attention kernel that PyTorch takes on a CUDA device: cuDNN's, FlashAttention's, memory-efficient, or
-none.
+"""Predict the attention kernel that PyTorch takes on a CUDA device.
 
 `scaled_dot_product_attention` goes through its kernels in order and takes the first that supports the arguments. Hopper
 and the Blackwell of data centres have cuDNN's first (`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`:
 `check_prefer_cudnn_attention`, `can_use_cudnn_attention`); other devices FlashAttention's (`can_use_flash_attention`),
-then the memory-efficient one (`can_use_mem_efficient_attention`). If none does, attention is taken apart into products
-and a softmax ("math"), which keep a number for each pair of rows. The rules for cuDNN's here are common to PyTorch
-2.11, 2.12 and 2.13 unless a version is named, with the cuDNN that their packages for CUDA 13 bring (9.19, 9.20, 9.20).
+then the memory-efficient one (`can_use_mem_efficient_attention`). If no kernel does, attention is taken apart into
+products and a softmax ("math"), which keep a number for each pair of rows. The rules for cuDNN's here are common to
+PyTorch 2.11, 2.12 and 2.13 unless a version is named, with the cuDNN that their packages for CUDA 13 bring (9.19, 9.20,
+9.20).
 """
 
 from __future__ import annotations
@@ -104,8 +104,9 @@ def _flash_can(query: Tensor, key: Tensor, value: Tensor, capability: Capability
 
 
 def _efficient_can(query: Tensor, key: Tensor, value: Tensor, capability: Capability | None) -> bool:
-    """Whether the memory-efficient kernel does: `can_use_mem_efficient_attention`, without checks that the CPU's kernel
-    shares; no heads share keys.
+    """Whether the memory-efficient kernel supports the arguments: `can_use_mem_efficient_attention`.
+
+    Checks that the CPU's kernel shares are left out: the tensors have passed those. Heads must not share keys.
     """
     is_ampere = capability is None or capability >= _AMPERE
     is_half = query.dtype in _HALF
@@ -121,8 +122,9 @@ def _efficient_can(query: Tensor, key: Tensor, value: Tensor, capability: Capabi
 def _cudnn_can(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, capability: Capability, version: str
 ) -> bool:
-    """Whether cuDNN's kernel does: `can_use_cudnn_attention`, without checks of the CPU's kernel, which the tensors
-    have passed.
+    """Whether cuDNN's kernel supports the arguments: `can_use_cudnn_attention`.
+
+    Checks that the CPU's kernel shares are left out: the tensors have passed those.
     """
     operands = (query, key, value)
     widths = (query.shape[-1], value.shape[-1])

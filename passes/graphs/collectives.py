@@ -1,5 +1,4 @@
-"""Recognise, cost and run the collectives of the model itself, as in tensor parallelism: calls like others, in one
-order.
+"""Recognise, cost and run the model's own collectives, as in tensor parallelism.
 
     %sum = _c10d_functional.all_reduce(%x, "sum", "1");  %waited = _c10d_functional.wait_tensor(%sum)
 
@@ -57,8 +56,9 @@ def wait_at_once(graph: fx.Graph) -> None:
 
 
 def without_group_names(code: str) -> str:
-    """Number the groups in a graph's code in order of use: ranks with equal code in different groups have different
-    names.
+    """Replace the names of process groups in a graph's code by numbers, in order of use.
+
+    Ranks that run the same code in different groups have different names, and equal code with numbers.
     """
     numbers: dict[str, int] = {}
 

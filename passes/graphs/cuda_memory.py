@@ -1,5 +1,4 @@
-"""Compute the bytes that torch's CUDA caching allocator takes for a request, and cuBLAS's workspaces: pure functions of
-sizes.
+"""Compute the bytes that torch's CUDA caching allocator takes for a request, and those of cuBLAS's workspaces.
 
 Sources: `c10/core/AllocatorConfig.h` and `c10/cuda/CUDACachingAllocator.cpp` (`round_size`, `should_split`),
 `aten/src/ATen/cuda/CublasHandlePool.cpp` (`parseChosenWorkspaceSize`) and `aten/src/ATen/cuda/CUDABlas.cpp`
@@ -36,8 +35,7 @@ def rounded_nbytes(nbytes: int, granule_nbytes: int = GRANULE_NBYTES) -> int:
 
 
 def cublas_workspace_nbytes(capability: tuple[int, int], config: str | None = None) -> int:
-    """Return the bytes of the workspace that torch gives cuBLAS per handle and stream, from its own allocator, and
-    keeps.
+    """Return the bytes of the workspace that torch's allocator gives cuBLAS per handle and stream, for good.
 
     Args:
         capability: compute capability of the device.
@@ -66,13 +64,13 @@ def shares_workspaces(environment: Mapping[str, str]) -> bool:
 
 
 def workspaces_nbytes(blas_nbytes: int, lt_nbytes: int, *, shared: bool = False) -> int:
-    """Return the bytes that libraries keep on the device for one compute stream and two threads: the user's and
-    autograd's.
+    """Return the bytes that cuBLAS and cuBLASLt keep on the device for one compute stream and two threads.
 
-    Each thread has a cuBLAS handle of its own, and each handle a workspace per stream.
+    The threads are the user's and autograd's. Each has a cuBLAS handle of its own, and each handle a workspace per
+    stream.
 
     Args:
-        blas_nbytes, lt_nbytes: of a workspace of cuBLAS's and of cuBLASLt's.
+        blas_nbytes, lt_nbytes: of one workspace of cuBLAS, and of cuBLASLt.
         shared: cuBLASLt has none of its own (see `shares_workspaces`).
     """
     num_handles = 2

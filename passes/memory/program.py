@@ -39,10 +39,14 @@ def forward_program(
     again: Mapping[int, Piece] = MappingProxyType({}),
     shapes: Shapes = AS_TRACED,
 ) -> PhaseProgram:
-    """`parameters` maps placeholder names to parameter names, for parameters in the layout; `read_as` these to kinds of
-    chunks, as in the program; `again` pieces, by their places, to what of each a backward repeats.
+    """Describe the forward's pieces as a program.
 
-    The first outputs are new values of buffers: of the inputs at the places `new_buffers`.
+    The graph's first outputs are new values of buffers: of the inputs at the places `new_buffers`.
+
+    Args:
+        parameters: placeholder -> parameter name, for parameters in the layout.
+        read_as: as of `PhaseProgram`.
+        again: index of a piece -> the smaller piece that a backward repeats.
     """
     inputs, storages = _input_storages(graph, parameters, shapes)
     held = frozenset(inputs.values())
@@ -84,9 +88,14 @@ def backward_program(
     hardware: Hardware,
     shapes: Shapes = AS_TRACED,
 ) -> PhaseProgram:
-    """`gradients` maps positions among the graph's outputs to parameter names, `specs` these to what they are.
+    """Describe the backward's pieces as a program.
 
     Of the outputs' gradients only a loss's is held by the caller of `backward()`; autograd lets go of the others.
+
+    Args:
+        parameters: placeholder -> parameter name, for parameters in the layout.
+        gradients: position among the graph's outputs -> parameter name.
+        specs: of these parameters, by name.
     """
     inputs, storages = _input_storages(graph, parameters, shapes)
     forward_storages = forward.value_storages()

@@ -1,5 +1,7 @@
-"""Bytes over the moments of one segment, known before it ever runs: for `codegen="eager"`, by liveness over the
-storages of the segment's graph. `inductor.memory` is the other one.
+"""Predict the bytes of one segment over its moments, before it ever runs.
+
+Here for `codegen="eager"`, by liveness over the storages of the segment's graph; `inductor.memory` does so for compiled
+segments.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ RNG_STATE_NBYTES = 5056
 def eager_memory(
     graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED, capability: Capability | None = None
 ) -> SegmentMemory:
-    """Memory of a segment that runs node by node, every value dropped right after its last reader.
+    """Predict the memory of a segment that runs node by node, every value dropped right after its last reader.
 
     Bytes are what `shapes` makes of sizes: with `SymbolicShapes`, expressions.
 
@@ -67,8 +69,10 @@ def eager_memory(
 def bounded_memory(
     graph: fx.Graph, num_threads: int, unread: str, shapes: Shapes = AS_TRACED, capability: Capability | None = None
 ) -> SegmentMemory:
-    """Memory of a segment with compiled code that cannot be read: all that the graph makes, at once, and its inputs
-    until the end. In whatever order the code computes, and whatever it fuses, it needs no more of the graph's values.
+    """Bound the memory of a segment with compiled code that cannot be read.
+
+    All values that the graph makes count at once, and inputs until the end. In whatever order the code computes, and
+    whatever it fuses, it needs no more of the graph's values.
 
     Args:
         unread: what could not be read, from `estimates.unread_wrapper`: each moment is an estimate of that name.

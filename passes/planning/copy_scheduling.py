@@ -122,10 +122,13 @@ class _WriteBacks:
         self._in_order = None
 
     def give_back(self, index: int, now: float, over_nbytes: float) -> float:
-        """Free, at a stop, the slots of write-backs that are done, may go on no longer, or hold room that the call
-        needs.
+        """Free at a stop the slots of write-backs that are done, may go on no longer, or hold room that the call needs.
 
-        `over_nbytes`: room that the call lacks with all of them. Returns the time at which computation goes on.
+        Args:
+            over_nbytes: room that the call lacks while it has none of these slots.
+
+        Returns:
+            The time at which computation goes on.
         """
         if now < self.next_s and index < self.next_ceiling and over_nbytes <= 0:
             return now
@@ -234,8 +237,10 @@ class CopyScheduler:
         self.now += self._positions[index].cost_s
 
     def least_s(self, index: int) -> float:
-        """Return the least seconds of all calls: those behind this stop, and the arithmetic of those to come or, of a
-        link, the copies.
+        """Return a lower bound for the seconds of all calls, as far as it is known at this stop.
+
+        It is the larger of the time until now with the arithmetic that is left, and of each link's time with its
+        copies.
         """
         copies_s = [self._free.get(link, 0.0) + more_s for link, more_s in self._to_copy.items()]
         return max(self.now + self._times[-1] - self._times[index], *copies_s, 0.0)
@@ -286,8 +291,9 @@ class CopyScheduler:
         return min(heads, key=lambda load: (load.first, load.item)) if len(heads) > 1 else heads[0] if heads else None
 
     def _due(self, queue: _Queue, index: int) -> Interval | None:
-        """Return a link's first load that may begin and is due at this stop: begun at the next one, it would not be
-        hidden.
+        """Return a link's first load that may begin and is due at this stop.
+
+        It is due if the copy would not be hidden any more when it began at the next stop.
         """
         loads, arriving, leaving = queue.loads, self._arriving, self._write_backs.done_s
         while queue.at < len(loads) and ((load := loads[queue.at]).first <= index or load in arriving):

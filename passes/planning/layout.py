@@ -48,12 +48,12 @@ WIDELY = 2
 
 
 def auto_chunk_nbytes(specs: Sequence[ParamSpec]) -> int:
-    """Choose the chunk size: one repeated block per chunk; without repetition, a sixteenth of the model but no less
-    than a tensor.
+    """Choose the chunk size: that of a repeated block, or without repetition a sixteenth of the model.
 
-    If blocks differ, half of them are no larger than that, and the rest are torn, if they are large: each of a few huge
-    chunks would have to be resident as a whole, or to move as a whole through what little room is left. If they differ
-    widely, as those of a U-Net do, no two are planned alike anyway, and chunks are a quarter of that.
+    It is no less than the largest tensor of a model without repetition. If blocks differ, it is the median block, and
+    larger blocks are torn: each of a few huge chunks would have to be resident as a whole, or to move as a whole
+    through what little room is left. If blocks differ widely, as those of a U-Net do, no two are planned alike anyway,
+    and chunks are a quarter of the median.
     """
     total = sum(spec.whole_nbytes for spec in specs)
     repeated = [block for block in blocks_in_order(specs) if block_of(block[0].name)[1]]

@@ -213,10 +213,10 @@ def choose_replicated(
     allowed: frozenset[int],
     external_nbytes: int = 0,
 ) -> ChunkLayout:
-    """Choose the sharded groups to replicate: all if they fit, else as many as leave room to move, as
-    `choose_resident`.
+    """Choose the sharded groups to replicate: all if they fit, else as many as leave room to move.
 
-    The layout's own choice is ignored. All inputs are equal on all ranks, so all ranks choose alike.
+    The order is `choose_resident`'s. The layout's own choice is ignored. All inputs are equal on all ranks, so all
+    ranks choose alike.
     """
     none, every = layout.with_replicated(()), layout.with_replicated(allowed)
     needs, fixed = _tightest(positions), fixed_nbytes(none, frozenset()) + external_nbytes
@@ -313,8 +313,9 @@ def check_minimum(
     *,
     all_may_be_resident: bool = False,
 ) -> int:
-    """Return the smallest budget that works with these residents; with `all_may_be_resident`, or with all groups
-    resident.
+    """Return the smallest budget that works with these residents.
+
+    With `all_may_be_resident` it may also be one that works with all groups resident.
 
     Raises:
         BudgetError: `budget_nbytes` is below it.

@@ -42,8 +42,9 @@ def update_tiles(
 
 
 def tile_numel(layout: ChunkLayout, group: ChunkGroup, capacity_nbytes: int, most_numel: int = MAX_TILE_NUMEL) -> int:
-    """Return the elements of a tile, such that `TILES_AT_ONCE` fit if possible; more than `most_numel` only if there
-    would be too many tiles.
+    """Return the elements of a tile, such that `TILES_AT_ONCE` fit if possible.
+
+    There are more than `most_numel` only if there would be too many tiles otherwise.
     """
     fitting = capacity_nbytes // (group.update_nbytes_per_element * TILES_AT_ONCE)
     num_tiles = min(MAX_GROUP_TILES, max(1, MAX_STEP_TILES // len(layout.groups)))
@@ -135,8 +136,9 @@ def remaining_residents_in_update(
     resident: frozenset[int],
     num_stages: int = 1,
 ) -> frozenset[int]:
-    """Keep the residents that fit while groups are updated in slots, together with trained residents that are evicted
-    for it.
+    """Choose the residents that fit while groups are updated in slots.
+
+    Trained residents that are evicted are updated in slots as well.
 
     Raises:
         BudgetError: there is no room even without residents.

@@ -56,8 +56,7 @@ def mark_parameter_views(joint: fx.GraphModule, is_parameter: Sequence[bool]) ->
 
 
 def mark_frozen_values(joint: fx.GraphModule, is_frozen: Sequence[bool]) -> None:
-    """Mark what is computed from frozen parameters and buffers alone to be recomputed in the backward, matrix products
-    apart.
+    """Mark values of frozen parameters and buffers alone to be recomputed in the backward, but for matrix products.
 
     `is_frozen` is aligned with the joint graph's primals.
     """

@@ -192,8 +192,10 @@ def _writes(node: fx.Node) -> bool:
 def _described(
     number: int, block: tuple[fx.Node, ...], place: dict[fx.Node, tuple[int, int]]
 ) -> tuple[object, tuple[fx.Node, ...]]:
-    """Describe the inputs of a block so that equal blocks have equal texts; and return the placeholders it alone
-    reads."""
+    """Describe the inputs of a block, so that equal blocks have equal texts.
+
+    Returns the text, and the placeholders that this block alone reads.
+    """
     inside = set(block)
     own: dict[fx.Node, int] = {}
 

@@ -116,8 +116,7 @@ def _piece(
 def recompute_pieces(
     gm: fx.GraphModule, pieces: Sequence[Piece], saved: Collection[fx.Node], table: SegmentTable
 ) -> dict[int, Piece]:
-    """Return, by index, smaller pieces for pieces of a forward that compute values for later ones: the other results
-    alone.
+    """Return, by index, smaller pieces that recompute saved values without the values that later pieces read.
 
     A block's last product, say, computes the next block's input. PyTorch's checkpointing leaves it out as well, by
     stopping early.

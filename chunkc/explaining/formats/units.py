@@ -16,8 +16,7 @@ def short_nbytes(nbytes: int) -> str:
 
 
 def byte_unit(nbytes: int) -> tuple[str, int]:
-    """Return the unit, and its bytes, for an axis that ends at `nbytes`: the largest unit of which it has two or
-    more."""
+    """Return the unit, and its bytes, for an axis that ends at `nbytes`: the largest unit that fits twice."""
     return next(((unit, scale) for unit, scale in BINARY_UNITS if nbytes >= 2 * scale), ("bytes", 1))
 
 

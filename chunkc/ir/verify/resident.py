@@ -12,8 +12,9 @@ from chunkc.ir.states import num_entries
 
 
 def resident_data_nbytes(layout: ChunkLayout, resident: Collection[int]) -> int:
-    """Sum up the overhead, all step counters, small parameters, residents and replicated data, each tensor rounded as
-    the allocator does.
+    """Sum up the data that a plan never moves, each tensor rounded as the allocator does.
+
+    It is the overhead, all step counters, small parameters, residents and replicated data.
     """
     total_nbytes, transient = layout.overhead_nbytes, _transient(layout)
     for spec, is_resident in _specs(layout, resident):
@@ -70,8 +71,10 @@ def _transient(layout: ChunkLayout) -> frozenset[str]:
 
 
 def _whole_nbytes(group: ChunkGroup) -> int:
-    """Return a group's replicated bytes: in ZeRO stage 2, forced or chosen, the parameters of all ranks, with the room
-    where messages are packed; in stage 1 the gradients of trained ones too.
+    """Return a group's replicated bytes.
+
+    In ZeRO stage 2, forced or chosen, these are the parameters of all ranks, with the room where messages are packed;
+    in stage 1, if the group is trained, its gradients too.
     """
     stages = {s.spec.shards.zero_stage for s in group.slices if s.spec.shards is not None}
     stage = next(iter(stages)) if stages else 3

@@ -309,8 +309,9 @@ class _Checker:
         self.check_budget(node, self.layout.groups[group].update_workspace_nbytes(end - begin))
 
     def _holding(self, kind: str, group: int, part: tuple[int, int]) -> Chunk:
-        """Return the chunk in which an update finds a part of a group: in a backward, parameters and gradients are
-        whole.
+        """Return the chunk in which an update finds a part of a group.
+
+        In a backward, chunks of parameters and gradients are whole.
         """
         return Chunk(kind, group, None if self.is_backward and kind in (PARAM, GRAD) else part)
 

@@ -1,9 +1,9 @@
-"""Configure Inductor for CUDA devices: nothing is measured on the device, so nothing is allocated there outside the
-plan, and the same segment has the same bits whatever the budget.
+"""Configure Inductor for CUDA devices, so that it measures nothing on the device.
 
-Inductor's defaults time variants of kernels and of padded matrix products on the device, on buffers of their own (one
-of them as large as the device's cache) at the first run or while it traces; by their times it may choose other orders
-of summation on every run.
+So it allocates nothing there outside the plan, and the same segment has the same bits whatever the budget. By default
+it times variants of kernels and of padded matrix products on the device, on buffers of its own (one of them as large as
+the device's cache), at the first run or while it traces; by their times it may choose other orders of summation on
+every run.
 """
 
 from __future__ import annotations

@@ -20,10 +20,13 @@ from chunkc.torch_private.versions import newer_than_checked
 
 @dataclass(frozen=True)
 class WrapperSource:
-    """A wrapper's text ("" where it cannot be had), and which of the segment's operations makes each buffer that it
-    names, where that is known.
+    """The source of a segment's wrapper.
 
     Inductor replaces some operations; a buffer of such a one counts as made by the last of its operands' operations.
+
+    Attributes:
+        source: "" where it cannot be had.
+        made_by: buffer -> index of the segment's operation that makes it, where that is known.
     """
 
     source: str

@@ -54,8 +54,9 @@ def _pad(size: int, block: int = _BLOCK) -> int:
 
 @dataclass(frozen=True)
 class Convolution:
-    """Operands and metadata of a convolution; for a backward, of its forward. A transposed convolution is the image
-    gradient of another, and has its metadata.
+    """Operands and metadata of a convolution; for a backward, of its forward.
+
+    A transposed convolution is the image gradient of another, and has its metadata.
 
     Attributes:
         image: [N, C, *spatial].
@@ -175,8 +176,10 @@ class Convolution:
         return self.mirrored().blocked_image_nbytes
 
     def blocked_filters_nbytes(self, *, summed: bool = False) -> int:
-        """Count the bytes of filters in blocks, or if `summed`, of their gradient. With channels last, blocks have up
-        to 64 results, and each depthwise group may be padded."""
+        """Count the bytes of filters in blocks, or if `summed`, of their gradient.
+
+        With channels last, blocks have up to 64 channels of results, and each depthwise group may be padded.
+        """
         inside, outside = self.inside, self.outside
         if self.depthwise:
             overlap = all(s < k < n for s, k, n in zip(self.stride, self.kernel, self.read, strict=True))
@@ -233,9 +236,11 @@ def read_convolution(
 
 
 def _is_usual(c: Convolution) -> bool:
-    """Whether there is a direct kernel. Among the conditions: filters at most a pixel larger than images, padding of at
-    most half a filter, a stride of at most the filter's width or 2; if dilated, of 1. Depthwise filters may be larger,
-    and padded more."""
+    """Whether there is a direct kernel.
+
+    Among the conditions: filters at most a pixel larger than images, padding of at most half a filter, a stride of at
+    most the filter's width or 2; if dilated, of 1. Depthwise filters may be larger, and padded more.
+    """
     avx512, volume = onednn.uses_avx512(), len(c.kernel) == 3
     odd = c.groups > 1 or (c.pixels == 1 and c.strided) or (c.transposed and c.inside < _BLOCK)
     if not onednn.uses_avx2() or (c.low and onednn.multiplies_tiles()):
@@ -314,8 +319,11 @@ def _forward(c: Convolution) -> int:
 
 
 def _direct(c: Convolution) -> int:
-    """Bound a forward: image, filters and result are reordered; the result is reordered back to its plain format after
-    the other two are freed. With channels last, only filters are reordered."""
+    """Bound a forward by a direct kernel: image, filters and result, each reordered into blocks.
+
+    The result is reordered back to its plain format after the other two are freed. With channels last, only filters are
+    reordered.
+    """
     filters, result = c.blocked_filters_nbytes(), c.blocked_result_nbytes
     if c.last:
         return filters + c.num_threads * _row(c)
@@ -324,8 +332,11 @@ def _direct(c: Convolution) -> int:
 
 
 def _row(c: Convolution) -> int:
-    """Bound the buffers of one thread: with channels last, addresses of blocks, and sums of a row in low precision; for
-    filters of one pixel, an image's pixels that a stride leaves, and the sums of a result in low precision."""
+    """Bound the buffers of one thread.
+
+    With channels last, these are addresses of blocks, and sums of a row in low precision; for filters of one pixel, the
+    pixels of an image that a stride leaves, and sums of a result in low precision.
+    """
     nbytes = _pad(40 * c.pixels, _PAGE) if c.last else 0
     if c.last and c.low and not c.depthwise:
         nbytes += min(64, _pad(c.outside)) * c.written[-1] * _FLOAT32_NBYTES
@@ -340,8 +351,9 @@ def _gathered(c: Convolution) -> int:
 
 
 def _image_gradient(c: Convolution, *, forward: bool = False) -> int:
-    """Bound the gradient of images: as a forward from results to images; with a stride, computed with channels last and
-    one more copy.
+    """Bound the gradient of images, computed as a forward from results to images.
+
+    With a stride it is computed with channels last, and one more copy.
 
     Args:
         forward: whether this is a transposed convolution's forward, which may add a bias to a float32 copy.
@@ -361,8 +373,11 @@ def _image_gradient(c: Convolution, *, forward: bool = False) -> int:
 
 
 def _strided(c: Convolution) -> int:
-    """Bound an images' gradient with a stride, without a copy of the result that it reads: filters in blocks; for each
-    thread one padded result, and rows of the image where they cannot be written in place."""
+    """Bound the gradient of images with a stride, without a copy of the result that it reads.
+
+    Filters are in blocks. Each thread has one padded result, and rows of the image where they cannot be written in
+    place.
+    """
     sizes = zip(c.written, c.kernel, c.stride, strict=True)
     numel = math.prod(size + 2 * (kernel - 1) // step for size, kernel, step in sizes)
     thread = 10 * _PAGE + 40 * c.pixels * -(-c.outside // 64) + c.itemsize * numel * _pad(c.groups * c.outside, 2)
@@ -377,8 +392,11 @@ def _strided(c: Convolution) -> int:
 
 
 def _filter_gradient(c: Convolution, d_bias: int) -> int:
-    """Bound the gradient of filters: image and incoming gradient are reordered, threads that share filters add up their
-    sums, and the result is reordered back. Wide filters and some images of few channels are unfolded instead."""
+    """Bound the gradient of filters: reordered operands, the sums of threads, and the reordered gradient.
+
+    Image and incoming gradient are reordered, threads that share filters add up their sums, and the gradient is
+    reordered back. Wide filters and some images of few channels are unfolded instead.
+    """
     given, filters = c.filters_nbytes, c.blocked_filters_nbytes(summed=True)
     direct = filters - given + _thread_sums(c, filters // c.itemsize * _FLOAT32_NBYTES)
     if not c.last:
@@ -403,8 +421,10 @@ def _filter_gradient(c: Convolution, d_bias: int) -> int:
 
 
 def _thread_sums(c: Convolution, filters: int) -> int:
-    """Bound the sums of threads that share filters, and their transposed inputs in low precision. With many blocks of
-    filters for each thread, they share no more than what saves reading images and gradients again.
+    """Bound the sums of threads that share filters, and in low precision the threads' transposed inputs.
+
+    If each thread has many blocks of filters, threads share only as far as that saves reading images and gradients
+    again.
 
     Args:
         filters: bytes of one sum.
@@ -436,8 +456,10 @@ def _format(dims: int) -> torch.memory_format:
 
 
 def _is_last(tensor: Tensor) -> bool:
-    """Whether strides are in channels-last order by `c10/core/MemoryFormat.h`: true also for tensors with gaps, and for
-    some that are contiguous as well."""
+    """Whether strides are in channels-last order by `c10/core/MemoryFormat.h`.
+
+    This is true also for tensors with gaps, and for some that are contiguous as well.
+    """
     if tensor.dim() not in (4, 5) or tensor.stride(1) == 0:
         return False
     least = 0
@@ -456,8 +478,11 @@ def _copies(c: Convolution, *tensors: Tensor) -> int:
 
 
 def _runs_in_aten(c: Convolution) -> bool:
-    """Whether ATen, not oneDNN, computes: dtypes that oneDNN does not compute on this processor; in float32 also single
-    small images, filters of one pixel on one thread, and transposed ones with output padding of a stride or more."""
+    """Whether ATen computes, not oneDNN.
+
+    ATen computes dtypes that oneDNN does not compute on this processor; in float32 also single small images, filters of
+    one pixel on one thread, and transposed convolutions with output padding of a stride or more.
+    """
     if not onednn.computes(c.image.dtype):
         return True
     if c.image.dtype != torch.float32:

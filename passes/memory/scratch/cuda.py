@@ -49,8 +49,10 @@ def cuda_scratch_nbytes(
 def cuda_output_nbytes(
     target: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any], outputs: object
 ) -> dict[int, int]:
-    """Map positions of returned tensors to bytes of their storages on a CUDA device, where these differ from the fake
-    tensors'. Tensors on the CPU take 0."""
+    """Return, by position, the storage bytes of returned tensors that differ on a CUDA device from the fake tensors'.
+
+    Tensors on the CPU take 0.
+    """
     corrected = find(target).cuda_outputs
     found = {} if corrected is None else corrected(Call(target, args, kwargs, outputs))
     return {position: rounded_nbytes(nbytes) for position, nbytes in found.items()}

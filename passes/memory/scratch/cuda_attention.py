@@ -35,11 +35,12 @@ def _padded_operands(call: Call, names: tuple[str, ...], multiple: int = 8) -> l
 
 
 def flash_forward(call: Call) -> list[int]:
-    """Bound copies of operands if the head size is no multiple of 8 or their last dimension has gaps, the padded
-    output, and if keys are split, fp32 outputs and log-sum-exps per split.
+    """Bound padded copies of operands and output, and if keys are split, fp32 outputs and log-sum-exps per split.
 
-    Keys are split only if batch, heads and blocks of queries leave multiprocessors idle, so all splits together are at
-    most two waves of blocks. Source: `flash_attn/flash_api.cpp`, `mha_fwd`."""
+    Operands are copied and the output is padded if the head size is no multiple of 8, or if an operand's last dimension
+    has gaps. Keys are split only if batch, heads and blocks of queries leave multiprocessors idle, so all splits
+    together are at most two waves of blocks. Source: `flash_attn/flash_api.cpp`, `mha_fwd`.
+    """
     query = call.tensor("query")
     batch, heads, _, width = query.shape
     blocks = batch * heads * (_rows(query, 2) // 64)
@@ -50,11 +51,13 @@ def flash_forward(call: Call) -> list[int]:
 
 
 def flash_backward(call: Call) -> list[int]:
-    """Bound fp32 sums of the query's gradient (in deterministic mode several, to keep all multiprocessors busy), row
-    sums of `grad * out`, gradients of keys and values per query head if heads are shared, and copies.
+    """Bound fp32 sums of the query's gradient, row sums of `grad * out`, gradients per query head, and copies.
 
-    Operands are copied as in the forward; else `grad_out` and `out` are, unless they are contiguous as [batch, rows,
-    heads, width]. Sources: `flash_api.cpp`, `mha_bwd`; `attention_backward.cu`."""
+    In deterministic mode the query's gradient has several sums, to keep all multiprocessors busy. Gradients of keys and
+    values are per query head if heads are shared. Operands are copied as in the forward; else `grad_out` and `out` are,
+    unless they are contiguous as [batch, rows, heads, width]. Sources: `flash_api.cpp`, `mha_bwd`;
+    `attention_backward.cu`.
+    """
     query, key = call.tensor("query"), call.tensor("key")
     batch, heads, _, width = query.shape
     is_deterministic = torch.are_deterministic_algorithms_enabled()
@@ -79,11 +82,12 @@ def efficient_forward(call: Call) -> list[int]:
 
 
 def efficient_backward(call: Call) -> list[int]:
-    """Bound `delta` per row, a workspace of fp32 tiles of the query's gradient with locks, in 16 bits also of gradients
-    of keys and values wider than 64 (which some devices need), and a copy of the gradient.
+    """Bound `delta` per row, a workspace of fp32 gradients, and a copy of `grad_out`.
 
-    The gradient is copied unless it is contiguous as [batch, rows, heads, width]. Sources:
-    `mem_eff_attention/kernel_backward.h`, `attention_backward.cu`."""
+    The workspace has tiles of the query's gradient, with locks; in 16 bits also of gradients of keys and values wider
+    than 64, which some devices need. `grad_out` is copied unless it is contiguous as [batch, rows, heads, width].
+    Sources: `mem_eff_attention/kernel_backward.h`, `attention_backward.cu`.
+    """
     query, key, gradient = call.tensor("query"), call.tensor("key"), call.tensor("grad_out_")
     by_heads = call.name.startswith("_scaled")  # [batch, heads, rows, width]; else [batch, rows, heads, width]
     num_rows, num_keys = (tensor.shape[2 if by_heads else 1] for tensor in (query, key))
@@ -127,12 +131,13 @@ def cudnn_forward(call: Call) -> list[int]:
 
 
 def cudnn_backward(call: Call) -> list[int]:
-    """Estimate the workspace: fp32 sums of the query's gradient and row sums, gradients of keys and values per query
-    head if heads are shared, and the engine's own; and count a copy of `grad_out`.
+    """Estimate the workspace of cuDNN's graph, and count a copy of `grad_out`.
 
-    Since cuDNN 9 the gradient of probabilities takes none. `grad_out` is copied if its last dimension has gaps, and
-    before cuDNN 9.5.1, if its strides are not `out`'s; either counts here. Sources: `cudnn/MHA.cpp`, the frontend's
-    `CompositeSDPABackwardNode`."""
+    The workspace has fp32 sums of the query's gradient and row sums, gradients of keys and values per query head if
+    heads are shared, and the engine's own (see `cudnn_forward`). Since cuDNN 9 the gradient of probabilities takes
+    none. `grad_out` is copied if its last dimension has gaps, and before cuDNN 9.5.1, if its strides are not those of
+    `out`; either counts here. Sources: `cudnn/MHA.cpp`, the frontend's `CompositeSDPABackwardNode`.
+    """
     query, key, value, gradient = (call.tensor(name) for name in ("query", "key", "value", "grad_out"))
     rows = query.numel() // max(1, query.shape[-1])
     shared = key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]

@@ -30,7 +30,8 @@ def embedding_backward(call: Call) -> list[int]:
     Up to 3,072 indices are not sorted, unless gradients are scaled by frequency. More are sorted together with their
     positions: before PyTorch 2.13 by all bits, then by those that `num_weights` needs. A run of equal indices is a
     segment: its start is kept, its count if that scales, then its number of parts and where they begin, and sums per
-    part (see `_sums_of_parts`). Sources: `Embedding.cu`, `EmbeddingBackwardKernel.cu`."""
+    part (see `_sums_of_parts`). Sources: `Embedding.cu`, `EmbeddingBackwardKernel.cu`.
+    """
     indices, grad = call.tensor("indices"), call.tensor("grad_output")
     num, size = indices.numel(), indices.itemsize
     copies = [nbytes_of(tensor) for tensor in (grad, indices) if not tensor.is_contiguous()]
@@ -53,9 +54,12 @@ def embedding_backward(call: Call) -> list[int]:
 
 
 def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
-    """Count the start of each part, and its sum; or if few segments would leave the device idle, its segment: parts are
-    then added to the result, or in low precision to an fp32 copy of it. If the choice depends on the number of
-    multiprocessors, the larger counts."""
+    """Count the start of each part, and its sum or its segment.
+
+    If few segments would leave the device idle, parts are added to the result itself, or in low precision to an fp32
+    copy of it; each part then has its segment in place of a sum. If the choice depends on the number of
+    multiprocessors, the larger counts.
+    """
     grad, size = call.tensor("grad_output"), call.tensor("indices").itemsize
     width = grad.shape[-1] if grad.dim() else 1
     begins = size * num_parts
@@ -79,8 +83,10 @@ def _num_bits(largest_key: int) -> int:
 
 
 def index(call: Call) -> list[int]:
-    """Count indices converted to int64, and contiguous copies of indices with different strides after broadcasting:
-    `ATen/native/TensorAdvancedIndexing.cpp`, `make_info`."""
+    """Count indices converted to int64, and contiguous copies if their strides differ after broadcasting.
+
+    Source: `ATen/native/TensorAdvancedIndexing.cpp`, `make_info`.
+    """
     if any(map(_is_mask, _indices(call))):
         return [*_expanded_indices(call), *contiguous(call)]
     return _brought_together(_indices(call))
@@ -99,22 +105,29 @@ def _brought_together(indices: Sequence[Tensor]) -> list[int]:
 
 
 def masked_index(call: Call) -> list[int]:
-    """Count clamped indices, the inverted mask, and the result before it is masked:
-    `ATen/native/TensorAdvancedIndexing.cpp`, `_unsafe_masked_index`."""
+    """Count clamped indices, the inverted mask, and the result before it is masked.
+
+    Source: `ATen/native/TensorAdvancedIndexing.cpp`, `_unsafe_masked_index`.
+    """
     clamped = [nbytes_of(tensor) for tensor in _indices(call)]
     return [*clamped, call.tensor("mask").numel(), nbytes_of(call.outputs[0]), *_expanded_indices(call)]
 
 
 def masked_index_put(call: Call) -> list[int]:
-    """Count clamped indices, the inverted mask, masked values, and their accumulation (see `_added`):
-    `_unsafe_masked_index_put_accumulate`."""
+    """Count clamped indices, the inverted mask, masked values, and their accumulation (see `_added`).
+
+    Source: `ATen/native/TensorAdvancedIndexing.cpp`, `_unsafe_masked_index_put_accumulate`.
+    """
     values, clamped = call.tensor("values"), [nbytes_of(tensor) for tensor in _indices(call)]
     return [*clamped, call.tensor("mask").numel(), nbytes_of(values), *_added(call, call.arguments["indices"], values)]
 
 
 def scatter(call: Call) -> list[int]:
-    """Count indices converted to int64; in deterministic mode, bound an index for each dimension of the result, or one
-    flat index, sorted: `ATen/native/TensorAdvancedIndexing.cpp`, `_scatter_via_index_put`."""
+    """Count indices converted to int64; in deterministic mode, bound an index put as well.
+
+    That has an index for each dimension of the result, or one flat index, sorted. Source:
+    `ATen/native/TensorAdvancedIndexing.cpp`, `_scatter_via_index_put`.
+    """
     position = call.tensor("index")
     converted = cast(position, torch.int64)
     if not torch.are_deterministic_algorithms_enabled():
@@ -131,8 +144,10 @@ def scatter(call: Call) -> list[int]:
 
 
 def scatter_reduce(call: Call) -> list[int]:
-    """Count, for means, the ones that are added up, the counts, and a mask of zero counts; then as `scatter`:
-    `ATen/native/TensorAdvancedIndexing.cpp`, `scatter_reduce_two`."""
+    """Count as `scatter`; for means also ones, which are added up, their sums as counts, and a mask of zero counts.
+
+    Source: `ATen/native/TensorAdvancedIndexing.cpp`, `scatter_reduce_two`.
+    """
     counted = []
     if call.arguments["reduce"] == "mean":
         result = call.outputs[0]
@@ -141,8 +156,11 @@ def scatter_reduce(call: Call) -> list[int]:
 
 
 def search(call: Call) -> list[int]:
-    """Count a number copied to the device; contiguous copies and casts to the common dtype, or before them, the minimum
-    and maximum of a sorter: `Bucketization.cu`, `BucketizationUtils.h`."""
+    """Count a number copied to the device, and the larger of the operands' copies and the check of a sorter.
+
+    Copies are contiguous and of the common dtype. The check comes before them: the sorter's minimum and maximum.
+    Sources: `Bucketization.cu`, `BucketizationUtils.h`.
+    """
     number, casts = search_casts(call.arguments)
     sorter, ends = call.arguments.get("sorter"), []
     if sorter is not None:
@@ -157,8 +175,11 @@ def gather(call: Call) -> list[int]:
 
 
 def index_reduce(call: Call) -> list[int]:
-    """Count, for means, the ones that are added up, the counts, and a mask of zero counts; and indices converted to
-    int64, which fill the result first: `Indexing.cu`, `index_reduce_func_cuda_impl`."""
+    """Count as `index_add`, with int64 indices; for means also ones, their sums as counts, and a mask of zero counts.
+
+    Indices are converted to int64 for the fill of the result, which comes first. Source: `Indexing.cu`,
+    `index_reduce_func_cuda_impl`.
+    """
     counted = []
     if call.arguments["reduce"] == "mean":
         result = call.outputs[0]
@@ -173,8 +194,11 @@ def embedding(call: Call) -> list[int]:
 
 
 def index_put(call: Call) -> list[int]:
-    """Count a number copied to the device; a sort by index (see `_added`) if values accumulate or the mode is
-    deterministic, else as `index`: `ATen/native/TensorAdvancedIndexing.cpp`, `_index_put_impl_`."""
+    """Count a number copied to the device, and a sort (see `_added`) if values accumulate, else as `index`.
+
+    In deterministic mode more than one value is sorted without accumulation, too. Source:
+    `ATen/native/TensorAdvancedIndexing.cpp`, `_index_put_impl_`.
+    """
     values, given = call.tensor("values"), call.arguments["indices"]
     moved = [values.itemsize] if values.device != call.outputs[0].device else []
     if call.arguments.get("accumulate") or (torch.are_deterministic_algorithms_enabled() and values.numel() > 1):
@@ -183,8 +207,10 @@ def index_put(call: Call) -> list[int]:
 
 
 def index_add(call: Call) -> list[int]:
-    """Count the scaled source and its accumulation in deterministic mode, else nothing: `Indexing.cu`,
-    `index_add_cuda_impl`."""
+    """Count the scaled source and its accumulation in deterministic mode, else nothing.
+
+    Source: `Indexing.cu`, `index_add_cuda_impl`.
+    """
     if not torch.are_deterministic_algorithms_enabled():
         return []
     source, position = call.tensor("source"), call.tensor("index")
@@ -193,20 +219,22 @@ def index_add(call: Call) -> list[int]:
 
 
 def index_copy(call: Call) -> list[int]:
-    """Count a sort in deterministic mode (see `_added`), else nothing: `ATen/native/TensorAdvancedIndexing.cpp`,
-    `index_copy_out`."""
+    """Count a sort in deterministic mode (see `_added`), else nothing.
+
+    Source: `ATen/native/TensorAdvancedIndexing.cpp`, `index_copy_out`.
+    """
     if not torch.are_deterministic_algorithms_enabled():
         return []
     return _added(call, [None] * call.arguments["dim"] + [call.tensor("index")], call.tensor("source"))
 
 
 def _added(call: Call, given: Sequence[Tensor | None], values: Tensor) -> list[int]:
-    """Count flat int64 indices sorted together with their positions, and copies: of the result, made contiguous, and
-    with indexed dimensions first if these are not adjacent; and of values.
+    """Count a sort of flat int64 indices with their positions, and copies of the result and of values.
 
-    Before the sort, the larger of: int64 copies of indices, and for one index at a time its minimum and maximum, or its
-    wrapped values and these times a stride. With masks this is a bound, since a mask may select all its elements.
-    Source: `Indexing.cu`, `index_put_with_sort_kernel`.
+    The result is made contiguous, and copied again with indexed dimensions first if these are not adjacent. Before the
+    sort, the larger of: int64 copies of indices, and for one index at a time its minimum and maximum, or its wrapped
+    values and these times a stride. With masks this is a bound, since a mask may select all its elements. Source:
+    `Indexing.cu`, `index_put_with_sort_kernel`.
     """
     result, num = call.outputs[0], _num_indexed(call, given)
     if num == 0 or result.numel() == 0:

@@ -1,7 +1,7 @@
 """Bound the scratch of ATen's operators on a CUDA device from shapes, by rules for `passes.memory.scratch.cuda`.
 
-Each was read off ATen's CUDA sources of PyTorch 2.11 to 2.13, by the file named at it (below
-`aten/src/ATen/native/cuda/` unless a folder is named). A rule gives the sizes of allocations; they are rounded where
+Each rule was read off ATen's CUDA sources of PyTorch 2.11 to 2.13. It names its source file, below
+`aten/src/ATen/native/cuda/` unless a folder is named. A rule gives the sizes of allocations; they are rounded where
 they are added up.
 """
 
@@ -85,18 +85,24 @@ def reduction(call: Call) -> list[int]:
 
 
 def count_nonzero(call: Call) -> list[int]:
-    """`ATen/native/TensorAdvancedIndexing.cpp`: which are not zero, and that once more in int64, which is added up."""
+    """Count a mask of the elements that are not zero, its int64 copy, and their sum.
+
+    Source: `ATen/native/TensorAdvancedIndexing.cpp`.
+    """
     return [call.inputs[0].numel(), 8 * call.inputs[0].numel(), *reduction(call)]
 
 
 def check(call: Call) -> list[int]:
-    """`ATen/native/BatchLinearAlgebra.cpp`, `_linalg_check_errors`: whether any number is not zero."""
+    """Count a mask of the numbers that are not zero, and its reduction.
+
+    Source: `ATen/native/BatchLinearAlgebra.cpp`, `_linalg_check_errors`.
+    """
     info = call.tensor("info")
     return [info.numel(), 1, *reduction(Call(torch.ops.aten.any.default, (info,), {}, info.new_empty(())))]
 
 
 def histogram(call: Call) -> list[int]:
-    """`SummaryOps.cu`: the range, if it is not given."""
+    """Count the reduction to minimum and maximum, if the range is not given: `SummaryOps.cu`."""
     low, high = (call.arguments.get(name, 0) for name in ("min", "max"))
     if low != high:
         return []
@@ -119,16 +125,20 @@ def _accumulator_nbytes(call: Call) -> int:
 
 
 def loss(call: Call) -> list[int]:
-    """List the unreduced loss, copies and the reduction (`ATen/native/Loss.cpp`), or what logsumexp keeps.
+    """List the unreduced loss, copies and the reduction (`ATen/native/Loss.cpp`).
 
-    That is the results, and the differences from the largest element (`ReduceOps.cpp`).
+    This holds for logsumexp as well, which keeps its results and the differences from the largest element
+    (`ReduceOps.cpp`).
     """
     results = [nbytes_of(tensor) for tensor in call.outputs]
     return [max(nbytes_of(tensor) for tensor in call.inputs), *results, *reduction(call), *contiguous(call)]
 
 
 def logits_loss(call: Call) -> list[int]:
-    """`Loss.cpp`: `binary_cross_entropy_with_logits` adds two terms, and may make a weight for each logit."""
+    """Count, besides `loss`, a second term, and with `pos_weight` a weight for each logit.
+
+    Source: `Loss.cpp`, `binary_cross_entropy_with_logits`.
+    """
     more = [nbytes_of(call.tensor("self"))] * (1 if call.arguments["pos_weight"] is None else 2)
     return [*loss(call), *more]
 
@@ -142,53 +152,59 @@ def contiguous(call: Call) -> list[int]:
 
 
 def results_twice(call: Call) -> list[int]:
-    """`ATen/native/Loss.cpp`, `soft_margin_loss_backward`: two factors of the gradient."""
+    """Count two factors of the gradient, and contiguous copies.
+
+    Source: `ATen/native/Loss.cpp`, `soft_margin_loss_backward`.
+    """
     return [*(2 * [nbytes_of(call.outputs[0])]), *contiguous(call)]
 
 
 def result_once(call: Call) -> list[int]:
-    """`torch/_prims`, `fma`: the product."""
+    """Count the product: `torch/_prims`, `fma`."""
     return [nbytes_of(call.outputs[0])]
 
 
 def is_infinite(call: Call) -> list[int]:
-    """`ATen/native/TensorCompare.cpp`: the magnitude of a floating point number."""
+    """Count the magnitudes of floating-point or complex numbers: `ATen/native/TensorCompare.cpp`."""
     source = call.tensor("self")
     return [nbytes_of(source)] if source.dtype.is_floating_point or source.dtype.is_complex else []
 
 
 def is_finite(call: Call) -> list[int]:
-    """`ATen/native/TensorCompare.cpp`: the magnitude, and which are infinite and which are no numbers."""
+    """Count the magnitudes, and two masks: of infinite numbers and of NaNs.
+
+    Source: `ATen/native/TensorCompare.cpp`.
+    """
     sizes = is_infinite(call)
     return [*sizes, *(2 * [call.tensor("self").numel()] if sizes else [])]
 
 
 def ldexp(call: Call) -> list[int]:
-    """`ATen/native/BinaryOps.cpp`: the power of two; `ATen/native/Pow.cpp`: the two."""
+    """Count the powers of two (`ATen/native/BinaryOps.cpp`), and their base, a tensor of one number (`Pow.cpp`)."""
     other = call.tensor("other")
     itemsize = max(4, other.itemsize)
     return [other.numel() * itemsize, itemsize]
 
 
 def clamp(call: Call) -> list[int]:
-    """`ATen/native/TensorCompare.cpp`: the operand in the dtype of the result."""
+    """Count the operand's cast to the dtype of the result: `ATen/native/TensorCompare.cpp`."""
     return cast(call.tensor("self"), call.outputs[0].dtype)
 
 
 def magnitude(call: Call) -> list[int]:
-    """`ATen/native/UnaryOps.cpp`: of complex numbers as complex numbers."""
+    """Count the magnitudes of complex numbers as complex numbers: `ATen/native/UnaryOps.cpp`."""
     source = call.tensor("self")
     return [nbytes_of(source)] if source.dtype.is_complex else []
 
 
 def log_gamma(call: Call) -> list[int]:
-    """`ATen/native/UnaryOps.cpp`, `mvlgamma`: operands of each of `p` terms, and the `p` numbers."""
+    """Count the operands of each of `p` terms, and the `p` numbers: `ATen/native/UnaryOps.cpp`, `mvlgamma`."""
     result, terms = call.outputs[0], call.arguments["p"]
     return [terms * nbytes_of(result), terms * result.itemsize, nbytes_of(result)]
 
 
 def difference(call: Call) -> list[int]:
-    """`ATen/native/ReduceOps.cpp`, `dist`: the difference, which is reduced."""
+    """Count the difference, and its reduction: `ATen/native/ReduceOps.cpp`, `dist`."""
     shape = torch.broadcast_shapes(call.tensor("self").shape, call.tensor("other").shape)
     difference = call.outputs[0].new_empty(()).expand(shape)
     reduced = Call(torch.ops.aten.norm.Scalar, (difference,), {}, call.outputs)
@@ -196,12 +212,12 @@ def difference(call: Call) -> list[int]:
 
 
 def one_number(call: Call) -> list[int]:
-    """`ATen/native/Pow.cpp`: a base that is a number comes to the device."""
+    """Count a base that is a number, copied to the device: `ATen/native/Pow.cpp`."""
     return [] if isinstance(call.arguments["self"], Tensor) else [call.outputs[0].itemsize]
 
 
 def where(call: Call) -> list[int]:
-    """`ATen/native/TensorCompare.cpp`: operands in the dtype of the result; numbers come to the device."""
+    """Count casts to the dtype of the result, and numbers copied to the device: `ATen/native/TensorCompare.cpp`."""
     found, result = [], call.outputs[0]
     for name in ("self", "other"):
         value = call.arguments[name]
@@ -213,7 +229,7 @@ def where(call: Call) -> list[int]:
 
 
 def softmax_backward(call: Call) -> list[int]:
-    """`SoftMax.cu`: first the product of gradient and result; then copies of both, if they are not contiguous."""
+    """Count the product of gradient and result, then copies of both if they are not contiguous: `SoftMax.cu`."""
     grad, output = call.tensor("grad_output"), call.tensor("output")
     product_nbytes = output.numel() * max(grad.itemsize, output.itemsize)
     copies = [] if grad.is_contiguous() else [product_nbytes]
@@ -221,8 +237,10 @@ def softmax_backward(call: Call) -> list[int]:
 
 
 def safe_softmax(call: Call) -> list[int]:
-    """`ATen/native/transformers/attention.cpp`: after the softmax, where it was given -inf, which rows have nothing
-    else, and a zero. Before that, a copy."""
+    """Count a mask of operands that are -inf, one of rows with nothing else, and a zero; or before that, copies.
+
+    Source: `ATen/native/transformers/attention.cpp`.
+    """
     source, result = call.tensor("self"), call.outputs[0]
     size = result.shape[call.arguments["dim"]] if result.dim() else 1
     num_rows = result.numel() // size if size else 0
@@ -232,8 +250,11 @@ def safe_softmax(call: Call) -> list[int]:
 
 
 def layer_norm_backward(call: Call) -> list[int]:
-    """`layer_norm_kernel.cu`: gamma and beta need partial sums only for more than 65,536 rows of input: one row of fp32
-    for each 32 of them, up to 32,768 blocks of 32 columns in all, which a reduction sums up."""
+    """Count partial sums for the gradients of gamma and beta, and contiguous copies.
+
+    Only more than 65,536 rows of input have partial sums: one row of fp32 for each 32 rows of input, up to 32,768
+    blocks of 32 columns in all. A reduction adds them up. Source: `layer_norm_kernel.cu`.
+    """
     width = max((tensor.numel() for tensor in call.outputs[1:]), default=0)
     num_rows = call.inputs[0].numel() // max(1, width)
     if num_rows <= 65_536:
@@ -244,22 +265,30 @@ def layer_norm_backward(call: Call) -> list[int]:
 
 
 def group_norm(call: Call) -> list[int]:
-    """`group_norm_kernel.cu`: two factors per image and channel, in fp32; of halves also the statistics in fp32."""
+    """Count two fp32 factors per image and channel, and in low precision the statistics in fp32.
+
+    Source: `group_norm_kernel.cu`.
+    """
     image, statistics = call.tensor("input"), call.outputs[1:]
     in_fp32 = [4 * tensor.numel() for tensor in statistics] if image.dtype in LOW_PRECISION else []
     return [*contiguous(call), *(4 * image.shape[0] * image.shape[1] for _ in range(2)), *in_fp32]
 
 
 def group_norm_backward(call: Call) -> list[int]:
-    """`group_norm_kernel.cu`: in fp32 two sums and a factor per image and channel, and two factors per group."""
+    """Count fp32 sums and factors: two sums and a factor per image and channel, and two factors per group.
+
+    Source: `group_norm_kernel.cu`.
+    """
     image = call.tensor("input")
     return [*contiguous(call), *(4 * image.shape[0] * image.shape[1] for _ in range(5))]
 
 
 def batch_norm(call: Call) -> list[int]:
-    """`Normalization.cu`, `Normalization.cuh`: in training, where channels come last, four fp32 sums per channel of
-    each row of blocks, and semaphores; copies of images with gaps; numbers in place of absent
-    parameters."""
+    """Count fp32 copies of images with gaps, numbers for absent parameters, and in training sums if channels come last.
+
+    There are four fp32 sums per channel of each row of blocks, and semaphores. Sources: `Normalization.cu`,
+    `Normalization.cuh`.
+    """
     if _may_be_cudnn_s(call):
         return cudnn_batch_norm(call)
     image = call.tensor("input")
@@ -280,13 +309,16 @@ def batch_norm_backward(call: Call) -> list[int]:
 
 
 def _may_be_cudnn_s(call: Call) -> bool:
-    """`Normalization.cu`: operators that choose when they run, `_batch_norm_with_update` and its backward."""
+    """Whether an operator chooses its kernel when it runs: `_batch_norm_with_update` and its backward.
+
+    Source: `Normalization.cu`.
+    """
     chooses = call.name.startswith("_batch_norm_with_update") or call.name == "batch_norm_backward"
     return chooses and torch.backends.cudnn.enabled
 
 
 def _channels_come_last(image: Tensor) -> bool:
-    """`batch_norm_use_channels_last_kernels`."""
+    """Whether `batch_norm_use_channels_last_kernels` holds for an image."""
     if image.is_contiguous():
         return image.dim() > 1 and image.stride(1) == 1
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
@@ -294,12 +326,12 @@ def _channels_come_last(image: Tensor) -> bool:
 
 
 def _copies_of_odd(call: Call) -> list[int]:
-    """`batch_norm_mean_var`: in fp32."""
+    """Count fp32 copies of operands that are neither contiguous nor channels last: `batch_norm_mean_var`."""
     return [4 * t.numel() for t in call.inputs if not t.is_contiguous() and not _channels_come_last(t)]
 
 
 def _staged(image: Tensor, num_sums: int) -> list[int]:
-    """`flexible_launch_configs`: sums of rows of blocks, if there are many of these."""
+    """Count the sums of rows of blocks, and semaphores, if there are many rows: `flexible_launch_configs`."""
     num_channels = image.shape[1]
     num_rows = image.numel() // max(1, num_channels)
     width = min(_last_power_of_2(num_channels), 32)
@@ -315,14 +347,20 @@ def _last_power_of_2(number: int) -> int:
 
 
 def cudnn_batch_norm(call: Call) -> list[int]:
-    """`ATen/native/cudnn/BatchNorm.cpp`: cuDNN is asked for its workspace when it runs. As for `convolution`, a policy:
-    one copy of the image, 2,052 bytes per channel, and copies of operands that are not contiguous."""
+    """Estimate cuDNN's workspace, which is known only when it runs, and count contiguous copies of operands.
+
+    A policy, as for `convolution`: one copy of the image, and 2,052 bytes per channel. Source:
+    `ATen/native/cudnn/BatchNorm.cpp`.
+    """
     image = call.tensor("input")
     return [nbytes_of(image), (2048 + 4) * image.shape[1], *contiguous(call)]
 
 
 def grouped_product(call: Call) -> list[int]:
-    """`GroupMM.cu`: pointers, strides and sizes of each group, and CUTLASS' descriptors for each multiprocessor."""
+    """Count pointers, strides and sizes of each group, and CUTLASS' descriptors for each multiprocessor.
+
+    Source: `GroupMM.cu`.
+    """
     num_groups = max((tensor.shape[0] for tensor in call.inputs), default=0)
     return [512 * num_groups, _MIB]
 
@@ -345,7 +383,10 @@ def convolution(call: Call) -> list[int]:
 
 
 def product(call: Call) -> list[int]:
-    """`cuda/Blas.cpp`, `prepare_matrix_for_cublas`: copies of matrices without rows or columns that lie together."""
+    """Count copies of matrices with neither rows nor columns contiguous.
+
+    Source: `cuda/Blas.cpp`, `prepare_matrix_for_cublas`.
+    """
     factors = [call.arguments.get(name) for name in ("self", "mat1", "mat2", "batch1", "batch2", "mat")]
     if any(isinstance(call.arguments.get(name), Tensor) for name in ("mat1", "batch1", "mat")):
         factors = factors[1:]  # what is added is copied into the result
@@ -363,38 +404,46 @@ def _has_rows_or_columns(matrix: Tensor) -> bool:
 
 
 def roll(call: Call) -> list[int]:
-    """`ATen/native/TensorTransformations.cpp`: rolled by one dimension after the other."""
+    """Count the results between one dimension and the next: `ATen/native/TensorTransformations.cpp`."""
     dims = call.arguments.get("dims", ())
     num_between = max(0, (1 if isinstance(dims, int) else len(dims)) - 1)
     return [*(num_between * [nbytes_of(call.outputs[0])]), *contiguous(call)]
 
 
 def im2col(call: Call) -> list[int]:
-    """`Im2Col.cu`: the result starts as large as the image."""
+    """Count the result as it starts, as large as the image: `Im2Col.cu`."""
     return [nbytes_of(call.inputs[0]), *contiguous(call)]
 
 
 def pooled(call: Call) -> list[int]:
-    """`AdaptiveMaxPooling2d.cu`, `UpSampleBilinear2d.cu`: results in rows, and then as the image lies."""
+    """Count contiguous copies, and if there are any, contiguous results, which are copied to the operand's strides.
+
+    Sources: `AdaptiveMaxPooling2d.cu`, `UpSampleBilinear2d.cu`.
+    """
     copies = contiguous(call)
     return [*copies, *(nbytes_of(tensor) for tensor in call.outputs if copies)]
 
 
 def pooling_offsets(call: Call) -> list[int]:
-    """`torch/_inductor/inductor_prims.py`: in int64, indices, and for each dimension what is left of them, where they
-    lie and where their windows begin."""
+    """Count int64 indices, and for each dimension their remainders, positions and the beginnings of their windows.
+
+    Source: `torch/_inductor/inductor_prims.py`.
+    """
     num_dims = len(call.arguments["kernel_size"])
     return (3 * num_dims + 1) * [8 * call.outputs[-1].numel()]
 
 
 def bernoulli(call: Call) -> list[int]:
-    """`cuda/DistributionTemplates.h`: chances in fp32."""
+    """Count chances in fp32, if they are in low precision: `cuda/DistributionTemplates.h`."""
     chances = call.arguments.get("p", call.inputs[0])
     return [4 * chances.numel()] if isinstance(chances, Tensor) and chances.dtype in LOW_PRECISION else []
 
 
 def normal(call: Call) -> list[int]:
-    """`ATen/native/DistributionTemplates.h`: numbers before they are moved; the least deviation, which is tested."""
+    """Count numbers before they are shifted, and the test of the least deviation.
+
+    Source: `ATen/native/DistributionTemplates.h`.
+    """
     mean, deviation = call.arguments.get("mean"), call.arguments.get("std")
     moved = [nbytes_of(call.outputs[0])] if isinstance(mean, Tensor) or isinstance(deviation, Tensor) else []
     if not isinstance(deviation, Tensor):
@@ -417,7 +466,7 @@ def col2im(call: Call) -> list[int]:
 
 
 def col2im_outputs(call: Call) -> dict[int, int]:
-    """`Col2Im.cu`: the result starts as large as the columns."""
+    """Correct the result's bytes: it starts as large as the columns (`Col2Im.cu`)."""
     return {0: max(nbytes_of(call.inputs[0]), nbytes_of(call.outputs[0]))}
 
 

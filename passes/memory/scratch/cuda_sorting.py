@@ -15,9 +15,12 @@ _SEVERAL_BLOCKS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 30
 
 
 def sort(call: Call) -> list[int]:
-    """`Sort.cpp`, `SortStable.cu`. Rows of up to 4,096 are sorted in place, with their positions, which are counted up
-    first. A long one is sorted as a whole. Several are sorted together, with the row and position of each; or each row
-    by itself, in a sort of segments. Before that, a copy in which they lie as rows; results then lie so first, too."""
+    """Count a sort of rows, and before it a contiguous copy of them and of the results.
+
+    Rows of up to 4,096 elements are sorted in place, with their positions, which are counted up first. A single longer
+    row, or each of a million elements or more, is sorted as a whole. Fewer than 128 rows are sorted together, with the
+    row and position of each element; more rows in CUB's segmented sort. Sources: `Sort.cpp`, `SortStable.cu`.
+    """
     source, values = call.tensor("self"), call.outputs[0]
     if source.dim() == 0:
         return []
@@ -40,8 +43,10 @@ def sort(call: Call) -> list[int]:
 
 
 def bounded_sort(call: Call) -> list[int]:
-    """`TensorTopK.cu`, `Sorting.cpp`, `TensorModeKernel.cu`: values and int64 indices once more, doubled by CUB's sort,
-    and what keys of less than 4 bytes may need besides."""
+    """Bound a sort: four copies of values and int64 indices, CUB's among them, and its counts for keys under 4 bytes.
+
+    Sources: `TensorTopK.cu`, `Sorting.cpp`, `TensorModeKernel.cu`.
+    """
     source = max(call.inputs, key=lambda tensor: tensor.numel())
     numel, itemsize = source.numel(), max(tensor.itemsize for tensor in call.inputs)
     counts = [cuda_cub.radix_sort(numel, itemsize, 8, 8, None)] if itemsize < 4 else []
@@ -49,7 +54,7 @@ def bounded_sort(call: Call) -> list[int]:
 
 
 def topk(call: Call) -> list[int]:
-    """`TensorTopK.cu`: nothing, where a block takes each row; a copy if the operand is not contiguous."""
+    """Count a contiguous copy if a single block takes each row, else bound a sort: `TensorTopK.cu`."""
     source, dim = call.tensor("self"), call.arguments.get("dim", -1)
     length = source.shape[dim] if source.dim() else 1
     if call.arguments["k"] > _SMALL or (length and _takes_several_blocks(source.numel() // length, length)):
@@ -58,7 +63,7 @@ def topk(call: Call) -> list[int]:
 
 
 def _takes_several_blocks(num_rows: int, length: int) -> bool:
-    """`TensorTopK.cu`, `should_use_multiblock`."""
+    """Whether several blocks of threads take one row: `TensorTopK.cu`, `should_use_multiblock`."""
     for most, least in _SEVERAL_BLOCKS:
         if num_rows <= most:
             return length >= least
@@ -66,19 +71,27 @@ def _takes_several_blocks(num_rows: int, length: int) -> bool:
 
 
 def sample(call: Call) -> list[int]:
-    """`ATen/native/Distributions.cpp`, `MultinomialKernel.cu`: normalised weights, sums or random keys, sorted."""
+    """Bound normalised weights, sums or random keys, sorted.
+
+    Sources: `ATen/native/Distributions.cpp`, `MultinomialKernel.cu`.
+    """
     return [4 * tensor.numel() for tensor in call.inputs for _ in range(4)] + bounded_sort(call)
 
 
 def permutation(call: Call) -> list[int]:
-    """`Randperm.cu`: numbers in order, and random keys, sorted. Keys may have 4 bytes; a bound."""
+    """Bound numbers in order and random keys, sorted: `Randperm.cu`.
+
+    Keys may have 4 bytes; 8 are counted.
+    """
     num = max(tensor.numel() for tensor in call.outputs)
     return [*(3 * [8 * num]), cuda_cub.radix_sort(num, 8, 8, 64, call.capability)]
 
 
 def scan(call: Call) -> list[int]:
-    """`ScanUtils.cuh`: a contiguous copy; and of a single row, CUB's scratch. `ATen/native/ReduceOps.cpp`: before that,
-    one in the dtype of the result, if that is another."""
+    """Count a cast to the dtype of the result, a contiguous copy, and for a single row CUB's scratch.
+
+    Sources: `ATen/native/ReduceOps.cpp`, `ScanUtils.cuh`.
+    """
     source, dim, dtype = call.inputs[0], call.arguments.get("dim", 0), call.outputs[0].dtype
     converted = cast(source, dtype)
     in_rows = source.is_contiguous() or (converted and not is_dense(source))
@@ -93,8 +106,10 @@ def scan(call: Call) -> list[int]:
 
 
 def masked_scatter(call: Call) -> list[int]:
-    """`IndexKernel.cpp`, `masked_scatter_cuda`: the mask in rows, an int64 sum up to each of its elements, and CUB's
-    scratch."""
+    """Count an int64 prefix sum of the mask, CUB's scratch, and contiguous copies of mask and source.
+
+    Source: `IndexKernel.cpp`, `masked_scatter_cuda`.
+    """
     mask, result = call.tensor("mask"), call.outputs[0]
     num = result.numel()
     in_rows = mask.is_contiguous() and mask.numel() == num

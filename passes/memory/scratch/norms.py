@@ -61,8 +61,10 @@ def _format(source: Tensor) -> str:
 
 
 def batch_norm_rule(call: Call) -> int:
-    """Count a factor and an offset per channel; and sums per thread, if channels are innermost. Of other strides, a
-    number that is divided by or added, and one in place of each absent parameter."""
+    """Count a factor and an offset per channel; and in training with channels innermost, sums per thread.
+
+    With other strides, count a number that is divided by or added, and one in place of each absent parameter.
+    """
     source, channels = call["input"], call["input"].shape[1]
     statistics = _statistics_itemsize(call)
     factors = 2 * channels * max(4, statistics)
@@ -106,8 +108,10 @@ def group_norm_backward_outputs(call: Call) -> dict[int, int]:
 
 
 def batch_norm_backward_rule(call: Call) -> int:
-    """Count a second gradient of the input if formats agree, and then, with channels innermost, sums per thread and
-    what the parameters become; else sums of the gradient."""
+    """Count a second gradient of the input if its format and the gradient's agree, else sums of the gradient.
+
+    If they agree, with channels innermost, sums per thread and converted parameters count instead where they take more.
+    """
     source, grad = call["input"], call["grad_out"]
     channels, form = source.shape[1], _format(source)
     if form == _format(grad) != "strided":
@@ -191,8 +195,10 @@ def embedding_bag_outputs(call: Call) -> dict[int, int]:
 
 
 def embedding_bag_rule(call: Call) -> int:
-    """Bound the bytes of the indices' bags, and of the bags' numbers of rows and sums in float32; sums without padding
-    need none."""
+    """Bound the bag of each index, the number of rows of each bag, and in low precision float32 sums.
+
+    A sum of contiguous tensors without padding needs none of these, but for float64 weights and scaled 16-bit ones.
+    """
     indices, bags = call["indices"], call["offsets"].shape[0]
     is_cast = call["weight"].dtype != torch.float32 and call["per_sample_weights"] is not None
     is_fast = call["mode"] == 0 and call["padding_idx"] < 0 and call["weight"].dtype != torch.float64 and not is_cast

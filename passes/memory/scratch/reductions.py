@@ -142,8 +142,10 @@ def kthvalue_rule(call: Call) -> int:
 
 
 def histogram_rule(call: Call) -> int:
-    """Count `histc`: all in one dimension, edges, and counts per thread; before, without a range, a contiguous copy and
-    its two ends."""
+    """Count for `histc` a flat copy, edges, and the larger of counts per thread and the search for a range.
+
+    The search, if no range is given, takes a contiguous copy and its minimum and maximum.
+    """
     source, counts = call["self"], nbytes_of(call.outputs[0])
     copy = contiguous_copy_nbytes(source)
     looking = copy + 2 * source.itemsize if call["min"] == call["max"] else 0
