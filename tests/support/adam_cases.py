@@ -1,7 +1,7 @@
-"""Slots to update, and what the Triton kernel must do, as cases that run on any device.
+"""Slots to update, and checks of the Triton kernel, as cases that run on any device.
 
-Cases run in a process of their own where Triton is interpreted: that is decided when Triton is imported, for a whole
-process. As a script this file reads names of cases, a line each, and answers each with a line of JSON. Every case
+Cases run in a process of their own where Triton is interpreted: that is decided for a whole process, when Triton is
+imported. As a script this file reads names of cases, a line each, and answers each with a line of JSON. Every case
 computes what it expects on the CPU: a device has no say in an update's bits.
 """
 
@@ -88,7 +88,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def same_bits(slots: AdamSlots, other: AdamSlots) -> bool:
-    """Whether all tensors are equal to the bit; which of its bit patterns a NaN has is left to the device."""
+    """Whether all tensors are equal to the bit, but for NaNs: a device may choose their bit pattern."""
     pairs = list(zip(tensors(slots), tensors(other)))
     assert all((a is None) == (b is None) for a, b in pairs)
     return all(_same_bits(a.cpu(), b.cpu()) for a, b in pairs if a is not None and b is not None)
@@ -102,7 +102,7 @@ def _same_bits(tensor: Tensor, other: Tensor) -> bool:
 
 
 def with_special_values(slots: AdamSlots) -> AdamSlots:
-    """Infinities, NaN, signed zeros, subnormals and rounding ties at several places of every tensor, in place."""
+    """Put infinities, NaN, signed zeros, subnormals and rounding ties at several places of every tensor."""
     infinity = float("inf")
     special = torch.tensor([infinity - infinity, infinity, -infinity, 0, -0.0, 1e-40, 1 + 2**-8, 1 + 3 * 2**-8])
     for shift, tensor in enumerate(tensors(slots)):
@@ -157,7 +157,7 @@ def adam_update(
 
 
 def triton_update(fmt: AdamFormat, slots: AdamSlots, spans: list[Span], scalars: Tensor, **options: object) -> None:
-    """The kernel with the signature of the reference."""
+    """Call the kernel with the signature of the reference."""
     device = slots.param.device
     elementwise_triton.update(
         fmt, slots, elementwise_triton.work_table(spans, fmt).to(device), scalars.to(device), **options
@@ -165,7 +165,10 @@ def triton_update(fmt: AdamFormat, slots: AdamSlots, spans: list[Span], scalars:
 
 
 def check_agrees(device: str, name: str) -> None:
-    """Several groups, ragged spans, gaps, special values and scales: the reference's bits after each of three steps."""
+    """Check that each of three steps has the reference's bits.
+
+    There are several groups, ragged spans, gaps, special values and scales.
+    """
     fmt = FORMATS[name]
     align = fmt.span_alignment
     expected = with_special_values(make_slots(fmt, 4000, seed=1))
@@ -221,7 +224,7 @@ def check_found_inf(device: str, name: str) -> None:
 
 
 def check_cut(device: str, name: str) -> None:
-    """A chunk updated at once and in tiles has the same bits."""
+    """Check that a chunk has the same bits, updated at once and in tiles."""
     fmt = FORMATS[name]
     whole = on(with_special_values(make_slots(fmt, 5000)), device)
     tiles = on(whole, device)
@@ -238,7 +241,7 @@ def check_cut(device: str, name: str) -> None:
 
 
 def check_gradient_in_parameter(device: str, name: str) -> None:
-    """The gradient may lie in the parameter's very memory."""
+    """Check an update with the gradient in the parameter's own memory."""
     fmt = FORMATS[name]
     apart = on(make_slots(fmt, 3000), device)
     if fmt.master:
@@ -254,7 +257,10 @@ def check_gradient_in_parameter(device: str, name: str) -> None:
 
 
 def check_every_rounding(device: str, name: str) -> None:
-    """lr = 0, no decay: parameters are the masters' rounding, for a third of all upper halves, critical lower ones."""
+    """Check that parameters are the masters' rounding, with lr = 0 and no decay.
+
+    Masters have a third of all upper halves, each with critical lower halves.
+    """
     fmt = FORMATS[name]
     lower = torch.tensor([0, 0x1000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     master = ((torch.arange(0, 1 << 16, 3).unsqueeze(1) << 16) + lower).flatten().to(torch.int32).view(FP32)
@@ -275,7 +281,7 @@ def check_every_rounding(device: str, name: str) -> None:
 
 
 def check_nothing_to_do(device: str) -> None:
-    """Empty spans, and none."""
+    """Check that empty spans, and no spans, change nothing."""
     fmt = FORMATS["fp32"]
     slots = on(make_slots(fmt, 10), device)
     for spans in ([], [Span(3, 3, 0)]):

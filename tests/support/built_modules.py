@@ -28,7 +28,7 @@ class Tied(nn.Module):
 
 
 def encoder() -> nn.Module:
-    """Its layers are copies of one."""
+    """Make a model with layers that are copies of one layer."""
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 2 * WIDTH, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, num_layers=3)
 

@@ -102,7 +102,7 @@ def begin(
     num_blocks: int = 3,
     **settings: Any,
 ) -> Run:
-    """A run that has trained nothing; without a budget, plain PyTorch."""
+    """Make a run that has trained nothing; without a budget, in plain PyTorch."""
     torch._dynamo.reset()
     gc.collect()
     torch.manual_seed(seed)
@@ -118,7 +118,7 @@ def begin(
 
 
 def resumed(folder: Path, **how: Any) -> Run:
-    """A new run that goes on from the latest checkpoint; its generators and values were others before."""
+    """Make a run that resumes the latest checkpoint; its model and generators had other values before."""
     run = begin(seed=12345, **how)
     assert run.checkpoint(folder).load_latest() is not None
     return run

@@ -62,8 +62,11 @@ def gap(target: torch._ops.OpOverload, *args: object) -> int:
 
 
 def check(target: torch._ops.OpOverload, *args: object, within: float | None = None) -> Tensor | tuple[Tensor, ...]:
-    """Check that at least what is measured is predicted, and at most `within` times that and a few pages; return the
-    operator's results."""
+    """Check that the prediction is no less than the measured bytes; return the operator's results.
+
+    Args:
+        within: the prediction may be that many times the measured bytes, and a few pages more. None: any number.
+    """
     measured, outputs = measure(target, args, {})
     num_threads = torch.get_num_threads()
     predicted = cpu.scratch_nbytes(target, args, {}, outputs, num_threads)
@@ -93,8 +96,11 @@ def check_both(
 
 
 def some_shapes(seed: int, number: int) -> Iterator[Shape]:
-    """Convolutions of any kind, small ones; filters not larger than images, since for some of those, transposed and in
-    bfloat16, oneDNN itself writes beyond its memory."""
+    """Draw small convolutions of any kind.
+
+    Filters are no larger than images: for some that are, transposed and in bfloat16, oneDNN itself writes beyond its
+    memory.
+    """
     pick = random.Random(seed).choice
     while number:
         dimensions, groups, transposed = pick([1, 2, 2, 2, 3]), pick([1, 1, 1, 4, 16]), pick([False, False, True])

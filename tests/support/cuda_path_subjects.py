@@ -45,7 +45,7 @@ def case(dtype: torch.dtype = torch.float32) -> Case:
 
 @contextlib.contextmanager
 def on_fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
-    """Sessions made inside compute on a fake GPU, with Triton's updates."""
+    """Let sessions made inside compute on a fake GPU, with Triton's updates."""
     gpu = gpu or FakeGpu(longest_s=0.001, views_pageable=True)
     former, by_triton = chunkc.session.session.open_compute, chunkc.optim.on_device.computes_by_triton
     chunkc.session.session.open_compute = lambda device, *where: (QueuedTier(gpu), open_arena(where[0], gpu, where[1]))  # type: ignore[assignment,return-value]
@@ -58,7 +58,7 @@ def on_fake_gpu(gpu: FakeGpu | None = None) -> Iterator[FakeGpu]:
 
 @functools.cache
 def budget(of: Case, percent: int) -> int:
-    """0: the smallest that works, with room to overlap."""
+    """Return a roomy budget; for 0 percent the smallest that works, with room to overlap."""
     return refuse(of, memory_budget=TINY).minimum_nbytes + 4 * 48 * 48 * 4 if not percent else HUGE
 
 

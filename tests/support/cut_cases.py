@@ -46,7 +46,7 @@ def mlp_graph(num_layers: int, width: int = 8) -> tuple[fx.GraphModule, list[tor
 
 
 def blocks(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns the last block's result, and what a backward would need."""
+    """Return the last block's result, and what a backward would need."""
     saved = []
     for gain, up, down in zip(*[iter(weights)] * 3):
         scale = x.square().mean(-1, keepdim=True).rsqrt()

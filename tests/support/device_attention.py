@@ -18,7 +18,10 @@ KERNELS = {
 
 
 def others() -> tuple[int, list[str]]:
-    """Count the calls, and list those for which PyTorch takes another kernel. The device has no cuDNN."""
+    """Count the calls, and list those for which PyTorch takes another kernel than plans say.
+
+    The device has no cuDNN.
+    """
     capability, found, num_calls = torch.cuda.get_device_capability(), [], 0
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     widths, of_values = (8, 20, 60, 64, 96, 128, 200, 256, 264, 516), (None, 64)

@@ -1,4 +1,4 @@
-"""A GPT in which every operator of a usual one is, and how it trains on the device."""
+"""A GPT with every operator of usual ones, and its training on the device."""
 
 from __future__ import annotations
 

@@ -25,7 +25,11 @@ class LadderRun:
 
 
 def on(device: str, batch: dict[str, Any], dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """A batch on a device; `dtype`: of what floats."""
+    """Copy a batch to a device.
+
+    Args:
+        dtype: of its floating-point tensors; None: as they are.
+    """
 
     def moved(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -40,8 +44,9 @@ def train(
     dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, loss_scale: float | None = None,
     steps: int = 2, **optimizer_options: Any,
 ) -> LadderRun:  # fmt: skip
-    """Train some steps; the caller keeps batch and output, as plans assume. torch gives out the budget, and 64 MiB for
-    pages that are only partly used.
+    """Train some steps under a limit of the budget and 64 MiB.
+
+    The 64 MiB are for pages that are only partly used. The caller keeps batch and output, as plans assume.
 
     Args:
         dtype: of the model; None: as it is.
@@ -79,7 +84,10 @@ def train(
 
 
 def in_the_smallest_budget(case: Case, codegen: str = "eager", **options: Any) -> tuple[LadderRun, int]:
-    """Also that budget in bytes. Graphs are planned one by one: a later one may need more."""
+    """Train in the smallest budget, and return the run and that budget in bytes.
+
+    It takes several attempts: graphs are planned one by one, and a later one may need more.
+    """
     budget_nbytes = 4096
     for _ in range(6):
         try:

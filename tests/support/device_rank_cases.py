@@ -49,8 +49,11 @@ def trained(
     debug: bool = True, codegen: str = "eager", layers: bool = False, home: str = "cpu", disk_holds: str = "auto",
     **optimizer_options: Any,
 ) -> Result:  # fmt: skip
-    """Train a GPT on the ranks of a mesh, each with batches of its own. With `layers`, those along the last dimension
-    compute layers together, and have the same data."""
+    """Train a GPT on the ranks of a mesh, each with batches of its own.
+
+    Args:
+        layers: ranks along the mesh's last dimension compute layers together, and have the same batches.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     rank, device = dist.get_rank(), mesh.device_type
@@ -109,7 +112,7 @@ def mesh_on(device: str, shape: tuple[int, ...] | None = None, names: tuple[str,
 
 
 def compared(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None = None, **how: Any) -> Result:
-    """Trained on GPUs in a roomy budget and in the smallest, and on CPUs, on meshes of that shape."""
+    """Train on GPUs in a roomy budget and in the smallest, and on CPUs, each on a mesh of that shape."""
     roomy = trained(mesh_on("cuda", shape, names), HUGE, **how)
     tight = trained(mesh_on("cuda", shape, names), roomy["least"], **how)
     on_cpu = trained(mesh_on("cpu", shape, names), HUGE, **how)
@@ -119,7 +122,7 @@ def compared(shape: tuple[int, ...] | None = None, names: tuple[str, ...] | None
 
 
 def stages() -> Result:
-    """One stage after the other; on CPUs in stage 3."""
+    """Train in each ZeRO stage on GPUs, and in stage 3 on CPUs."""
     found = compared()
     for stage in (2, 1, None):
         for budget in (HUGE, None):
@@ -130,7 +133,7 @@ def stages() -> Result:
 
 
 def layers(**how: Any) -> Result:
-    """Two ranks of each layer, which have the same data."""
+    """Train with two ranks for each layer, which have the same batches."""
     return compared((dist.get_world_size() // 2, 2), ("dp", "tp"), layers=True, **how)
 
 
@@ -139,7 +142,7 @@ def layers_by_lamb() -> Result:
 
 
 def ways() -> Result:
-    """Other ways to train, each in two budgets."""
+    """Train in other ways, each in two budgets."""
     return {
         "accumulated, stage 1": compared(stage=1, accumulate=2),
         "updated by the CPU": compared(update_on="cpu", overlap="backward", clip=None),
@@ -149,17 +152,20 @@ def ways() -> Result:
 
 
 def one() -> Result:
-    """The only rank."""
+    """Train on one rank alone."""
     return compared()
 
 
 def rows() -> Result:
-    """Parts have copies."""
+    """Train on two rows of two ranks: each shard has a copy."""
     return compared(shape=(2, 2), stage=None, steps=2)
 
 
 def on_disk() -> Result:
-    """Optimizer states in a file of each rank, in a directory of its own, in several stages and budgets; and in RAM."""
+    """Train with optimizer states in a file of each rank, in several stages and budgets; and in RAM.
+
+    The files lie in a directory of their own.
+    """
     found = compared()
     tight = found["runs"][1]["least"]
     with tempfile.TemporaryDirectory() as folder:
@@ -194,7 +200,7 @@ def all_on_disk() -> Result:
 
 @contextmanager
 def _exchanged_homes() -> Iterator[dict[str, set[str]]]:
-    """Home tensors that the exchanges copy from and to, by exchange."""
+    """Yield the types of devices of the home tensors that exchanges copy from and to, by exchange."""
     found: dict[str, set[str]] = {}
     with ExitStack() as patches:
         for do, at in ((slots.gather, 1), (slots.scatter_sums, 3)):
@@ -208,7 +214,7 @@ def _exchanged_homes() -> Iterator[dict[str, set[str]]]:
 
 
 def _written(**how: Any) -> str:
-    """The loss right behind what the user has enqueued to change parameters, which the device comes to late."""
+    """Compute losses right after the user has enqueued changes of parameters, which the device makes late."""
     import cuda_in_ram  # is on the device alone
 
     torch._dynamo.reset()
@@ -228,7 +234,7 @@ def _written(**how: Any) -> str:
 
 
 def not_in_reach() -> Result:
-    """A GPU that cannot read files in place."""
+    """Distribute a model on a GPU that cannot read files in place."""
     model = GPT(**SHAPE)
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -246,7 +252,10 @@ def _mapped_nbytes(folder: str) -> int:
 
 
 def engine() -> Result:
-    """DeepSpeed's loop, on GPUs in two budgets and with states on disks, and on CPUs; rank 0's values are the first."""
+    """Run DeepSpeed's loop, on GPUs in two budgets and with states on disks, and on CPUs.
+
+    All begin with rank 0's values.
+    """
     found, budget = [], HUGE
     folder = tempfile.mkdtemp()
     offload = {"offload_optimizer": {"device": "nvme", "nvme_path": folder}}
@@ -281,8 +290,11 @@ def engine() -> Result:
 
 
 def fused() -> Result:
-    """In Inductor's code, of which only the bytes count. Constants are folded by computing them on the device, which
-    does not compute here: ranks would get code with other ones."""
+    """Train with Inductor's code, of which only the bytes count.
+
+    Inductor folds constants by computing them on the device. This device does not compute, so ranks would get code with
+    different constants.
+    """
     with inductor_config.patch(joint_graph_constant_folding=False):
         roomy = trained(mesh_on("cuda"), HUGE, codegen="inductor", debug=False)
         tight = trained(mesh_on("cuda"), roomy["least"], codegen="inductor", debug=False)
@@ -312,7 +324,7 @@ def explained() -> Result:
 
 @contextmanager
 def fault_at(number: int, fault: Callable[[], None], owner: Any = Transport, name: str = "exchange") -> Iterator[None]:
-    """Something happens to rank 1 when it is about to exchange parts for that many times, or to call another method."""
+    """Inside, let a fault happen to rank 1 right before its `number`-th exchange, or another call."""
     method, left = getattr(owner, name), [number]
 
     def faulty(self: Any, *args: Any) -> Any:
@@ -327,7 +339,7 @@ def fault_at(number: int, fault: Callable[[], None], owner: Any = Transport, nam
 
 
 def killed() -> Result:
-    """A rank is killed in a step; the other waits on its GPU, and then on its host."""
+    """Kill a rank in a step: the other rank waits on its GPU, and then on its host."""
     model = chunkc.distribute(built(), mesh_on("cuda"), timeout_s=5)
     return ended_by(model, fault_at(12, kill))
 
@@ -338,7 +350,7 @@ def killed_beside_layers() -> Result:
 
 
 def killed_in_a_layer() -> Result:
-    """And one where it meets the other rank of a layer."""
+    """Kill a rank right before it meets the other rank of a layer."""
     return ended_by(of_layers(), fault_at(30, kill, Rendezvous, "__call__"))
 
 
@@ -351,7 +363,7 @@ def hung_in_a_layer() -> Result:
 
 
 def failed_in_a_layer() -> Result:
-    """A rank raises an error there, and stays."""
+    """Let a rank raise an error right before it meets the other rank of a layer, and stay."""
     return ended_by(of_layers(), fault_at(30, fail, Rendezvous, "__call__"))
 
 
@@ -381,7 +393,7 @@ def of_layers() -> nn.Module:
 
 
 def ended_by(model: nn.Module, fault: AbstractContextManager[None]) -> Result:
-    """How a rank learns of another one's fault, how long that took, and how long its GPU is busy then."""
+    """Return how a rank learns of another one's fault, how long that took, and how long its GPU was busy then."""
     run = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
     update = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
     tokens = torch.zeros(2, SHAPE["sequence"], dtype=torch.int64).to("cuda")
@@ -409,12 +421,12 @@ def ended_by(model: nn.Module, fault: AbstractContextManager[None]) -> Result:
 
 
 def unpinned() -> Result:
-    """Room for pinned memory on one rank's host is less than its parts."""
+    """Distribute a model where one rank's host can pin less memory than the rank's shards take."""
     return refused("cpu")
 
 
 def without_disk() -> Result:
-    """Save where one rank has no such directory."""
+    """Distribute a model to homes in a directory that one rank does not have."""
     with tempfile.TemporaryDirectory() as folder:
         return refused(f"disk:{folder}/none" if dist.get_rank() == 1 else f"disk:{folder}")
 
@@ -470,7 +482,7 @@ def without_waits_for_messages() -> Iterator[None]:
 
 
 def waits() -> Result:
-    """A training, and the same without some waits."""
+    """Train, and train the same without some waits."""
     found = {}
     for name, sabotage in {
         "all": nullcontext,

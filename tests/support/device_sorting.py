@@ -1,4 +1,4 @@
-"""Calls that sort, index and scatter, and those of them that do not take what their rules say."""
+"""Calls that sort, index and scatter, and the calls that take other bytes than their rules say."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def indices(*shape: int, dtype: torch.dtype = I64) -> Tensor:
 
 
 def embeddings() -> Iterator[Call]:
-    """Gradients, but for numbers of weights by which a device's multiprocessors decide."""
+    """Yield gradients of embeddings, without numbers of weights for which the device's multiprocessors decide."""
     op = aten.embedding_dense_backward.default
     for num, num_weights, width, dtype in (
         (3072, 50_000, 8, F32), (3073, 50_257, 64, BF16), (8192, 1024, 768, F32), (65_536, 255, 1, F32),
@@ -39,7 +39,7 @@ def embeddings() -> Iterator[Call]:
 
 
 def places() -> Iterator[Call]:
-    """What is added or written by index."""
+    """Yield calls that add or write by index."""
     rows, cube = empty(1000, 64), empty(30, 40, 8)
     for num in (1, 128, 2304, 2305, 5000):
         for accumulate in (True, False):
@@ -58,7 +58,7 @@ def places() -> Iterator[Call]:
 
 
 def sorts() -> Iterator[Call]:
-    """Small keys only where Hopper's way of sorting them is known."""
+    """Yield sorts and scans; of small keys only where Hopper's way of sorting them is known."""
     small = (F16, torch.bool) if torch.cuda.get_device_capability() == (9, 0) else ()
     for dtype in (F32, I64, *small):
         for shape in ((1,), (4096,), (4097,), (100_000,), (1_200_000,), (100, 4097), (127, 5000), (130, 5000)):
@@ -80,7 +80,7 @@ FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {"embeddings": embeddings, "
 
 
 def others(name: str, *, exact: bool = True) -> list[str]:
-    """The calls of a family that take something else than their rules say; with `exact` false, more."""
+    """List the calls of a family that take other bytes than their rules say; unless `exact`, those that take more."""
     found = []
     for op, args in FAMILIES[name]():
         op(*args)  # what libraries keep is there from now on

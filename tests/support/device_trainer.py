@@ -35,8 +35,7 @@ def plain(folder: Path) -> dict[str, list[float]]:
 
 
 def main(folder: str) -> None:
-    """Train in a roomy budget, in the smallest one, and from its checkpoint on; prints what was logged, and what the
-    weights are."""
+    """Train in a roomy budget, in the smallest one, and from its checkpoint on; print the logs and the weights."""
     from loops import gpt, tokens
 
     import chunkc

@@ -19,7 +19,7 @@ LR = 1e-2
 
 
 def small_model() -> MLP:
-    """Always the same."""
+    """Make the same small model at each call."""
     torch.manual_seed(0)
     return MLP()
 
@@ -66,7 +66,7 @@ class Masters:
         self.optimizer = torch.optim.AdamW(self.masters, lr=LR, eps=EPS, weight_decay=0.0)
 
     def step(self, scale: float = 1.0, max_norm: float = 0.0) -> float:
-        """Update, and forget gradients; the norm."""
+        """Update, clear the gradients, and return their norm."""
         for master, p in zip(self.masters, self.model.parameters()):
             assert p.grad is not None
             master.grad = p.grad.float() / scale
@@ -79,7 +79,7 @@ class Masters:
 
 
 def plain(num_steps: int, accumulate: int = 1, clip: float = 0.0, scheduled: bool = False) -> list[torch.Tensor]:
-    """Train the same in plain PyTorch."""
+    """Train the small model in plain PyTorch, as the engine does."""
     model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, weight_decay=0.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step if scheduled else 1.0)

@@ -150,7 +150,7 @@ class FakeGpu:
         return None if self.pinned.pop(address, None) is not None else "invalid argument"
 
     def note_current_stream(self) -> None:
-        """All are known."""
+        """Do nothing: all streams are known."""
 
     def view(self, address: int, nbytes: int, owner: object) -> torch.Tensor:
         assert any(begin <= address and address + nbytes <= begin + n for begin, n in self.pinned.items())

@@ -15,7 +15,7 @@ CASE = Case("stack", Stack, lambda seed: {"x": floats(seed, (8, 64))})
 
 @functools.cache
 def small_budget() -> int:
-    """Bytes: nearly the minimum."""
+    """Return a budget slightly above the minimum, in bytes."""
     return int(1.05 * refuse(CASE, memory_budget=TINY, home="disk").minimum_nbytes)
 
 

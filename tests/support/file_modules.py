@@ -1,4 +1,4 @@
-"""A file as a module, wherever it is: no folder of scripts goes on `sys.path`."""
+"""Loading a file as a module, so that no folder of scripts has to be on `sys.path`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Runs Python programs that import chunkc in a fraction of a second each: importing PyTorch takes longer than most of
-them. They are forked from one process, `fork_server`, which begins with the first of them.
+"""Run Python programs that import chunkc in a fraction of a second each.
+
+Importing PyTorch takes longer than most of them. They are forked from one process, `fork_server`, which starts with the
+first of them.
 """
 
 from __future__ import annotations

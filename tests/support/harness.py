@@ -1,4 +1,4 @@
-"""Runs the zoo's models under chunkc and compares what came out, bit by bit.
+"""Run the zoo's models under chunkc, and compare the results bit by bit.
 
 Results are NumPy arrays: they are outside torch's allocator, so keeping them charges nothing to a hard limit.
 """
@@ -82,7 +82,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> Count:
 
 
 def take_step(loss: Tensor, optimizer: Optimizer) -> None:
-    """Backward, update, and no gradients any more."""
+    """Run backward and update, and clear the gradients."""
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -180,8 +180,10 @@ def compile_case(
     case: Case, *, memory_budget: int, home: str = "cpu", codegen: str = "eager", seed: int = 0,
     place: bool = True, device: str = "cpu", backend: Any = "chunkc", **options: Any,
 ) -> tuple[nn.Module, nn.Module]:  # fmt: skip
-    """The model, placed in its home unless `place` is false, and the same model compiled by chunkc. What forwards save
-    stays unless `activations` says otherwise, so that budgets say where chunks move."""
+    """Return a model, placed in its home unless `place` is false, and the same model compiled by chunkc.
+
+    Saved values are kept unless `activations` says otherwise, so that the budget alone decides when chunks move.
+    """
     torch._dynamo.reset()
     gc.collect()
     model = case.build(seed)
@@ -193,8 +195,10 @@ def compile_case(
 
 
 def segmented(model: nn.Module, memory_budget: int | str, **options: Any) -> Any:
-    """The model compiled by chunkc: eager code, cut into segments even where everything fits, with all that a forward
-    saves kept; or what `options` say."""
+    """Compile a model by chunkc in eager code, cut into segments even where everything fits.
+
+    Saved values are kept. Other `options` override all of this.
+    """
     fixed = {"memory_budget": memory_budget, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
     options = fixed | options
     return torch.compile(model, backend="chunkc", options=options)
@@ -219,12 +223,14 @@ def train(
     case: Case, *, memory_budget: int, home: str = "cpu", codegen: str = "eager", steps: int = 3,
     limit: bool = True, seed: int = 0, optimizer: OptimizerFactory = adamw, with_grads: bool = True, **options: Any,
 ) -> Result:  # fmt: skip
-    """Train `case` for some steps, inside a hard limit equal to the budget unless `limit` is false. With `with_grads`,
-    gradients are looked at, which updates in the backward would have consumed. Where Dynamo traces several graphs, in
-    the first steps, there is no limit yet.
+    """Train `case` for some steps, inside a hard limit equal to the budget unless `limit` is false.
 
-    The limit starts from what is charged before the run (tensors that other tests left behind), so the run
-    itself, with its batches, gets exactly the budget.
+    The limit starts from the bytes that are charged before the run (tensors that other tests left behind), so the run
+    itself, with its batches, gets exactly the budget. Where Dynamo traces several graphs there is no limit in the first
+    steps, in which it does so.
+
+    Args:
+        with_grads: copy all gradients at each step; updates in the backward would have consumed them.
     """
     cpu_allocator.install()
     gc.collect()

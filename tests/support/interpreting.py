@@ -1,6 +1,7 @@
-"""Triton interpreted on the CPU: in a process of its own, since whether it is, is decided when Triton is imported.
+"""Triton interpreted on the CPU, in a process of its own.
 
-Scripts that are run here find the modules of `tests/support`, too.
+Whether Triton interprets is decided for a whole process, when it is imported. Scripts that are run here find the
+modules of `tests/support`, too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ def printed_by(script: str | Path) -> Any:
 
 @contextmanager
 def asked(script: str | Path, warnings: str = "ignore::RuntimeWarning") -> Iterator[Callable[[str], str]]:
-    """A function of the name of a case: the script reads it, and answers with JSON why it failed, or ""."""
+    """Yield a function that runs a case by its name, and returns why it failed, or "".
+
+    The script reads the name, and answers with JSON.
+    """
     with subprocess.Popen(**_how(script, warnings), stdin=subprocess.PIPE) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -58,7 +62,7 @@ def asked(script: str | Path, warnings: str = "ignore::RuntimeWarning") -> Itera
 
 
 def failure_of(case: Callable[[], object]) -> str:
-    """Why it failed, or ""."""
+    """Run a case, and return why it failed, or ""."""
     try:
         case()
     except Exception:

@@ -24,7 +24,7 @@ def rungs(names: Iterable[str], quick: Collection[str], second_tier: Collection[
 
 
 def is_exception(moment: Moment) -> bool:
-    """Whether its operator keeps a bound only."""
+    """Whether the moment's operator has only a bound, no exact rule."""
     return moment.op.replace(".", "::", 1) in EXCEPTIONS
 
 

@@ -17,7 +17,7 @@ def on(work: LambWork, device: torch.device | str) -> LambWork:
 
 
 def update(kernel: ModuleType, fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor) -> None:
-    """Both stages of a tile in which all its tensors lie altogether."""
+    """Run both stages of a tile that contains all its tensors as a whole."""
     partials = new_partials(work, slots.param.device)
     kernel.lamb_moments(fmt, slots, work, scalars, partials)
     kernel.lamb_apply(fmt, slots, work, scalars, partials)

@@ -1,7 +1,7 @@
-"""A model of three times the memory that it is given: a run that is born, trained and saved, and one that resumes it.
+"""A model of three times the memory that it is given: a run that builds, trains and saves it, and one that resumes it.
 
-Each runs in a process of its own, with the same folder: prints, for each stage, the most bytes that the process took
-in addition to what it had before there was a model, and what `chunkc explain` said.
+Each runs in a process of its own, with the same folder, and prints for each stage the most bytes that the process took
+in addition to those before there was a model, and the prediction of `chunkc explain`.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Module(lightning.LightningModule):
 
 
 class OnMeta(Module):
-    """Has no memory until the strategy has placed it; and then what a checkpoint has."""
+    """A module without memory until the strategy has placed it; its values then come from a checkpoint."""
 
     def configure_model(self) -> None:
         if isinstance(self.net, nn.Identity):
@@ -89,7 +89,7 @@ class OnMeta(Module):
 
 
 class Early(Module):
-    """Makes its optimizer before the module is distributed."""
+    """A module that makes its optimizer before it is distributed."""
 
     def __init__(self, kind: Callable[..., Any]) -> None:
         super().__init__(kind)
@@ -104,7 +104,7 @@ def data() -> TensorDataset:
 
 
 def fitted(module: Module, folder: Path, strategy: Any, num: int, resume: Path | None = None, **settings: Any) -> Any:
-    """A Trainer that has trained a module, on batches of all processes together."""
+    """Return a Trainer that has trained a module, on batches of all processes together."""
     saving = ModelCheckpoint(folder, save_top_k=-1, filename="{epoch}")
     settings = QUIET | SETTINGS | {"callbacks": [saving]} | settings
     trainer = lightning.Trainer(default_root_dir=folder, strategy=strategy, devices=num, **settings)
@@ -116,7 +116,7 @@ def fitted(module: Module, folder: Path, strategy: Any, num: int, resume: Path |
 
 
 def trained(folder: Path, **changes: Any) -> Module:
-    """On two processes; ranks begin with rank 0's values."""
+    """Train a module on two processes, which begin with rank 0's values."""
     kind, resume = changes.pop("module", Module), changes.pop("resume", None)
     settings = {key: changes.pop(key) for key in list(changes) if key in (*SETTINGS, "callbacks", "sync_batchnorm")}
     strategy = ChunkcStrategy(**OPTIONS | changes)
@@ -147,7 +147,7 @@ def train(folder: Path) -> Result:
 
 
 def resume(folder: Path) -> Result:
-    """Of a module with memory, from what these processes and what one process have saved."""
+    """Resume a module with memory, from checkpoints of these two processes and of one process."""
     again = trained(folder / "of one", resume=folder / "plain" / "epoch=0.ckpt")
     return {"resumed": resumed(folder, Module), "of one": again.losses}
 
@@ -174,7 +174,7 @@ def mistakes(folder: Path) -> Result:
 
 
 def fabric_losses(fabric: Any, folder: Path, num: int, kind: Any, steps: range, zero_stage: Any = None) -> Any:
-    """A loop of Fabric's that saves after the second step, and begins there if the steps do."""
+    """Run a loop of Fabric's that saves after the second step, and resumes there if the steps begin there."""
     torch._dynamo.reset()
     torch.manual_seed(rank())
     model = Net()

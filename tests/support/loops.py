@@ -42,7 +42,7 @@ def batches(examples: Sequence[dict[str, Tensor]], size: int) -> Iterator[dict[s
 
 
 def assert_moved(model: nn.Module, budget_nbytes: int) -> chunkc.Report:
-    """The model trained in the budget, with chunks on the move; returns its report."""
+    """Check that the model trained within the budget, and that chunks moved; return its report."""
     report = chunkc.report(model)
     assert report.predicted_peak_nbytes <= budget_nbytes == report.memory_budget_nbytes
     assert report.num_resident_chunks < report.num_chunks
@@ -51,12 +51,15 @@ def assert_moved(model: nn.Module, budget_nbytes: int) -> chunkc.Report:
 
 
 def assert_clipped_in_slots(model: nn.Module) -> None:
-    """Norms have read gradients at home in the first step alone."""
+    """Check that only the first step's norm has read gradients at home."""
     read_nbytes, all_nbytes = chunkc.report(model).gradients_read_nbytes, sum(p.nbytes for p in model.parameters())
     assert 0 < read_nbytes <= all_nbytes
 
 
 def assert_close(left: Sequence[Any], right: Sequence[Any]) -> None:
-    """Losses agree up to the rounding of another order of operations: AOTAutograd's decompositions, fused updates."""
+    """Check that losses agree up to rounding.
+
+    AOTAutograd's decompositions and fused updates have another order of operations.
+    """
     assert len(left) == len(right) > 0
     np.testing.assert_allclose(left, right, rtol=1e-3)

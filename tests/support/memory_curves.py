@@ -62,7 +62,7 @@ class Moment:
 
     @property
     def excess_nbytes(self) -> int:
-        """Predicted too much; negative: too little."""
+        """Bytes that were predicted too much; negative: too little."""
         return self.predicted_nbytes - self.measured_nbytes
 
 

@@ -247,8 +247,10 @@ def is_event(instruction: object, events: tuple[type, ...], chunk: Chunk | None 
 
 
 def span(executable: executor.Executable, wait: Wait) -> tuple[int, int]:
-    """Where the copy is submitted, and where it must be done: what reads it, a call or a gradient's sum, or the slot's
-    end."""
+    """Return the index of the instruction that submits the copy, and of the one before which it must be done.
+
+    The latter is the first that reads the chunk, a call or a gradient's sum, or the end of its slot.
+    """
     events = executable.instructions
     submits = (executor._Prefetch, executor._WriteBack)
     begin = max(i for i in range(wait.index) if is_event(events[i], submits, wait.chunk))
@@ -264,10 +266,10 @@ def span(executable: executor.Executable, wait: Wait) -> tuple[int, int]:
 
 
 def shows_by_the_clock(executable: executor.Executable, wait: Wait) -> bool:
-    """Whether nothing else makes the copy done in time.
+    """Whether only this wait makes sure that the copy is done in time.
 
-    Copies of one way keep their order: once a later one was waited for, this one is done too. `LateTier`
-    knows no such mercy.
+    Copies of one direction keep their order: once a later one was waited for, this one is done too. `LateTier` does not
+    keep that order.
     """
     begin, end = span(executable, wait)
     submits = (executor._Prefetch,) if wait.way == "in" else (executor._WriteBack,)
@@ -283,7 +285,10 @@ def shows_by_the_clock(executable: executor.Executable, wait: Wait) -> bool:
 def slow_without(
     executable: executor.Executable, wait: Wait, slow: Callable[[], None], fast: Callable[[], None]
 ) -> executor.Executable:
-    """`without`, forced, and the copy is slow: `slow` is called before it is submitted, `fast` once it is too late."""
+    """Return the instructions `without` the wait, forced, and with a slow copy.
+
+    `slow` is called before the copy is submitted, `fast` once it is too late.
+    """
     events = executable.instructions
     begin, end = span(executable, wait)
     before_copy, force, after_use = Inserted(slow), ForcedState(wait.chunk), Inserted(fast)

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for GPUs that are not there, and what their code tells: vectors, spills."""
+"""Triton kernels compiled for GPUs that are not there, and figures from their code: vectors, spills."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ _TIERS: dict[str, list[Any]] = {
 
 
 def targets_with_marks() -> list[tuple[str, list[Any]]]:
-    """Targets with their marks: one of each maker is of the quick tier; those that differ little from another one are
-    slow."""
+    """Return the targets with their marks: one of each maker is of the quick tier.
+
+    Those that differ little from another one are slow.
+    """
     return [(name, _TIERS.get(name, [pytest.mark.slow])) for name in TARGETS]
 
 

@@ -1,5 +1,7 @@
-"""Calls of ATen operators, for measuring their scratch against the table: sizes, dtypes and strides that models
-have."""
+"""Calls of ATen operators, for measuring their scratch against the table.
+
+They have sizes, dtypes and strides of real models.
+"""
 
 from __future__ import annotations
 
@@ -827,8 +829,10 @@ def gradients_of_samples(dtype: torch.dtype) -> Iterator[Call]:
 
 @family
 def triangles(dtype: torch.dtype) -> Iterator[Call]:
-    """Batches of matrices that lie one after another, and others; in place, those that do not lie in one are written
-    through a copy."""
+    """Yield triangles of batches of matrices that are contiguous, and of others.
+
+    In place, those that are not contiguous are written through a copy.
+    """
     heads = torch.randn(3, 20, 4, 24).to(dtype).transpose(1, 2)
     every_second, first_rows = torch.randn(8, 20, 24).to(dtype)[::2], torch.randn(3, 4, 30, 24).to(dtype)[:, :, :20]
     shared = torch.randn(20, 24).to(dtype)

@@ -52,7 +52,7 @@ class MLP(nn.Module):
 
 
 def build(mode: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> tuple[MLP, Callable]:
-    """The model, and what to call."""
+    """Return the model, and the callable to train it by."""
     torch.manual_seed(seed)
     model = MLP().to(dtype)
     if mode == "plain":
@@ -85,7 +85,7 @@ def is_managed(parameter: Tensor) -> bool:
 
 
 def assert_managed(model: MLP, mode: str) -> None:
-    """The test tests what it says: weights are in chunks, or they are not."""
+    """Check that weights are in chunks, or in `plain` mode that they are not."""
     assert all(is_managed(layer.weight) == (mode != "plain") for layer in model.layers)
 
 
@@ -114,7 +114,7 @@ def results(model: nn.Module, *optimizers: Optimizer) -> list[np.ndarray]:
 
 
 def through_a_file(value: Any) -> Any:
-    """Saved and loaded."""
+    """Save a value and load it."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
@@ -139,7 +139,7 @@ def assert_close(model: nn.Module, shadow: nn.Module, atol: float = 1e-6) -> Non
 
 
 def several_groups(model: MLP) -> list[dict[str, Any]]:
-    """Weights and biases of neighbours in chunks with different settings."""
+    """Return parameter groups with different settings for weights and biases that are neighbours in chunks."""
     first, second, third, fourth = model.layers
     return [
         {"params": [first.weight, third.bias], "lr": 1e-2, "weight_decay": 0.0},

@@ -25,7 +25,7 @@ def case(dtype: torch.dtype = torch.float32) -> Case:
 
 
 class Late:
-    """Seconds by which jobs come late: at random by a seed, or all by as much."""
+    """Seconds by which jobs come late: drawn at random from a seed, or the same for all."""
 
     def __init__(self, seed: int | None = None, fixed_s: float = 0.0) -> None:
         self.random, self.fixed_s = random.Random(seed), fixed_s
@@ -38,7 +38,7 @@ class Late:
 
 
 class Subject:
-    """The model, compiled under its minimum, each layer a chunk; copies and updates come late as the two say."""
+    """A model compiled under slightly more than its minimum, each layer a chunk, with late copies and updates."""
 
     def __init__(self, overlap: str, copies: Late, updates: Late, of: Case | None = None) -> None:
         self.case = of or case()

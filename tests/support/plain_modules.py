@@ -90,8 +90,11 @@ class GraphBreaks(ByteGPT):
 
 
 class BreaksInLoop(ByteGPT):
-    """Graph breaks inside a loop: Dynamo runs the loop as it stands and captures `embed`, `score` and ONE
-    graph for all blocks, called once per block with that block's parameters as inputs."""
+    """A model with graph breaks inside a loop.
+
+    Dynamo runs the loop as it stands and captures `embed`, `score` and ONE graph for all blocks, called once per block
+    with that block's parameters as inputs.
+    """
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = self.embed(x)
@@ -117,7 +120,7 @@ class Stack(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """A residual block: norm, up, GELU, down, and dropout if it is said how much."""
+    """A residual block: norm, up, GELU, down, and dropout if its probability is given."""
 
     def __init__(self, width: int, *, times: int = 4, dropout: float | None = None) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ class _Mark(CudaMark):
 
 
 class _Link(CudaLink):
-    """A link that may forget what its copies should come after."""
+    """A link that may leave out the order of its copies after other work."""
 
     def __init__(self, tier: QueuedTier, name: str, way: str) -> None:
         super().__init__(tier.gpu, name)

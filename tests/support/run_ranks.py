@@ -13,7 +13,7 @@ TIMEOUT_S = 400
 
 
 def ranks(folder: Path, *cases: str, num_ranks: int = 2, script: str = CASES.name) -> dict[str, list[dict[str, Any]]]:
-    """Run cases on ranks; results by case, of each rank."""
+    """Run cases on ranks, and return by case the result of each rank."""
     done = forked.run(CASES.with_name(script), folder, num_ranks, TIMEOUT_S, *cases)
     assert done.returncode == 0, done.stderr[-2000:]
     found: dict[str, list[dict[str, Any]]] = json.loads(done.stdout)

@@ -1,4 +1,4 @@
-"""Used by several files of this room."""
+"""Helpers of several tests of the runtime."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def raiser(error: BaseException) -> Callable[[], None]:
 
 @contextlib.contextmanager
 def ctrl_c_in_a_wait(*, when: Callable[[], bool] = lambda: True) -> Iterator[list[str]]:
-    """SIGINT for the main thread, as a terminal sends it, as soon as it waits for a worker thread's job.
+    """Interrupt the main thread as a terminal does, as soon as it waits for a worker thread's job.
 
     Args:
-        when: what must be so besides.
+        when: a further condition.
 
     Yields:
         The names of the functions that it was interrupted in, the innermost first; empty until then.

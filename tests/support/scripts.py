@@ -50,8 +50,10 @@ def every_way(request: pytest.FixtureRequest) -> Iterator[Way]:
 
 
 def slowly_on_disks(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test in every way, with homes on disks in slow tests alone: there `test_user_actions` does the same in any
-    order."""
+    """Run a test in every way, with homes on disks in slow tests alone.
+
+    On disks `test_user_actions` does the same in any order.
+    """
     ways = [Way(), *(pytest.param(Way("disk", codegen), marks=pytest.mark.slow) for codegen in ("eager", "inductor"))]
     indirectly = pytest.mark.parametrize("every_way", ways, ids=str, indirect=True)
     return pytest.mark.usefixtures("every_way")(indirectly(test))
@@ -67,7 +69,7 @@ def sgd(parameters: Any) -> Optimizer:
 
 
 def small_budget(home: str | None = None, room: float = 1.05) -> int:
-    """Bytes: nearly the minimum, or `room` times it."""
+    """Return a budget of `room` times the minimum, in bytes."""
     return int(room * budget_nbytes("short_gpt", 0, home or _way.home, _way.codegen))
 
 

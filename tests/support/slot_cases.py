@@ -22,7 +22,7 @@ WITHOUT_GRADIENTS = 170_000
 
 
 class Subject:
-    """A model of four chunks, compiled with so many bytes more than its minimum."""
+    """A model of four chunks, compiled with a given number of bytes more than its minimum."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Subject:
 
     @property
     def used(self) -> set[int]:
-        """The groups of these."""
+        """The groups of parameters with consumed gradients."""
         return set(self.store.layout.groups_of(self.used_names))
 
     @property
     def moving(self) -> set[int]:
-        """Groups that are at home, of which there are some."""
+        """Groups that are at home; the test makes sure that there are some."""
         found = {group.index for group in self.store.layout.groups} - self.store.resident
         assert found
         return found
@@ -90,7 +90,10 @@ def begun_groups(made: Subject) -> set[int]:
 def trained_undoably(
     overlap: str, act: Act, num_steps: int = 5, **options: Any
 ) -> tuple[list[Any], Subject, list[set[int]]]:
-    """Losses, what `act` returns between backward and step, and the final state; and what had begun before each act."""
+    """Return losses with the results of `act`, the subject, and the groups begun before each act.
+
+    `act` runs between backward and step. The losses are followed by its results and the final state.
+    """
     arguments = {**options.pop("arguments", ADAMW), **({"undoable": True} if overlap != "none" else {})}
     made, found, begun = Subject(overlap, arguments=arguments, **options), [], []
     for step in range(num_steps):
@@ -104,16 +107,19 @@ def trained_undoably(
 
 
 def nothing(made: Subject, step: int) -> None:
-    """A step without anything between."""
+    """Do nothing between backward and step."""
 
 
 def clip_some(made: Subject, step: int) -> torch.Tensor:
-    """The norm is above the limit in two steps: in the second nothing begins, nor in the one after it."""
+    """Clip gradients, with a norm above the limit in two steps.
+
+    In the second of these no update begins in the backward, nor in the step after it.
+    """
     return made.optimizer.clip_grad_norm_(1e-3 if step in (1, 2) else 1e6)
 
 
 def interrupt_a_backward(made: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the second batch: one of four updates has ended, and one is interrupted between its tiles."""
+    """Interrupt the second batch's backward: one of four updates has ended, one is interrupted between its tiles."""
     loss = made.compiled(**made.case.batch(1))
     enqueue = type(made.store.tier).enqueue
     ran: list[Any] = []

@@ -96,7 +96,7 @@ def taking(gradient: Tensor) -> Callable[[], Tensor]:
 
 
 def sink_all(store: ChunkStore, gradients: dict[str, Tensor], chunk: str) -> None:
-    """A backward pass: the gradient chunk comes, takes gradients and goes home."""
+    """Run a backward's instructions: fetch the gradient chunk, sink gradients, write it back."""
     fetch(store, chunk)
     for name, gradient in gradients.items():
         store.gradients.sink(name, chunk, taking(gradient), owned=True)
@@ -112,7 +112,7 @@ def random_gradients(seed: int, parameters: Parameters, *names: str) -> dict[str
 
 
 class FullHome(MemoryHome):
-    """A home with room for so many bytes."""
+    """A home with room for a given number of bytes."""
 
     def __init__(self, free_nbytes: int) -> None:
         super().__init__()

@@ -48,7 +48,7 @@ def values_of(segment: Segment, args: Sequence[Any]) -> Values:
 
 
 def pieces_of(gm: fx.GraphModule, table: SegmentTable, whole: bool) -> list[Piece]:
-    """Cut as where each input of fixed sizes, a parameter, is a chunk of its own; or `whole`."""
+    """Cut a graph as if each input of fixed sizes, a parameter, were a chunk of its own; or leave it `whole`."""
     values = {node: node.meta["val"] for node in placeholders(gm.graph)}
     fixed = [n for n, value in values.items() if isinstance(value, torch.Tensor) and not [*free_symbols([value])]]
     groups = {node: index for index, node in enumerate(fixed)}
@@ -58,7 +58,7 @@ def pieces_of(gm: fx.GraphModule, table: SegmentTable, whole: bool) -> list[Piec
 
 @dataclass(frozen=True)
 class Reading:
-    """Moment of a run: what ran, and the most bytes meanwhile, beyond those that were there before."""
+    """A moment of a run: what ran, and the most bytes meanwhile, beyond those before the run."""
 
     op: str
     nbytes: int

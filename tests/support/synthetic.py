@@ -140,8 +140,10 @@ def measured(**changes: Any) -> Measured:
 
 
 def large(num_layers: int, ops_per_call: int = 10) -> Explanation:
-    """Explanation of `4 * num_layers` calls: a decoder's forward and backward, chunks in and out, a peak in the
-    middle."""
+    """Make an explanation of `4 * num_layers` calls: a decoder's forward and backward, with a peak in the middle.
+
+    Chunks are copied in and out.
+    """
     moments: list[ExplainedMoment] = []
     events: list[TimedEvent] = []
     now, half = 0.0, 2 * num_layers

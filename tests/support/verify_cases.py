@@ -188,10 +188,10 @@ def plan_step(
 
 
 def case(phase: str, spare: int = 0) -> Case:
-    """The forward, backward or update under the smallest budget, plus `spare` bytes.
+    """Return the forward, backward or update under the smallest budget, plus `spare` bytes.
 
-    `settling`: the backward, saying when groups are settled at home. `updating`: the backward, updating all groups.
-    `casting`: a forward that reads casts.
+    `settling`: the backward, with instructions where groups are settled at home. `updating`: the backward, which
+    updates all groups. `casting`: a forward that reads casts.
     """
     if phase == "casting":
         program = casting_program()
