@@ -53,7 +53,7 @@ Update = Callable[..., None]
 
 
 def make_slots(fmt: AdamFormat, num_elements: int, seed: int = 0) -> AdamSlots:
-    """Slots as some step leaves them: parameter and gradient about 1, moments about 0.1, or zeros if 8-bit."""
+    """Make slots as some step leaves them: parameter and gradient about 1, moments about 0.1, or zeros if 8-bit."""
     generator = torch.Generator().manual_seed(seed)
     value, grad, exp_avg, exp_avg_sq = torch.randn(4, num_elements, generator=generator)
     moments = [exp_avg.mul(0.1).to(fmt.moment_dtype), exp_avg_sq.square().mul(0.1).to(fmt.moment_dtype)]
@@ -68,12 +68,12 @@ def make_slots(fmt: AdamFormat, num_elements: int, seed: int = 0) -> AdamSlots:
 
 
 def on(slots: AdamSlots, device: str) -> AdamSlots:
-    """A copy on a device."""
+    """Return a copy on a device."""
     return AdamSlots(*[None if t is None else t.to(device, copy=True) for t in tensors(slots)])
 
 
 def target_of(fmt: AdamFormat, slots: AdamSlots) -> Tensor:
-    """Weights that an update changes, in fp32: the parameter, or its master."""
+    """Return the weights that an update changes, in fp32: the parameter, or its master."""
     if slots.master is None:
         return slots.param
     return join_master(slots.param, slots.master) if fmt.split else slots.master

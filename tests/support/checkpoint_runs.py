@@ -61,7 +61,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
 
     def train(self, num_steps: int) -> list[float]:
-        """Train some steps; losses, as floats of the same bits."""
+        """Train some steps; return the losses, as floats of the same bits."""
         for _ in range(num_steps):
             loss = self.compiled(torch.randint(32, (4, 16)))
             loss.backward()

@@ -56,7 +56,7 @@ def last(tensor: Tensor) -> Tensor:
 
 
 def gap(target: torch._ops.OpOverload, *args: object) -> int:
-    """Predicted bytes less measured ones."""
+    """Return the predicted bytes less the measured ones."""
     measured, outputs = measure(target, args, {})
     return cpu.scratch_nbytes(target, args, {}, outputs, torch.get_num_threads()) - measured
 

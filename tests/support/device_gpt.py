@@ -115,13 +115,13 @@ def train(
 
 
 def pinned_nbytes() -> int:
-    """Bytes that all models have pinned now."""
+    """Return the bytes that all models have pinned now."""
     gc.collect()
     return sum(mapping.nbytes for mapping in list(pinned._alive))
 
 
 def smallest_budget(shape: dict[str, int], dtype: torch.dtype, **options: Any) -> int:
-    """Smallest budget that `BudgetError` names, in bytes. Options are those of `train`."""
+    """Return the smallest budget that `BudgetError` names, in bytes. Options are those of `train`."""
     try:
         train(shape, dtype, 4096, steps=1, **options)
     except chunkc.BudgetError as error:

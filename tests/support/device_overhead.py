@@ -19,7 +19,7 @@ with a bias: none does in a model without biases."""
 
 
 def unused_nbytes(report: chunkc.Report) -> dict[str, int]:
-    """By moment, what was predicted and not taken."""
+    """Return by moment the bytes that were predicted and not taken."""
     found = {label: predicted - measured for label, predicted, measured in report.moments if measured is not None}
     assert len(found) == len(report.moments) > 0
     return found

@@ -97,7 +97,7 @@ def trained(
 
 
 def styles() -> dict[str, Any]:
-    """Tensor-parallel styles of a GPT's layers."""
+    """Return tensor-parallel styles of a GPT's layers."""
     found: dict[str, Any] = {
         "tokens": RowwiseParallel(input_layouts=Replicate()),
         "head": ColwiseParallel(output_layouts=Replicate()),
@@ -245,7 +245,7 @@ def not_in_reach() -> Result:
 
 
 def _mapped_nbytes(folder: str) -> int:
-    """Bytes that this process maps of files in a folder, which have no names."""
+    """Return the bytes that this process maps of files in a folder, which have no names."""
     with open("/proc/self/maps") as maps:
         spans = [line.split()[0].split("-") for line in maps if folder in line]
     return sum(int(end, 16) - int(begin, 16) for begin, end in spans)
@@ -453,7 +453,7 @@ def held_by_no_stream(mark: CudaMark, stream: Any) -> None:
 
 @contextmanager
 def without_waits_for_exchanges() -> Iterator[None]:
-    """Computation does not wait for gathers, nor for scatters."""
+    """Let computation wait neither for gathers nor for scatters inside."""
     submit = CudaExchangeLink.submit
 
     def submitted(link: CudaExchangeLink, *args: Any, **more: Any) -> CudaMark:
@@ -467,7 +467,7 @@ def without_waits_for_exchanges() -> Iterator[None]:
 
 @contextmanager
 def without_waits_for_messages() -> Iterator[None]:
-    """A link's stream goes on before its messages are there."""
+    """Let a link's stream go on inside before its messages are there."""
     batched = dist.batch_isend_irecv
 
     class NoWork:

@@ -48,7 +48,7 @@ def on_ranks(
 
 
 def all_well(ended: list[Ended]) -> list[str]:
-    """Output of each rank, after a check that none has failed."""
+    """Return the output of each rank, after a check that none has failed."""
     for rank, one in enumerate(ended):
         assert one.code == 0, f"rank {rank} ended with {one.code}: {one.errors[-3000:]}"
     return [one.said for one in ended]

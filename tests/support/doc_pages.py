@@ -59,7 +59,7 @@ class Block:
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks of a page, in order."""
+    """Return the fenced blocks of a page, in order."""
     found: list[Block] = []
     lines = text.splitlines()
     at, last_end = 0, -1
@@ -82,23 +82,23 @@ def blocks(text: str) -> list[Block]:
 
 
 def prose(text: str) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
 
 
 def links(text: str) -> list[str]:
-    """Targets of a page's links."""
+    """Return the targets of a page's links."""
     return _LINK.findall(prose(text))
 
 
 def anchors(text: str) -> set[str]:
-    """Anchors of a page: its headings, as GitHub writes them."""
+    """Return the anchors of a page: its headings, as GitHub writes them."""
     headings = (match[1] for line in prose(text).splitlines() if (match := _HEADING.match(line)))
     return {re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-") for heading in headings}
 
 
 def rows(text: str, first_header: str) -> list[list[str]]:
-    """The cells of every table of a page with this header in its first column."""
+    """Return the cells of every table of a page with this header in its first column."""
     found: list[list[str]] = []
     inside = False
     for line in prose(text).splitlines():
@@ -193,5 +193,5 @@ Options.model_rebuild(force=True)
 
 
 def mark(block: Block) -> str:
-    """Marker that `script_of` prints before a block."""
+    """Return the marker that `write_script` prints before a block."""
     return f"=== {block.line} ===\n"

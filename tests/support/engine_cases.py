@@ -25,7 +25,7 @@ def small_model() -> MLP:
 
 
 def config(**changes: Any) -> dict[str, Any]:
-    """A configuration in which no weight can stay on the compute tier."""
+    """Return a configuration in which no weight can stay on the compute tier."""
     found: dict[str, Any] = {
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "eps": EPS}},
         "chunkc": {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never"},
@@ -34,7 +34,7 @@ def config(**changes: Any) -> dict[str, Any]:
 
 
 def engine(**changes: Any) -> tuple[Engine, torch.optim.Optimizer]:
-    """An engine of the small model."""
+    """Make an engine of the small model."""
     return chunkc.initialize_engine(small_model, 0, config(**changes))
 
 

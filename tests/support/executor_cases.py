@@ -24,7 +24,7 @@ WIDTH = 4
 
 
 def make_store(*names: str) -> tuple[ChunkStore, dict[str, nn.Parameter]]:
-    """Square parameters of the given names, each the only one of its group, filled with 1, 2, ..."""
+    """Make a store of square parameters with the given names, one a group, filled with 1, 2, ..."""
     parameters = {name: nn.Parameter(torch.full((WIDTH, WIDTH), i + 1.0)) for i, name in enumerate(names)}
     groups = tuple(
         ChunkGroup(i, p.dtype, True, 64, (TensorSlice(ParamSpec(n, (WIDTH, WIDTH), (WIDTH, 1), p.dtype, True), 0),))
@@ -67,7 +67,7 @@ class Builder:
 
 
 def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Sequence[Any]]:
-    """A segment: empties its list and returns a tuple."""
+    """Make a segment, which empties its list and returns a tuple."""
 
     def call(arguments: list[Any]) -> Sequence[Any]:
         values = tuple(arguments)

@@ -181,7 +181,7 @@ class FakeGpu:
         return self.streams[-1]
 
     def _delay_s(self, name: str) -> float:
-        """Seconds to sleep before the next job of a stream; the same for the same seed."""
+        """Return the seconds to sleep before the next job of a stream; the same for the same seed."""
         if not self.longest_s:
             return 0.0
         if name not in self._random:
@@ -196,4 +196,4 @@ def _copy(destination: Any, source: Any) -> None:
 
 
 def _nothing() -> None:
-    """A job that only waits."""
+    """Do nothing: a job that only waits."""

@@ -20,7 +20,7 @@ def small_budget() -> int:
 
 
 def train_steps(compiled: nn.Module, optimizer: Optimizer, steps: range) -> list[np.ndarray]:
-    """Ordinary training steps; returns the losses."""
+    """Run ordinary training steps; return the losses."""
     losses = []
     for step in steps:
         loss = compiled(**CASE.batch(step))
@@ -32,12 +32,12 @@ def train_steps(compiled: nn.Module, optimizer: Optimizer, steps: range) -> list
 
 
 def expected_losses(num_steps: int) -> list[np.ndarray]:
-    """Losses of an undisturbed training."""
+    """Return the losses of an undisturbed training."""
     return undisturbed()[0][:num_steps]
 
 
 @functools.cache
 def undisturbed() -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    """Losses, and weights at the end, of three steps."""
+    """Return losses, and weights at the end, of three steps."""
     model, compiled = compile_case(CASE, memory_budget=HUGE, whole_graph="never")
     return train_steps(compiled, adamw(model.parameters()), range(3)), weights(model)

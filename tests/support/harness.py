@@ -51,7 +51,7 @@ OptimizerFactory = Callable[[Any], Optimizer]
 
 @contextmanager
 def graphs_made() -> Iterator[list[CompiledGraph]]:
-    """The graphs that the backend makes inside the block, in order."""
+    """Yield the graphs that the backend makes inside the block, in order."""
     made: list[CompiledGraph] = []
     init = CompiledGraph.__init__
 
@@ -115,43 +115,43 @@ class Result:
 
 
 def array(tensor: Tensor) -> np.ndarray:
-    """A copy of the tensor's bits in memory that torch does not know of."""
+    """Return a copy of the tensor's bits in memory that torch does not know of."""
     tensor = tensor.detach()
     return (tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor).cpu().numpy().copy()
 
 
 def home_of(parameter: Tensor) -> tuple[Session, str]:
-    """The session that owns a parameter, and the parameter's name in it."""
+    """Return the session that owns a parameter, and the parameter's name in it."""
     found = owner(parameter)
     assert found is not None, "the model was neither placed nor compiled"
     return found
 
 
 def session_of(model: nn.Module) -> Session:
-    """The one session that owns all parameters of a model."""
+    """Return the one session that owns all parameters of a model."""
     (session,) = {home_of(parameter)[0] for parameter in model.parameters()}
     return session
 
 
 def kept(tensor: Tensor) -> Tensor:
-    """A copy of the tensor that charges nothing to a hard limit."""
+    """Return a copy of the tensor that charges nothing to a hard limit."""
     low = tensor.dtype is torch.bfloat16
     copy = torch.from_numpy(array(tensor))
     return copy.view(torch.bfloat16) if low else copy
 
 
 def gradients(model: nn.Module) -> Arrays:
-    """Copies of all gradients that exist, by parameter name."""
+    """Return copies of all gradients that exist, by parameter name."""
     return {name: array(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def weights(model: nn.Module) -> Arrays:
-    """Copies of all parameters and buffers, by name."""
+    """Return copies of all parameters and buffers, by name."""
     return {name: array(t) for name, t in (*model.named_parameters(), *model.named_buffers())}
 
 
 def differences(left: Any, right: Any, path: str = "") -> list[str]:
-    """Differences of two nested results (mappings, sequences, arrays) in shape, type or any bit."""
+    """List the differences of two nested results (mappings, sequences, arrays) in shape, type or any bit."""
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         if left.keys() != right.keys():
             return [f"{path}: names {sorted(left.keys() ^ right.keys())} are in one only"]
@@ -170,7 +170,7 @@ def differences(left: Any, right: Any, path: str = "") -> list[str]:
 
 
 def assert_same_training(result: Result, reference: Result) -> None:
-    """Losses, every gradient of every step and every weight are the same bits."""
+    """Check that losses, every gradient of every step and every weight have the same bits."""
     for part in ("losses", "grads", "weights"):
         found = differences(getattr(result, part), getattr(reference, part), part)
         assert not found, "\n".join(found[:20])
@@ -205,7 +205,7 @@ def segmented(model: nn.Module, memory_budget: int | str, **options: Any) -> Any
 
 
 def limited_once_traced(limit_nbytes: int) -> Callable[..., Any]:
-    """The backend, with the hard limit lowered to `limit_nbytes` when a graph is about to run."""
+    """Return the backend, with the hard limit lowered to `limit_nbytes` when a graph is about to run."""
 
     def backend(*args: Any, **options: Any) -> Callable[..., Any]:
         compiled = chunkc.backend.chunkc(*args, **options)
@@ -271,7 +271,7 @@ def train(
 
 
 def refuse(case: Case, *, memory_budget: int, **options: Any) -> chunkc.BudgetError:
-    """The error of the first call of a model that does not fit `memory_budget`."""
+    """Return the error of the first call of a model that does not fit `memory_budget`."""
     options.setdefault("whole_graph", "never")
     _, compiled = compile_case(case, memory_budget=memory_budget, **options)
     try:
@@ -283,7 +283,7 @@ def refuse(case: Case, *, memory_budget: int, **options: Any) -> chunkc.BudgetEr
 
 @contextmanager
 def limited(budget_nbytes: int) -> Iterator[None]:
-    """Inside, torch's allocator gives `budget_nbytes`, and room for what the loop and Dynamo allocate."""
+    """Limit torch's allocator inside to `budget_nbytes`, and room for what the loop and Dynamo allocate."""
     cpu_allocator.install()
     gc.collect()
     now = cpu_allocator.current_nbytes()
@@ -304,14 +304,14 @@ def in_a_small_budget(run: Callable[[int], _T]) -> _T:
 
 @functools.cache
 def everything_fits(name: str, codegen: str = "eager", steps: int = 3) -> Result:
-    """Reference that every budget and home must reproduce: all resident, with the segments of a small budget."""
+    """Return the results that every budget and home must reproduce: all resident, segments as in a small budget."""
     case = LADDER[name]
     return train(case, memory_budget=HUGE, codegen=codegen, steps=steps, limit=False, whole_graph="never")
 
 
 @functools.cache
 def minimum_nbytes(name: str, home: str = "cpu", codegen: str = "eager") -> int:
-    """The smallest budget, in bytes, that `BudgetError` says works for a model of the zoo."""
+    """Return the smallest budget, in bytes, that `BudgetError` names for a model of the zoo."""
     case = LADDER[name]
     nbytes = refuse(case, memory_budget=TINY, home=home, codegen=codegen).minimum_nbytes
     for _ in range(20 if case.num_graphs > 1 else 0):  # graphs are planned one by one: a later one may need more
@@ -324,6 +324,6 @@ def minimum_nbytes(name: str, home: str = "cpu", codegen: str = "eager") -> int:
 
 
 def budget_nbytes(name: str, percent: int, home: str = "cpu", codegen: str = "eager") -> int:
-    """A percentage of the predicted peak where everything fits, raised to the minimum; 0: the minimum."""
+    """Return a percentage of the predicted peak where everything fits, at least the minimum; for 0 the minimum."""
     share = everything_fits(name, codegen).predicted_peak_nbytes * percent // 100
     return max(share, minimum_nbytes(name, home, codegen))

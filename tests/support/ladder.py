@@ -41,7 +41,7 @@ def describe(moments: Sequence[Moment]) -> str:
 
 
 def resized(batch: Batch, num_rows: int, length: int | None = None) -> Batch:
-    """The batch with its rows repeated, or left out, until there are `num_rows`; of tokens also of another length."""
+    """Return the batch with its rows repeated or left out, up to `num_rows`; of tokens also of another length."""
     found: Batch = {}
     for name, value in batch.items():
         if isinstance(value, Tensor):

@@ -12,7 +12,7 @@ from chunkc.kernels.lamb_formats import LambWork, new_partials
 
 
 def on(work: LambWork, device: torch.device | str) -> LambWork:
-    """The same work on another device."""
+    """Return the same work on another device."""
     return work.with_rows(work.rows.to(device))
 
 

@@ -61,7 +61,7 @@ def batch(width: int) -> Tensor:
 
 
 def train(call: nn.Module, optimizer: chunkc.optim.AdamW, x: Tensor, num_steps: int) -> list[float]:
-    """The losses of some steps, in which the allocator refuses every byte over the budget."""
+    """Train some steps while the allocator refuses every byte over the budget; return the losses."""
     losses = []
     with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + BUDGET_NBYTES):
         for _ in range(num_steps):

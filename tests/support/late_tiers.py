@@ -61,7 +61,7 @@ class LateTier(CpuTier):
 
 @contextmanager
 def tier_of_new_sessions(factory: Factory) -> Iterator[None]:
-    """Sessions made inside compute on a tier made by `factory`."""
+    """Let sessions made inside compute on a tier made by `factory`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chunkc.runtime.storage.open_compute.CpuTier", factory)
         yield

@@ -16,7 +16,7 @@ VOCAB, LENGTH, WIDTH = 128, 32, 64
 
 
 def gpt(seed: int = 0, num_layers: int = 2) -> nn.Module:
-    """A GPT-2 of Hugging Face with random weights, without dropout: about 115,000 parameters with two layers."""
+    """Make a GPT-2 with random weights, without dropout: about 115,000 parameters with two layers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(seed)
@@ -30,7 +30,7 @@ def gpt(seed: int = 0, num_layers: int = 2) -> nn.Module:
 
 
 def tokens(count: int, seed: int = 1) -> list[dict[str, Tensor]]:
-    """Examples for a causal language model."""
+    """Make examples for a causal language model."""
     return [{"input_ids": row, "labels": row} for row in integers(seed, (count, LENGTH), VOCAB)]
 
 

@@ -8,7 +8,7 @@ from chunkc.runtime.device import cpu_allocator
 
 
 def measure(target: Any, args: tuple, kwargs: dict) -> tuple[int, Any]:
-    """Bytes at the operator's peak beyond its inputs and outputs, and its outputs."""
+    """Return the bytes at the operator's peak beyond its inputs and outputs, and its outputs."""
     before = cpu_allocator.current_nbytes()
     cpu_allocator.reset_peak()
     outputs = target(*args, **kwargs)

@@ -74,7 +74,7 @@ def waits_of(phase: str, executable: executor.Executable) -> list[Wait]:
 
 
 def without(executable: executor.Executable, wait: Wait, *, forced: bool) -> executor.Executable:
-    """The instructions with one wait left out; `forced`: the chunk's state goes on as if it were there."""
+    """Return the instructions with one wait left out; `forced`: the chunk's state goes on as if it were there."""
     instructions = list(executable.instructions)
     instructions[wait.index : wait.index + 1] = [ForcedState(wait.chunk)] if forced else []
     return dataclasses.replace(executable, instructions=tuple(instructions))
@@ -104,7 +104,7 @@ class Inserted:
 
 @contextmanager
 def calls_of(kind: type) -> Iterator[list[Any]]:
-    """The objects of a class that are called inside, in order."""
+    """Yield the objects of a class that are called inside, in order."""
     called: list[Any] = []
     call = kind.__call__
 
@@ -170,7 +170,7 @@ class Subject:
                 tensor.copy_(value)
 
     def step(self) -> tuple[np.ndarray, Arrays, Arrays, Arrays]:
-        """Loss, gradients, weights, states after one step from the start."""
+        """Return loss, gradients, weights and states after one step from the start."""
         self.restore()
         loss = self.compiled(**self.case.batch(1))
         loss.backward()

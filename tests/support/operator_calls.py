@@ -29,7 +29,7 @@ def call(target: Any, *args: Any, **kwargs: Any) -> Call:
 
 
 def layouts(dtype: torch.dtype, *shape: int) -> list[Tensor]:
-    """The same shape contiguous, with two dimensions swapped in memory, strided inside, and expanded."""
+    """Return tensors of one shape: contiguous, with two dimensions swapped in memory, strided, and expanded."""
     x = torch.randn(shape).to(dtype)
     found = [x]
     if len(shape) > 1:
@@ -396,7 +396,7 @@ def shaping(dtype: torch.dtype) -> Iterator[Call]:
 
 
 def images(dtype: torch.dtype, *shape: int) -> list[Tensor]:
-    """Contiguous, channels last, and two images of every three."""
+    """Return images that are contiguous, with channels last, and with images and channels swapped in memory."""
     x = torch.randn(shape).to(dtype)
     return [
         x,
@@ -676,7 +676,7 @@ def products(dtype: torch.dtype) -> Iterator[Call]:
 
 @family
 def complex_products(dtype: torch.dtype) -> Iterator[Call]:
-    """Of matrices that are conjugated, or transposed, or both, as gradients have them."""
+    """Yield products of matrices that are conjugated, or transposed, or both, as gradients have them."""
     if dtype != torch.float32:
         return
 
@@ -873,7 +873,7 @@ def indices_of_32_bits(dtype: torch.dtype) -> Iterator[Call]:
 
 @family
 def steps_of_one_operator(dtype: torch.dtype) -> Iterator[Call]:
-    """Operators that ATen composes of others."""
+    """Yield operators that ATen composes of others."""
     for x in (torch.rand(24, 40).to(dtype) + 5, torch.rand(40, 24).to(dtype).t() + 5, torch.rand(()).to(dtype) + 5):
         for terms in (1, 3):
             yield call(aten.mvlgamma.default, x, terms)
@@ -917,7 +917,7 @@ def steps_of_one_operator(dtype: torch.dtype) -> Iterator[Call]:
 
 @family
 def decompositions(dtype: torch.dtype) -> Iterator[Call]:
-    """Of square, high and wide matrices, also complex ones, of sizes for which LAPACK wants more and less."""
+    """Yield decompositions of square, high and wide matrices, of sizes for which LAPACK wants more and less."""
     if dtype != torch.float32:
         return
     for kind in (torch.float32, torch.complex64):

@@ -107,7 +107,7 @@ def states(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def results(model: nn.Module, *optimizers: Optimizer) -> list[np.ndarray]:
-    """Parameters, and their states in an order that is always the same."""
+    """Return parameters, and their states in an order that is always the same."""
     parameters = list(model.parameters())
     states = [of.state[p] for of in optimizers for p in parameters]
     return [array(p) for p in parameters] + [array(state[kind]) for state in states for kind in sorted(state)]

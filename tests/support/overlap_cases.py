@@ -59,7 +59,7 @@ class Subject:
         return loss
 
     def train(self, steps: range, *, reading: bool) -> list[Any]:
-        """Losses and gradients, and, if `reading`, parameters right after each step."""
+        """Return losses and gradients, and, if `reading`, parameters right after each step."""
         results: list[Any] = []
         for step in steps:
             results.append(array(self.backward(step)))
@@ -70,7 +70,7 @@ class Subject:
         return results
 
     def state(self) -> list[Any]:
-        """Parameters and states, when all updates are over."""
+        """Return parameters and states, when all updates are over."""
         self.optimizer.synchronize()
         return optim_models.results(self.model, self.optimizer)
 
@@ -78,7 +78,7 @@ class Subject:
         return self.model.get_parameter(f"layers.{layer}.weight")
 
     def gradient_of(self, layer: int) -> Tensor:
-        """The gradient of a layer's weight, which has one."""
+        """Return the gradient of a layer's weight, which has one."""
         gradient = self.weight_of(layer).grad
         assert gradient is not None
         return gradient
@@ -108,5 +108,5 @@ def results(made: Subject, mode: str) -> list[Any]:
 
 @functools.cache
 def expected(mode: str, dtype: torch.dtype = torch.float32) -> list[Any]:
-    """Results with `overlap="none"`."""
+    """Return the results with `overlap="none"`."""
     return results(subject("none", of=case(dtype)), mode)

@@ -64,7 +64,7 @@ Script = Callable[[nn.Module, Callable[..., Tensor]], Any]
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """A plain optimizer with steps that do not amplify rounding, as Adam's first ones do."""
+    """Make a plain optimizer with steps that do not amplify rounding, as Adam's first ones do."""
     return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
 
 
@@ -74,13 +74,13 @@ def small_budget(home: str | None = None, room: float = 1.05) -> int:
 
 
 def compile_small(home: str | None = None, case: Case = CASE, room: float = 1.05) -> tuple[nn.Module, nn.Module]:
-    """The model and its compiled self, cut into segments, under `small_budget`."""
+    """Return the model and its compiled self, cut into segments, under `small_budget`."""
     budget, way = small_budget(home, room), _way._replace(home=home or _way.home)
     return compile_case(case, memory_budget=budget, whole_graph="never", **way._asdict())
 
 
 def compile_large() -> tuple[nn.Module, nn.Module]:
-    """The model and its compiled self, cut into segments, where everything fits."""
+    """Return the model and its compiled self, cut into segments, where everything fits."""
     return compile_case(CASE, memory_budget=HUGE, whole_graph="never", **_way._asdict())
 
 
@@ -124,7 +124,7 @@ def three_ways(room: float = 1.05) -> Callable[[Callable[..., Any]], Callable[..
 
 
 def assert_close(left: Any, right: Any) -> None:
-    """Nested arrays agree up to the rounding of another order of operations; NaN equals NaN."""
+    """Check that nested arrays agree up to the rounding of another order of operations; NaN equals NaN."""
     if isinstance(left, dict):
         assert left.keys() == right.keys()
         left, right = list(left.values()), [right[key] for key in left]
@@ -137,14 +137,14 @@ def assert_close(left: Any, right: Any) -> None:
 
 
 def backward(call: Callable[..., Tensor], step: int) -> np.ndarray:
-    """Run one forward and backward; returns the loss."""
+    """Run one forward and backward; return the loss."""
     loss = call(**CASE.batch(step))
     loss.backward()
     return array(loss)
 
 
 def train_steps(call: Callable[..., Tensor], optimizer: Optimizer, steps: range) -> list[np.ndarray]:
-    """Ordinary training steps; returns the losses."""
+    """Run ordinary training steps; return the losses."""
     losses = []
     for step in steps:
         losses.append(backward(call, step))
@@ -154,7 +154,7 @@ def train_steps(call: Callable[..., Tensor], optimizer: Optimizer, steps: range)
 
 
 def two_alike(model: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
-    """Two large parameters of one shape."""
+    """Return two large parameters of one shape."""
     shape = None
     for parameter in model.parameters():
         if parameter.dim() == 2 and parameter.numel() > 4096:
@@ -165,5 +165,5 @@ def two_alike(model: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
 
 
 def weight_of(model: nn.Module) -> nn.Parameter:
-    """A parameter that lives in a chunk under a small budget."""
+    """Return a parameter that lives in a chunk under a small budget."""
     return max(model.parameters(), key=lambda p: p.numel())

@@ -27,14 +27,14 @@ Parameters = dict[str, nn.Parameter]
 
 @pytest.fixture(params=["cpu", "disk"])
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Home]:
-    """Either kind of home."""
+    """Yield either kind of home."""
     home = open_home("cpu") if request.param == "cpu" else open_home(f"disk:{tmp_path}")
     yield home
     home.close()
 
 
 def make_parameters(dtype: torch.dtype = torch.float32) -> Parameters:
-    """Two parameters of group 0, one of them with permuted strides; a frozen one of group 1; group 2's."""
+    """Make two parameters of group 0, one with permuted strides; a frozen one of group 1; group 2's."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -52,7 +52,7 @@ GROUPS = (("conv", "matrix"), ("frozen",), ("last",))
 
 
 def layout_of(parameters: Parameters, groups: tuple[tuple[str, ...], ...] = GROUPS) -> ChunkLayout:
-    """Each tuple of names is one group; tensors start at multiples of 64 elements."""
+    """Make a layout with a group for each tuple of names; tensors start at multiples of 64 elements."""
     made = []
     for index, names in enumerate(groups):
         slices, offset = [], 0
@@ -73,7 +73,7 @@ def placed(
     debug: bool = True,
     **options: torch.dtype,
 ) -> tuple[ChunkStore, Parameters]:
-    """A store with `make_parameters` placed in it."""
+    """Make a store with `make_parameters` placed in it."""
     parameters = make_parameters(**options)
     store = ChunkStore(EMPTY, Arena(home or MemoryHome()), CpuTier(), debug)
     store.place(layout_of(parameters), parameters, resident)

@@ -34,7 +34,7 @@ def evaluated(size: Size, values: Values) -> int:
 
 
 def values_of(segment: Segment, args: Sequence[Any]) -> Values:
-    """Values of the symbols of a segment's inputs for these arguments."""
+    """Return the values of the symbols of a segment's inputs for these arguments."""
     found: Values = {}
     for example, value in zip(segment.example_inputs, args, strict=True):
         pairs = [(example, value)]
@@ -109,12 +109,12 @@ class Meter(TorchDispatchMode):
 
 
 def storages_of(args: Sequence[Any]) -> dict[int, int]:
-    """Bytes of the distinct storages of tensors."""
+    """Return the bytes of the distinct storages of tensors."""
     return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in args if isinstance(t, torch.Tensor)}
 
 
 def predicted(memory: SegmentMemory, args: Sequence[Any]) -> list[Reading]:
-    """Expected reading of `Meter`: the segment's own bytes, and the inputs that it still holds."""
+    """Return the expected readings of `Meter`: the segment's own bytes, and the inputs that it still holds."""
     found = []
     for index, step in enumerate(memory.steps):
         held = [value for value, until in zip(args, memory.input_released) if index < until]
@@ -225,7 +225,7 @@ class Graph:
 
 
 def captured_of(function: Callable[..., Any], *args: torch.Tensor) -> TracedGraphs:
-    """The graphs of `function` with symbols for sizes; nothing of them is compiled."""
+    """Return the graphs of `function` with symbols for sizes; nothing of them is compiled."""
     found: list[TracedGraphs] = []
 
     def backend(gm: fx.GraphModule, inputs: list[Any]) -> Any:

@@ -70,7 +70,10 @@ MOMENTS = (
 
 
 def small(**changes: Any) -> Explanation:
-    """Peak 190 MiB in `backward.0`, budget 200 MiB, smallest 150 MiB. A step takes 12 ms, 2 ms of it stall."""
+    """Make an explanation with a peak of 190 MiB in `backward.0`, a budget of 200 MiB and a smallest one of 150 MiB.
+
+    A step takes 12 ms, 2 ms of it stall.
+    """
     activations = {f"activations: model.layers.{i}": 15 * MIB for i in range(4)}
     values = Explanation(
         model="small, batch 2",
@@ -112,7 +115,7 @@ def small(**changes: Any) -> Explanation:
 
 
 def ranked(**changes: Any) -> Explanation:
-    """Rank 0 of four on two hosts, which gathers twice and scatters once; two such ranks on a host."""
+    """Make the explanation of rank 0 of four on two hosts, two on each, which gathers twice and scatters once."""
     exchanges = (
         event(GATHER, "prefetch", "param:1", 0, 2, 40),
         event(GATHER, "prefetch", "param:2", 2, 4, 40),

@@ -66,7 +66,7 @@ class Subject:
         return view
 
     def begin(self, kind: str = PARAM, group: int = 0) -> None:
-        """An update that writes 2.0 once the gate opens."""
+        """Begin an update that writes 2.0 once the gate opens."""
 
         def job() -> None:
             self.gate.wait()
@@ -79,14 +79,14 @@ class Subject:
         tier.settle() if isinstance(tier, QueuedTier) else tier.drain()
 
     def slot(self, chunk: str) -> Tensor:
-        """The chunk's slot, when all copies are over."""
+        """Return the chunk's slot, when all copies are over."""
         self.settle()
         return self.store.slots.begin_compute(chunk)
 
 
 @pytest.fixture(params=["cpu", "cuda"])
 def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    """A store with updates at home that stand still until a gate opens, on either kind of tier."""
+    """Yield a store with updates at home that stand still until a gate opens, on either kind of tier."""
     yield (made := Subject(request.param))
     made.gate.opened.set()
     made.settle()

@@ -148,7 +148,7 @@ class Case:
 
 
 def casting_program() -> PhaseProgram:
-    """The forward, which reads every parameter but the first as a cast."""
+    """Return the forward, which reads every parameter but the first as a cast."""
     return replace(forward_program(), read_as={f"h.{i}.w": "param_bf16" for i in range(1, NUM_LAYERS)})
 
 
@@ -163,7 +163,7 @@ def plan_step(
     updates: Mapping[int, int] = MappingProxyType({}),
     undoable: Collection[int] = (),
 ) -> Plan:
-    """The plan of forward and backward, which updates groups, each in so many stages, some so that it can be undone."""
+    """Return the plan of forward and backward, which updates groups in so many stages, some undoably."""
     forward, backward = step_positions()
     if budget is None:
         budget = check_minimum((*forward, *backward), LAYOUT, HUGE, 0) + spare

@@ -72,17 +72,17 @@ class Case:
 
     @staticmethod
     def loss(output: Any) -> Tensor:
-        """The scalar loss inside what the model returned."""
+        """Return the scalar loss inside what the model returned."""
         return output if isinstance(output, Tensor) else output.loss
 
 
 def integers(seed: int, shape: tuple[int, ...], high: int) -> Tensor:
-    """int64 tensor of `shape` in [0, high)."""
+    """Draw an int64 tensor of `shape` in [0, high)."""
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
 
 
 def floats(seed: int, shape: tuple[int, ...]) -> Tensor:
-    """float32 tensor of `shape` from a standard normal distribution."""
+    """Draw a float32 tensor of `shape` from a standard normal distribution."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
