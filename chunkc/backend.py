@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -48,6 +48,7 @@ from chunkc.tracing.capture import detached
 from chunkc.tracing.given_modules import GIVEN
 from chunkc.tracing.internal_errors import as_internal_errors
 from chunkc.tracing.names import GraphNames
+from chunkc.tracing.shared_trace import SharedTrace
 from chunkc.variants import Variant, Variants
 
 
@@ -117,10 +118,11 @@ def _served(
     except UnsupportedError as error:
         return _refusing(error, example_inputs)
     names = GraphNames(gm)
+    traces: dict[Hashable, SharedTrace] = {}
 
     def compile_for(inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]:
         with as_internal_errors(NotForAnyShapes):  # a later call compiles outside of Dynamo
-            return compile_graph(gm, inputs, names, settings, options, arguments, is_part=is_part)
+            return compile_graph(gm, traces, inputs, names, settings, options, arguments, is_part=is_part)
 
     variants = Variants(compile_for, COMPILING, partial(completed, options=settings))
     try:

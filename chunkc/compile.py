@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,6 +51,7 @@ from chunkc.tracing.caller import called_modules
 from chunkc.tracing.capture import TracedGraphs, capture_graph, unique_name
 from chunkc.tracing.dynamic_shapes import Templates, input_symbols
 from chunkc.tracing.names import GraphNames, UserNames
+from chunkc.tracing.shared_trace import Bindings, SharedTrace, trace_key
 from chunkc.tracing.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.utils.garbage import no_automatic_collection
 from chunkc.utils.progress import Show, compilation_progress
@@ -67,12 +68,13 @@ class CompileContext:
     """The state of one graph on its way through `STAGES`.
 
     Attributes:
-        inputs, options, arguments: as of `compile_graph`.
+        traces, inputs, options, arguments: as of `compile_graph`.
         parameters: the inputs that are parameters, aligned with them; of a distributed one, this rank's shard.
         names: the user's names of the inputs.
         compare: compares facts with other ranks (see `agreement.rendezvous`).
         show: told what is done now.
         call: for Dynamo to call; runs the one graph that the last stage puts into `graphs`.
+        is_traced: AOTAutograd traced the graph for this compilation; False: the trace is shared.
         named: the graph's parameters by their names in the session.
         layout: of all parameters, the graph's among them.
         steps, step: the graph at any sizes, and at those that it is planned for.
@@ -82,6 +84,7 @@ class CompileContext:
 
     session: Session
     gm: fx.GraphModule
+    traces: dict[Hashable, SharedTrace]
     inputs: Sequence[Any]
     parameters: Sequence[nn.Parameter | None]
     names: Sequence[str]
@@ -92,6 +95,7 @@ class CompileContext:
     graphs: list[CompiledGraph] = field(default_factory=list)
     call: Callable[..., Any] = field(init=False)
     capture: TracedGraphs = field(init=False)
+    is_traced: bool = field(init=False)
     named: Mapping[str, nn.Parameter] = field(init=False)
     layout: ChunkLayout = field(init=False)
     steps: Steps = field(init=False)
@@ -105,6 +109,7 @@ class CompileContext:
 @no_automatic_collection()
 def compile_graph(
     gm: fx.GraphModule,
+    traces: dict[Hashable, SharedTrace],
     inputs: Sequence[Any],
     graph_names: GraphNames,
     options: Options,
@@ -116,6 +121,7 @@ def compile_graph(
     """Compile one graph for given shapes, or for the symbolic ones that Dynamo is tracing now.
 
     Args:
+        traces: of the graph so far, by `trace_key`; a new one is added.
         inputs: example inputs, concrete or symbolic; parameters are the model's own `nn.Parameter`s.
         graph_names: of the graph's inputs and modules.
         source: the options as the user gave them: their identity ties the graphs of one model together.
@@ -135,7 +141,7 @@ def compile_graph(
         one = without_tied_placeholders(gm, tied)
         given = None if arguments is None else [arguments[p] for p in positions]
         call = compile_graph(
-            one, [inputs[p] for p in positions], GraphNames(one), options, source, given, is_part=is_part
+            one, {}, [inputs[p] for p in positions], GraphNames(one), options, source, given, is_part=is_part
         )
         return _taking(positions, call)
     names = graph_names.take(inputs, UserNames.of_caller())
@@ -149,7 +155,7 @@ def compile_graph(
     join(session, transport, options)
     session.known.more_graphs_may_follow |= is_part
     session.modules.update(list(called_modules())[-1:])
-    context = CompileContext(session, gm, inputs, parameters, names, options, arguments)
+    context = CompileContext(session, gm, traces, inputs, parameters, names, options, arguments)
     with (
         rendezvous(transport, (NotForAnyShapes, TensorifyScalarRestartAnalysis)) as context.compare,
         session.entered(),
@@ -204,18 +210,28 @@ def trace(context: CompileContext) -> None:
     await_readers(present)  # while they read, parameters share their memory
     detect_changes(session, [owned[1] for parameter in present if (owned := owner(parameter)) is not None])
     parameter_names = _name_parameters(session, parameters, context.names)
-    graphs = context.graphs  # not the context: Dynamo keeps these functions
-    context.show("tracing", 0, None)
-    context.call, context.capture = capture_graph(
-        context.gm,
-        as_traced(context.inputs),
-        parameter_names,
-        codegen=context.options.codegen,
-        loss_tile_rows=context.options.loss_tile_rows,
-        repeatable=context.options.may_repeat,
-        run_forward=lambda arguments: graphs[0].forward(arguments),
-        run_backward=lambda arguments: graphs[0].backward(arguments),
-    )
+    trained = [parameter for parameter in present if parameter.requires_grad]
+    key = trace_key(context.inputs, parameter_names) if session.transport is None else None
+    shared = None if key is None else context.traces.get(key)
+    context.is_traced = shared is None or not shared.bindings.can_add(trained)
+    if shared is None or context.is_traced:
+        context.show("tracing", 0, None)
+        bindings = Bindings()
+        call, capture = capture_graph(
+            context.gm,
+            as_traced(context.inputs),
+            parameter_names,
+            codegen=context.options.codegen,
+            loss_tile_rows=context.options.loss_tile_rows,
+            repeatable=context.options.may_repeat,
+            run_forward=bindings.run_forward,
+            run_backward=bindings.run_backward,
+        )
+        shared = SharedTrace(bindings, call, capture, parameter_names)
+        if key is not None:
+            context.traces[key] = shared
+    context.capture = shared.named(parameter_names)
+    context.call = shared.bindings.add(trained, context.graphs, shared.call)
     context.named = {
         name: p for name, p in zip(parameter_names, parameters, strict=True) if name is not None and p is not None
     }
@@ -310,7 +326,9 @@ def move(context: CompileContext) -> None:
     session.num_graphs, session.trained = decided.num_graphs, decided.trained
     if context.moved_layout.replicated_by_choice == decided.layout.replicated_by_choice:
         context.step.plans.keep(plan_key(session, context.decision.request.key), context.planned)
-    context.graphs.append(CompiledGraph(session, context.steps, context.step.captured, context.code))
+    context.graphs.append(
+        CompiledGraph(session, context.steps, context.step.captured, context.code, not context.is_traced)
+    )
 
 
 STAGES = (trace, lay_out, cut_and_compile, choose, plan_and_verify, compare_ranks, move)

@@ -109,8 +109,11 @@ class CompiledGraph:
     code: Code | None = None
     """As ranks compare it; None: one process trains the model."""
 
+    is_clean: bool = False
+    """Whether tracing has left no garbage: Dynamo's frames keep each other, the first batch and copies of random states
+    alive, until the first forward collects them."""
+
     def __post_init__(self) -> None:
-        self._has_run = False
         self.number = self.session.num_graphs
         self.output_hooks = OutputHooks(self._given)
         self._node_hooks = NodeHooks()
@@ -280,9 +283,9 @@ class CompiledGraph:
             raise
 
     def _forward(self, arguments: list[Any]) -> list[Any]:
-        if not self._has_run:  # Dynamo's frames keep each other, the first batch and copies of random states alive
-            self._has_run = True
+        if not self.is_clean:
             gc.collect()
+            self.is_clean = True
         session, step = self.session, self._step(FORWARD, arguments)
         self._called_in = threading.get_ident()
         session.in_backward.enter_forward(self._groups)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import fx, nn
@@ -213,8 +214,9 @@ def watch_given(backend: Callable[..., Any], note: Callable[[Callable[..., Any]]
 def _visible(given: Any) -> Any:
     """Wrap the call of a module that `module.compile()` compiles in a function, if Dynamo would skip its `forward`.
 
-    The function has a code object of its own, since Dynamo counts compilations by code object. Its qualified name is
-    that of the module's `forward`, for errors.
+    Dynamo keeps and counts compilations by code object. Modules of one structure share one, so that equal blocks are
+    compiled once; other modules have their own, so that many of them do not count as one that is compiled too often.
+    The qualified name is that of the module's `forward`, for errors.
     """
     if getattr(given, "__func__", None) is not nn.Module._call_impl:
         return given
@@ -225,8 +227,28 @@ def _visible(given: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
-    call.__code__ = call.__code__.replace(co_qualname=type(module).forward.__qualname__)
+    structure = _structure(module)
+    code = _CODE_BY_STRUCTURE.get(structure)
+    if code is None:
+        code = call.__code__.replace(co_qualname=type(module).forward.__qualname__)
+        _CODE_BY_STRUCTURE[structure] = code
+    call.__code__ = code
     return call
+
+
+_CODE_BY_STRUCTURE: WeakValueDictionary[Hashable, CodeType] = WeakValueDictionary()
+"""The code of `_visible`'s functions that are alive, by their modules' structure."""
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """Describe what modules must share to be compiled once: classes, printed options and tensors' metadata."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    metadata = tuple((name, *_metadata(tensor)) for name, tensor in tensors)
+    return type(module), repr(module), module.training, metadata
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad
 
 
 def compiles_by(compiler: Any, backend: Callable[..., Any]) -> bool:

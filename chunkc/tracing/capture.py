@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,13 @@ class TracedGraphs:
                 if source.name in self.by_placeholder and node.op != "output":
                     found.setdefault(self.by_placeholder[source.name])
         return [*found, *(name for name in self.by_placeholder.values() if name not in found)]
+
+    def renamed(self, names: Mapping[str, str]) -> TracedGraphs:
+        """Return the same graphs with other names of the parameters; `names`: the present ones -> the new ones."""
+        by_placeholder = {placeholder: names[name] for placeholder, name in self.by_placeholder.items()}
+        return replace(
+            self, by_placeholder=by_placeholder, gradients={at: names[name] for at, name in self.gradients.items()}
+        )
 
 
 def _with_numbers(run: Boxed, graph: fx.Graph) -> Boxed:
