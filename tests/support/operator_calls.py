@@ -945,3 +945,39 @@ def decompositions(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten.cholesky.default, definite)
             yield call(aten.cholesky_inverse.default, definite)
             yield call(aten.cholesky_solve.default, x, definite)
+
+
+@family
+def selections(dtype: torch.dtype) -> Iterator[Call]:
+    """Of all, some and no elements; results are as large as the values say."""
+    for x in (*layouts(dtype, 40, 50), torch.randn(200, 300).to(dtype)):
+        for chosen in (x, x * (x > 0), x * 0):
+            yield call(aten.masked_select.default, chosen, chosen != 0)
+            yield call(aten.masked_select.default, chosen, chosen[:1] != 0)
+            yield call(aten.nonzero_static.default, chosen, size=30)
+            for counted in (False, True):
+                yield call(aten._unique2.default, chosen, True, counted, counted)
+                yield call(aten.unique_consecutive.default, chosen, counted, counted)
+                for d in (0, 1):
+                    yield call(aten.unique_consecutive.default, chosen, counted, counted, d)
+                    yield call(aten.unique_dim.default, chosen, d, True, counted, counted)
+        yield call(aten.allclose.default, x, x)
+        yield call(aten.allclose.default, x, x[:1], equal_nan=True)
+    yield call(aten.allclose.default, torch.arange(50), torch.arange(50))
+    for rows in (torch.rand(8, 300).to(dtype), torch.rand(300).to(dtype)):
+        yield call(aten.multinomial.default, rows, 3, True)
+    if dtype != torch.float32:
+        return
+    for x in (torch.rand(4000, 2), torch.rand(2, 4000).t(), torch.rand(20, 30, 2).transpose(0, 1)):
+        edges = [torch.linspace(0, 1, 31), torch.linspace(0, 1, 41)]
+        for density in (False, True):
+            yield call(aten._histogramdd_from_bin_cts.default, x, [30, 40], density=density)
+            yield call(aten._histogramdd_from_bin_tensors.default, x, edges, density=density)
+            yield call(aten.histogram.bin_ct, x, 100, density=density)
+            yield call(aten.histogram.bins_tensor, x, torch.linspace(0, 1, 3000), density=density)
+    for kind in (torch.float32, torch.complex64):
+        for shape in ((3, 2), (40, 20), (200, 100), (20, 40), (3, 30, 20), (400, 400)):
+            for num_columns in (1, 50):
+                x, right = torch.randn(shape, dtype=kind), torch.randn(*shape[:-1], num_columns, dtype=kind)
+                for driver in ("gels", "gelsy", "gelsd", "gelss"):
+                    yield call(aten.linalg_lstsq.default, x, right, driver=driver)

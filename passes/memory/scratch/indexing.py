@@ -147,6 +147,54 @@ def masked_index_rule(call: Call) -> int:
     return nbytes_of(moved) + 2 * indices + 2 * moved.numel() + 128
 
 
+def closeness_rule(call: Call) -> int:
+    """Bound `allclose`: the error and what is allowed, in two steps each, and booleans."""
+    source, other = call["self"], call["other"]
+    numel = max(math.prod(torch.broadcast_shapes(source.shape, other.shape)), source.numel(), other.numel())
+    return numel * (3 * max(4, source.itemsize) + 4) + 32
+
+
+def masked_select_rule(call: Call) -> int:
+    """Bound `masked_select`: the mask in int64, and its sums up to each element."""
+    return 16 * math.prod(torch.broadcast_shapes(call["self"].shape, call["mask"].shape)) + 8 * call.num_threads + 16
+
+
+def nonzero_static_rule(call: Call) -> int:
+    """Bound `nonzero_static`: the positions of all elements, in int64, and the number of each thread."""
+    source = call["self"]
+    return 8 * source.dim() * source.numel() + 8 * call.num_threads
+
+
+def to_sparse_rule(call: Call) -> int:
+    """Bound `_to_sparse`: values and positions of all elements; with dense dimensions, of these positions three times.
+
+    Which elements are not zero only the values say.
+    """
+    source, num_sparse = call["self"], call.arguments.get("sparse_dim")
+    is_hybrid = num_sparse is not None and num_sparse < source.dim()
+    return source.numel() * (source.itemsize + 8 * (3 * source.dim() + 2 if is_hybrid else source.dim())) + 32
+
+
+def sparse_mask_rule(call: Call) -> int:
+    """Bound `sparse_mask`: of each element a value, twice its position and where it is, and a boolean."""
+    source = call["self"]
+    return source.numel() * (source.itemsize + 8 * (2 * source.dim() + 1) + 1) + 32
+
+
+def unique_rule(call: Call) -> int:
+    """Bound `_unique2`: values sorted, with their positions twice; of operands that are not contiguous, a copy."""
+    source = call["self"]
+    return nbytes_of(source) + 16 * source.numel() + contiguous_copy_nbytes(source) + 8 * call.num_threads + 16
+
+
+def unique_slices_rule(call: Call) -> int:
+    """Bound `unique_dim`, `unique_consecutive`: the slices, copied and sorted, with their positions."""
+    source, dim = call["self"], call.arguments["dim"]
+    if dim is None or not source.dim():
+        return contiguous_copy_nbytes(source) + 16
+    return 2 * nbytes_of(source) + contiguous_copy_nbytes(source) + 16 * source.shape[dim] + 16
+
+
 def masked_scatter_rule(call: Call) -> int:
     return contiguous_copy_nbytes(call["source"])
 

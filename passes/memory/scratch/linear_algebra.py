@@ -18,6 +18,8 @@ _SLACK_NBYTES = 512
 _WORK_OF_QR = 97
 _WORK_OF_EIGENVECTORS, _WORK_OF_COMPLEX_EIGENVECTORS, _WORK_OF_EIGENVALUES = 396, 165, 40
 _WORK_OF_LDL = 48
+_WORK_OF_LEAST_SQUARES, _WORK_OF_SINGULAR_VALUES, _WORK_OF_COMPLEX_SINGULAR_VALUES = 56, 168, 240
+
 _WORK_OF_PRODUCT = 13_500
 """Numbers in the workspace of `ormqr`, whatever the size."""
 
@@ -155,7 +157,19 @@ def matrix_exp_rule(call: Call) -> int:
     """Bound the bytes of the matrices' powers and sums; how many there are depends on norms."""
     first = call.tensors[0]
     num = first.numel() // max(1, first.shape[-1] * first.shape[-2])
-    return _MATRIX_POWERS * nbytes_of(first) + 64 * num + 256
+    size = first.shape[-1]
+    product = gemm_nbytes(first.dtype, size, size, size, call.num_threads)
+    return _MATRIX_POWERS * nbytes_of(first) + product + 64 * num + 256
+
+
+def least_squares_rule(call: Call) -> int:
+    """Bound `linalg_lstsq`: a copy of the matrices, singular values, LAPACK's workspace for one matrix."""
+    first, size = call["self"], max(*call["self"].shape[-2:], call["b"].shape[-1])
+    nbytes = nbytes_of(first) + 32 * _num_rows(first) + _SLACK_NBYTES
+    if call["driver"] in (None, "gels", "gelsy"):
+        return nbytes + _WORK_OF_LEAST_SQUARES * size * first.itemsize
+    work = _WORK_OF_COMPLEX_SINGULAR_VALUES if first.is_complex() else _WORK_OF_SINGULAR_VALUES
+    return nbytes + work * size * first.itemsize + 8 * _SLACK_NBYTES
 
 
 def trilinear_rule(call: Call) -> int:

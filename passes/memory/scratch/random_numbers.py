@@ -15,7 +15,7 @@ def multinomial_rule(call: Call) -> int:
     """Count one row's cumulative sums, with replacement; without, an exponential variable for every outcome."""
     source, wanted = call["self"], call["num_samples"]
     if call["replacement"] and wanted > 1:
-        return source.shape[-1] * source.itemsize
+        return source.shape[-1] * max(4, source.itemsize)
     num_rows = math.prod(source.shape[:-1])
     best = num_rows * wanted * source.itemsize if wanted > 1 else 0
     checked = num_rows * (source.itemsize + 1) + source.itemsize + 17  # whether a row's sum is 0

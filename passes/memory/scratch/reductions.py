@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import reduces_two_inner_dimensions
-from chunkc.passes.memory.scratch.rules import Call
+from chunkc.passes.memory.scratch.rules import SCALAR_NBYTES, Call
 
 _SPLIT_NUMEL = 32768
 """From so many elements on, a reduction to one element is shared out among the threads."""
@@ -151,6 +151,16 @@ def histogram_rule(call: Call) -> int:
     looking = copy + 2 * source.itemsize if call["min"] == call["max"] else 0
     counting = counts + source.itemsize + max(looking, call.num_threads * counts)
     return counting if _is_flat(source) else max(copy - counts, nbytes_of(source) + counting)
+
+
+def histograms_rule(call: Call) -> int:
+    """Bound `histogram`: counts per thread, contiguous copies; of several dimensions also edges, once or twice."""
+    counts, name = call.outputs[0], call.target._schema.name
+    in_rows = "histogramdd" in name and call["self"].dim() <= 2
+    copied = [t for t in call.tensors if t is not call["self"]] if in_rows else call.tensors
+    edges = (sum(counts.shape) + counts.dim()) * (2 if name.endswith("_cts") else 1) if "histogramdd" in name else 0
+    numel = call.num_threads * counts.numel() + edges
+    return numel * counts.itemsize + contiguous_copy_nbytes(*copied) + SCALAR_NBYTES
 
 
 def segments_rule(call: Call) -> int:

@@ -322,6 +322,8 @@ def matrix_product_rule(call: Call) -> int:
     arguments = call.arguments
     left = next(arguments[name] for name in ("mat1", "batch1", "mat", "self") if name in arguments)
     right = next(arguments[name] for name in ("mat2", "batch2", "vec", "tensor", "other") if name in arguments)
+    if any(factor.layout != torch.strided for factor in (left, right)):
+        return _sparse_product_nbytes(left, right, call.outputs[0])
     rows = left.shape[-2] if left.dim() > 1 else 1
     columns = right.shape[-1] if right.dim() > 1 else 1
     conjugated = [factor for factor in (left, right) if factor.is_conj()]
@@ -334,6 +336,18 @@ def matrix_product_rule(call: Call) -> int:
     if left.numel() == 0:
         return nbytes + 2 * SCALAR_NBYTES  # nothing to multiply: what is left is beta times the addend
     return nbytes + gemm_nbytes(left.dtype, rows, left.shape[-1], columns, call.num_threads)
+
+
+def sampled_product_rule(call: Call) -> int:
+    """Bound `sparse_sampled_addmm`: the product, dense, and its sum with the addend; contiguous copies."""
+    return 2 * nbytes_of(call.outputs[0]) + contiguous_copy_nbytes(call["mat1"], call["mat2"]) + SCALAR_NBYTES
+
+
+def _sparse_product_nbytes(left: Tensor, right: Tensor, result: Tensor) -> int:
+    """Bound the product of matrices of which one is sparse: operands and result; where the left one is dense, six
+    positions an element of the right one, which is transposed."""
+    nbytes = sum(map(nbytes_of, (left, right, result))) + 16 * sum(right.shape) + 2 * SCALAR_NBYTES
+    return nbytes + (6 * 8 * right.numel() if left.layout == torch.strided else 0)
 
 
 def grouped_fallback_rule(call: Call) -> int:
@@ -368,7 +382,8 @@ def _convolution(call: Call, result: Tensor, *, bias: bool) -> Convolution:
 
 
 def convolution_rule(call: Call) -> int:
-    return convolution_nbytes(_convolution(call, call.outputs[0], bias=call["bias"] is not None))
+    bias = call["bias"]
+    return contiguous_copy_nbytes(bias) + convolution_nbytes(_convolution(call, call.outputs[0], bias=bias is not None))
 
 
 def convolution_backward_rule(call: Call) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
@@ -115,6 +116,30 @@ def test_results_of_operators_in_place_are_their_callers() -> None:
 @pytest.mark.parametrize("target", [aten.clone.default, aten._to_copy.default], ids=str)
 def test_copies_of_sparse_matrices_take_nothing_inside(target: torch._ops.OpOverload, layout: torch.layout) -> None:
     assert scratch_of(target, torch.ones(64, 64).to_sparse(layout=layout)) == 0
+
+
+@pytest.mark.parametrize("size", [0, 5, 60])
+@pytest.mark.usefixtures("metered")
+def test_calls_on_sparse_matrices_take_no_more_than_predicted(size: int) -> None:
+    matrix = torch.rand(size, size)
+    listed, compressed = matrix.to_sparse(), matrix.to_sparse_csr()
+    calls = [(aten.mm.default, args) for args in itertools.product((matrix, listed, compressed), repeat=2)]
+    for dense in (matrix, matrix.t(), torch.rand(4, size, 6)):
+        calls += [(aten._to_sparse.default, (dense,)), (aten._to_sparse.sparse_dim, (dense, 1))]
+        calls += [(aten._to_sparse.sparse_dim, (dense, 2))]
+    calls += [(aten.sparse_mask.default, (matrix.t(), mask)) for mask in (listed, compressed)]
+    calls += [(aten.sparse_sampled_addmm.default, (compressed, left, matrix)) for left in (matrix, matrix.t())]
+    wrong = []
+    for target, args in calls:
+        try:
+            measure(target, args, {})  # a library may keep tables from its first call on
+            measured, outputs = measure(target, args, {})
+        except (NotImplementedError, RuntimeError):
+            continue  # not every pair has a kernel
+        predicted = cpu.scratch_nbytes(target, args, {}, outputs, torch.get_num_threads())
+        if predicted < measured:
+            wrong.append(f"{target} {[t.layout for t in args]}: measured {measured}, predicted {predicted}")
+    assert not wrong, "\n".join(wrong)
 
 
 def test_in_place_operators_and_views_need_no_entry() -> None:

@@ -222,6 +222,7 @@ def test_every_exception_has_a_rule_and_a_measurement() -> None:
     """An exception that nothing measures would be an excuse."""
     measured = {call[0]._schema.name for make in FAMILIES.values() for call in make(torch.float32)}
     elsewhere = {"aten::convolution", "aten::convolution_backward", "aten::_grouped_mm", "aten::addbmm", "aten::vdot"}
+    elsewhere |= {"aten::_to_sparse", "aten::sparse_mask", "aten::sparse_sampled_addmm"}
     elsewhere |= {"aten::_batch_norm_with_update", "aten::native_batch_norm", "aten::_native_batch_norm_legit"}
     elsewhere |= {f"aten::_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")}
     for name in operators.EXCEPTIONS:
