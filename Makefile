@@ -38,6 +38,10 @@ endif
 # GNU make predefines CXX; torch's compiler reads the environment's, else its own default.
 COMPILER := $(if $(filter default,$(origin CXX)),$(DEFAULT_CXX),$(CXX))
 
+# Python keeps bytecode, whatever the shell says: without it each process compiles PyTorch's 2,800 modules anew, which takes
+# ten processor seconds, and tests start hundreds of processes.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: help setup check demo train test test-second test-all test-versions test-cuda lint types bench page
 .DEFAULT_GOAL := help
 
