@@ -36,9 +36,13 @@ BASE = "23f0c80"
 """The commit to compare with where none is named."""
 
 EXPLAINED: dict[str, str] = {
-    r"^convnet ": "convolutions on a CPU are bounded for every instruction set, not modelled after oneDNN",
+    r"^(autocast_convnet|convnet|convnext|resnet|unet|vit|whisper)\b(?! hardware=)": (
+        "convolutions on a CPU are bounded for every instruction set, not modelled after oneDNN"
+    ),
     r"activations=auto .*world_size=": 'over ranks "auto" was refused, and is "keep" now',
-    r"^(resnet|unet|autocast_convnet) activations=auto .*room for all": "whole, no buffers are copied first",
+    r"^(autocast_convnet|convnet|resnet|unet) .*activations=auto .*(room for all|1\.3 times that)": (
+        "whole, no buffers are copied first"
+    ),
 }
 """Differences from the base that are meant: a regular expression over the lines that this command prints, and why."""
 
