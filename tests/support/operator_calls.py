@@ -957,6 +957,8 @@ def selections(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten.nonzero_static.default, chosen, size=30)
             for counted in (False, True):
                 yield call(aten._unique2.default, chosen, True, counted, counted)
+                yield call(aten._unique.default, chosen, counted, not counted)
+                yield call(aten._unique.default, chosen, counted, counted)
                 yield call(aten.unique_consecutive.default, chosen, counted, counted)
                 for d in (0, 1):
                     yield call(aten.unique_consecutive.default, chosen, counted, counted, d)

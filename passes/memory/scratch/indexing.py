@@ -182,7 +182,7 @@ def sparse_mask_rule(call: Call) -> int:
 
 
 def unique_rule(call: Call) -> int:
-    """Bound `_unique2`: values sorted, with their positions twice; of operands that are not contiguous, a copy."""
+    """Bound `_unique`, `_unique2`: values sorted, their positions twice, and a contiguous copy."""
     source = call["self"]
     return nbytes_of(source) + 16 * source.numel() + contiguous_copy_nbytes(source) + 8 * call.num_threads + 16
 

@@ -163,7 +163,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         """,
     ),
     (Operator(indexing.membership_rule, inexact=exceptions.REPEATED), "isin"),
-    (Operator(indexing.unique_rule, inexact=exceptions.REPEATED), "_unique2"),
+    (Operator(indexing.unique_rule, inexact=exceptions.REPEATED), "_unique _unique2"),
     (Operator(indexing.unique_slices_rule, inexact=exceptions.REPEATED), "unique_dim unique_consecutive"),
     (Operator(indexing.masked_select_rule, inexact=exceptions.SELECTED), "masked_select"),
     (Operator(indexing.nonzero_static_rule, inexact=exceptions.SELECTED), "nonzero_static"),
