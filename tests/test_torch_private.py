@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import logging
 import subprocess
 import sys
 import tomllib
@@ -13,7 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._functorch._aot_autograd import graph_compile
+from torch._logging._internal import trace_log
 
+from chunkc.torch_private import aot
 from chunkc.torch_private.copying import copied_by
 from chunkc.torch_private.versions import CHECKED, WHOLE, is_newer, lacks, newer_than_checked
 
@@ -201,3 +205,20 @@ def test_copiers_see_storages_and_parameters(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == ["storage", "parameter"]
     copied_by(nn.Parameter, lambda parameter, memo: other)
     assert copy.deepcopy(nn.ParameterList([parameter]))[0] is other
+
+
+def test_graphs_are_written_as_text_only_where_logs_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    write = graph_compile._log_fw_bw_graphs
+    monkeypatch.setattr(trace_log, "handlers", [])
+    with aot.without_unread_texts():
+        assert graph_compile._log_fw_bw_graphs is not write
+        assert graph_compile._log_fw_bw_graphs(None, None, None, None, None) == (None, None)
+        assert graph_compile._log_joint_graph(None, None) is None
+    assert graph_compile._log_fw_bw_graphs is write
+    monkeypatch.setattr(graph_compile.aot_graphs_log, "isEnabledFor", lambda level: True)
+    with aot.without_unread_texts():
+        assert graph_compile._log_fw_bw_graphs is write
+    monkeypatch.undo()
+    monkeypatch.setattr(trace_log, "handlers", [logging.NullHandler()])
+    with aot.without_unread_texts():
+        assert graph_compile._log_fw_bw_graphs is write

@@ -27,6 +27,7 @@ from chunkc.torch_private.aot import (
     marked_as_boxed,
     outside_alias_check,
     random_states_as_values,
+    without_unread_texts,
 )
 from chunkc.torch_private.dynamo import is_of_a_module, source_name
 from chunkc.torch_private.engine import without_autocast
@@ -178,7 +179,7 @@ def capture_graph(
         return boxed(run_backward)
 
     def trace(gm: fx.GraphModule) -> Any:
-        with random_states_as_values(), linalg_checks_decomposed(), in_a_tracing_context():
+        with random_states_as_values(), linalg_checks_decomposed(), in_a_tracing_context(), without_unread_texts():
             return aot_module_simplified(
                 gm,
                 inputs,
@@ -196,7 +197,7 @@ def capture_graph(
         try:
             with shortened(gm, context.repeats) as short:
                 call = trace(short)
-            _forget_autograd(short)
+            _forget_autograd(short, are_inputs_read=False)
         except NotAlike as error:
             logger.debug("all layers are traced: %s", error)
             context.repeats = None
@@ -208,13 +209,13 @@ def capture_graph(
     return call, capture
 
 
-def _forget_autograd(gm: fx.GraphModule) -> None:
+def _forget_autograd(gm: fx.GraphModule, *, are_inputs_read: bool = True) -> None:
     """Drop the fake values that Dynamo noted in its graph, which lives as long as the compiled model.
 
     Their autograd nodes hold real tensors: the `128` of `x / 128` as an int64, in memory that no plan counts. Of the
-    graph's inputs the values stay, without autograd: they say what is dynamic.
+    graph's inputs the values stay, without autograd, if they are read: they say what is dynamic.
     """
-    inputs = set(placeholders(gm.graph))
+    inputs = set(placeholders(gm.graph)) if are_inputs_read else set()
     for module in gm.modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             value = node.meta.pop("example_value", None)
