@@ -36,7 +36,7 @@ BASE = "23f0c80"
 """The commit to compare with where none is named."""
 
 EXPLAINED: dict[str, str] = {
-    r"^(autocast_convnet|convnet|convnext|resnet|unet|vit|whisper)\b(?! hardware=)": (
+    r"^(autocast_convnet|clip|convnet|convnext|resnet|unet|vit|whisper)\b(?! hardware=)": (
         "convolutions on a CPU are bounded for every instruction set, not modelled after oneDNN"
     ),
     r"activations=auto .*world_size=": 'over ranks "auto" was refused, and is "keep" now',
