@@ -332,6 +332,7 @@ def explain_step(
     """Explain one captured step, and where the part of the model named `why` is in it."""
     budget = budget_of(options, hardware)
     predicted = PredictedStep(captured, options, hardware, updates)
+    updates = predicted.training.updates
     dry_run = predicted.fitting(budget)
     layout = dry_run.planner_state.layout
     step = predicted.planned(dry_run)

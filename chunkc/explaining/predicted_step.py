@@ -52,6 +52,7 @@ class PredictedStep:
             )
             self.graphs.append(PredictedGraph(builder))
         self.layout = layout
+        updates = updates.on(hardware, layout, options.home)
         self.training = Training(self.graphs, step, updates, options.home, hardware, options.activations)
 
     def fitting(self, budget_nbytes: int) -> DryRun:
@@ -120,6 +121,7 @@ class PredictedStep:
             costs,
             hardware,
             resident_update_s=nbytes[RESIDENT_UPDATE] / rate,
+            checksums_s=updates.checksums_s(step, hardware),
             host_updates=updates.simulated(step.cpu_updated, step.layout, hardware),
             update_nbytes=nbytes,
             replicated={

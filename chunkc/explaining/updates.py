@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkc.explaining.memory_timeline import StepPlans
 from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
+from chunkc.ir.links import TO_DEVICE
 from chunkc.ir.simulate import RESIDENT_UPDATE, HostUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
-from chunkc.optim.update_mode import CPU, DEVICE, NONE, UpdateMode, divided
+from chunkc.optim.update_mode import CPU, DEVICE, NONE, UpdateMode, divided, resolved
 from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
@@ -40,6 +41,13 @@ class Updates:
 
     def __post_init__(self) -> None:
         UpdateMode(self.overlap, self.update_on, self.undoable)
+
+    def on(self, hardware: Hardware, layout: ChunkLayout, home: str) -> Updates:
+        """Return the updates of a model with this layout, with what `overlap="auto"` is for it."""
+        over_ranks = hardware.num_devices > 1
+        asked = self.mode
+        mode = resolved(asked, layout, hardware, home=home, num_stages=self.num_stages, over_ranks=over_ranks)
+        return replace(self, overlap=mode.mode, undoable=mode.undoable)
 
     @property
     def mode(self) -> UpdateMode:
@@ -94,6 +102,14 @@ class Updates:
             for stage in update_traffic(spec.dtype, spec.states, spec.numel, self.num_stages)
         )
         return found
+
+    def checksums_s(self, step: StepPlans, hardware: Hardware) -> float:
+        """Return the seconds in which `step()` reads what the backward has updated, to see that it is unchanged."""
+        if not self.undoable or not (groups := step.updated_in_backward - step.resident):
+            return 0.0
+        nbytes = sum(step.layout.groups[index].nbytes(kind) for index in groups for kind in (PARAM, GRAD))
+        on_cuda = hardware.kind == "cuda"
+        return hardware.copy_s(TO_DEVICE, nbytes) if on_cuda else nbytes / hardware.update_bytes_per_s
 
     def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HostUpdateTimes:
         """Return the updates at home for the simulator. On a CPU they overlap nothing: the same cores compute."""

@@ -25,6 +25,9 @@ from chunkc.ir.program import BACKWARD, UPDATE
 RESIDENT_UPDATE = "update of what stays"
 """Name of the event for the update of residents."""
 
+CHECKSUMS = "checksums of home"
+"""Name of the event for the checksums, in the optimizer's step, of what the backward's undoable updates have read."""
+
 BY_THE_CPU = "updates by the CPU"
 """Name of the event for the wait, at a step's end, for updates by the CPU."""
 
@@ -53,6 +56,7 @@ def simulate(
     hardware: Hardware,
     *,
     resident_update_s: float = 0.0,
+    checksums_s: float = 0.0,
     host_updates: HostUpdateTimes = NO_HOST_UPDATES,
     update_nbytes: Mapping[str, int] = MappingProxyType({}),
     replicated: Mapping[int, bool] = MappingProxyType({}),
@@ -62,14 +66,16 @@ def simulate(
     Args:
         phases: in the order in which they run: forward, backward, the optimizer's update.
         costs_s: seconds of arithmetic of each call, by the moment's name.
-        resident_update_s: the update of residents; it comes first in the optimizer's step.
+        resident_update_s: the update of residents; it comes first in the optimizer's step, behind the checksums.
+        checksums_s: the checksums of what was updated in the backward and can be undone.
         host_updates: updates by the CPU. If they overlap the next forward, the simulated step follows another, and
             begins with the updates that that one left.
         update_nbytes: bytes that each update reads and writes, by its event's name.
         replicated: groups of replicated parameters, kept from one step to the next, and whether updates change
             them: then they are gathered once in a step, else never.
     """
-    replay = partial(_replay, phases, costs_s, hardware, resident_update_s, host_updates, replicated)
+    first_s = {name: s for name, s in ((CHECKSUMS, checksums_s), (RESIDENT_UPDATE, resident_update_s)) if s > 0}
+    replay = partial(_replay, phases, costs_s, hardware, first_s, host_updates, replicated)
     events, left_s = replay({})
     if left_s:
         events, _ = replay(left_s)
@@ -82,7 +88,7 @@ def _replay(
     phases: Sequence[PhasePlan],
     costs_s: Mapping[str, float],
     hardware: Hardware,
-    resident_update_s: float,
+    first_s: Mapping[str, float],
     host_updates: HostUpdateTimes,
     replicated: Mapping[int, bool],
     left_s: Mapping[int, float],
@@ -90,6 +96,7 @@ def _replay(
     """Replay one step, and return its events and the updates that it leaves to the next one.
 
     Args:
+        first_s: what comes first in the optimizer's step: seconds by name.
         left_s: updates that the step before has left to this one.
 
     Returns:
@@ -121,10 +128,9 @@ def _replay(
 
     for phase in phases:
         last = {where: group for group, where in phase.last_copies().items()}
-        if phase.phase == UPDATE and resident_update_s > 0:
-            end = now + resident_update_s
-            events.append(TimedEvent(COMPUTE, "update", RESIDENT_UPDATE, now, end, 0, UPDATE, ""))
-            now = end
+        for name, seconds in first_s.items() if phase.phase == UPDATE else ():
+            events.append(TimedEvent(COMPUTE, "update", name, now, now + seconds, 0, UPDATE, ""))
+            now += seconds
         if phase.phase == UPDATE:
             order = {group: at for at, group in enumerate(needed)}
             for group in sorted(to_do, key=lambda group: (order.get(group, len(order)), group)):

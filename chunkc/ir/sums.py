@@ -1,4 +1,4 @@
-"""Split gradients into rows for summation, so that the bits of a sum do not depend on where the gradient lies.
+"""Split gradients into rows for sums and checksums, so that the bits of a sum do not depend on where the gradient lies.
 
 A row is `ROW` elements of one gradient, in the order of memory, counted from its own beginning; the last one may be
 shorter. Each is summed up by itself, in fp64 and in one order (see `chunkc.kernels.sums_cpu`). So sums have the same
@@ -27,6 +27,24 @@ Args:
     base: a tensor of the elements' dtype; rows count from its first element.
     rows: int64 `[num_rows, COLUMNS]`, contiguous, on the device that computes.
     sums: fp64, contiguous; written at the places in the table.
+"""
+
+MIX = (0x85EBCA6B, 0xC2B2AE35)
+"""Factors of the mixing of a word, murmur3's: a bijection of 32 bits."""
+
+PLACE = 0x9E3779B9
+"""Factor of a word's place in its row: the same word mixes to other bits at another place."""
+
+Checksum = Callable[[Tensor, Tensor, Tensor], None]
+"""Function `(base, rows, sums)` that computes a checksum of each row of words: int64.
+
+Each word (16 bits with their sign extended, or 32) is combined with its place by exclusive or and mixed; a row's
+checksum is the sum of these. One changed word always changes it. Of rows with several, about one in 2^40 keeps it.
+
+Args:
+    base: an int16 or int32 tensor; rows count from its first element.
+    rows: as of `SumSquares`.
+    sums: int64, contiguous; written at the places in the table.
 """
 
 

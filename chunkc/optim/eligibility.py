@@ -102,12 +102,12 @@ class Eligibility(BoundToSession):
         has_room = session.keepers.has(optimizer, names)
         if where is Where.HOME and not has_room:
             return ()
-        if optimizer.overlap.undoable:
+        if optimizer.overlap.may_undo:
             return due if self._can_be_staged(index, tasks) else ()
         if where is Where.HOME:
             return due
         if has_room:
-            has_states = all(self._has_states(task) for task in due)
+            has_states = all(self.has_states(task) for task in due)
         else:
             has_states = session.keepers.has_none(names) and all(self._can_make_states(task) for task in due)
         return due if has_states and self._is_whole(index, due) else ()
@@ -159,7 +159,7 @@ class Eligibility(BoundToSession):
         """
         optimizer, store = self._optimizer, self._session.store
         version = store.layout.version, store.resident
-        if optimizer.overlap.undoable or (self._moving is not None and self._looked_up in (None, version)):
+        if optimizer.overlap.may_undo or (self._moving is not None and self._looked_up in (None, version)):
             return
         fixed = store.resident | store.layout.cut
         groups = [group for group in store.layout.groups if group.trainable and group.index not in fixed]
@@ -201,10 +201,11 @@ class Eligibility(BoundToSession):
         return (
             self._is_whole(index, tasks)
             and store.shadow_copies.has(store.layout, index)
-            and all(self._has_states(task) for task in tasks)
+            and store.checksums.has(store.layout.groups[index])
+            and all(self.has_states(task) for task in tasks)
         )
 
-    def _has_states(self, task: Task) -> bool:
+    def has_states(self, task: Task) -> bool:
         """Whether all states that an update of a parameter needs are at home already."""
         optimizer, store = self._optimizer, self._session.store
         state, needed = optimizer.states_of(task.parameter), optimizer.dtypes_of(task.parameter, task.group)

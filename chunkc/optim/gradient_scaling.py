@@ -52,7 +52,7 @@ class GradScaler(OverflowsElsewhere):
         """
         super().update(new_scale)
         for optimizer in self.__dict__.get("_stepped", ()):
-            if optimizer.overlap.undoable:
+            if optimizer.scheduler.stages:
                 optimizer.assumed_scale.expect(inverted(torch.tensor(self.get_scale(), device="cpu")))
 
     def clip_grad_norm_(self, optimizer: Any, max_norm: float, *, error_if_nonfinite: bool = False) -> torch.Tensor:

@@ -125,8 +125,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The states by parameter, as in `torch.optim`; waits for running updates."""
+        """The states by parameter, as in `torch.optim`; waits for running updates. `step()` undoes staged ones then."""
         self.scheduler.finish()
+        self.scheduler.note_reading_of_states()
         return self.__dict__["state"]
 
     @state.setter
@@ -143,7 +144,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     def starter_in(self, store: ChunkStore) -> Starter | None:
         """Return this optimizer's updates in the backwards of the session with this store; None: it makes none."""
-        return self.scheduler.in_session(session_with(store)) if self.overlap.in_backward else None
+        updates = self.scheduler.in_session(session_with(store))
+        return updates if updates.in_backward else None
 
     def dtypes_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Dtypes:
         """Return the kinds of states that an update of a parameter of a group needs or finds, with their dtypes."""
@@ -609,7 +611,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def _step(self) -> None:
         await_readers(self._parameters())
         self.follow(self.param_groups)
-        scale, must_know = self.scale_of_step(), self.rule.must_know_steps or self.overlap.undoable
+        scale, must_know = self.scale_of_step(), self.rule.must_know_steps or self.scheduler.stages
         agree_on_overflow(self, scale)
         self.scheduler.validate(scale)
         take_over_changes(self._parameters())

@@ -22,7 +22,7 @@ from chunkc.optim.group_updates import home_update, slot_update, spans_of, updat
 from chunkc.optim.memory_checks import aliased_by_gradients, check_in_place, check_memory
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms
 from chunkc.optim.rule import TileUpdate
-from chunkc.optim.update_mode import NONE, groups_at_home
+from chunkc.optim.update_mode import groups_at_home
 from chunkc.optim.update_scheduler import UpdateScheduler
 from chunkc.optim.update_task import SteppingOptimizer, Task, UpdateTask, Where, tasks_of
 from chunkc.policy.decide import decide
@@ -226,10 +226,10 @@ def _prepare(
     optimizer.lay_out([task.parameter for tasks in by_group.values() for task in tasks])
     groups, indices = store.layout.groups, sorted({*by_group, *begun})
     home = groups_at_home(session, [groups[index] for index in indices], optimizer.overlap.update_on, num_stages)
-    if optimizer.overlap.in_backward:
-        scheduler.in_session(session).prepare(frozenset(indices), home)
-    if optimizer.overlap.undoable:
-        store.shadow_copies.reserve(store.layout, indices)
+    updates_elsewhere = scheduler.in_session(session)
+    updates_elsewhere.reserve_shadow_copies(indices)
+    if updates_elsewhere.in_backward:
+        updates_elsewhere.prepare(frozenset(indices), home)
     by_group = dict(sorted(by_group.items()))
     for index in by_group:
         store.updates.wait(index)
@@ -252,7 +252,8 @@ def update_chunks(
 
     The CPU begins when all that was computed before the step has arrived at home.
     """
-    session, at_home, overlaps = prepared.session, prepared.at_home, optimizer.overlap.mode != NONE
+    session, at_home = prepared.session, prepared.at_home
+    overlaps = optimizer.overlap.in_forward or scheduler.in_session(session).in_backward
     store, updates = session.store, {update.group: update for update in prepared.updates}
     for update in prepared.updates:
         update.spans = spans_of(optimizer, session, update.group, update.tasks)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.layout import ChunkGroup
+from chunkc.ir.layout import ChunkGroup, ChunkLayout
 from chunkc.ir.states import StateFormat
 from chunkc.passes.planning.update_placement import can_update_resident, groups_for_cpu
+from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 from chunkc.session.session import Session
 
-NONE, FORWARD, BACKWARD, BOTH = "none", "forward", "backward", "both"
-OVERLAP = (NONE, FORWARD, BACKWARD, BOTH)
+AUTO = "auto"
 
-AUTO, DEVICE, CPU = "auto", "device", "cpu"
+NONE, FORWARD, BACKWARD, BOTH = "none", "forward", "backward", "both"
+OVERLAP = (AUTO, NONE, FORWARD, BACKWARD, BOTH)
+
+DEVICE, CPU = "device", "cpu"
 UPDATE_ON = (AUTO, DEVICE, CPU)
 
 
@@ -24,7 +27,8 @@ class UpdateMode:
     """Arguments of an optimizer that say when and where its updates run.
 
     Attributes:
-        mode: one of `OVERLAP`: the phases that updates may run during, in addition to `step()`.
+        mode: one of `OVERLAP`: the phases that updates may run during, in addition to `step()`. With "auto" each
+            model has a mode of its own (see `resolved`).
         update_on: one of `UPDATE_ON`: where the optimizer updates chunks.
         undoable: whether `step()` can undo what the backward has updated (see `update_scheduler`).
 
@@ -63,6 +67,11 @@ class UpdateMode:
         return self.mode in (BACKWARD, BOTH)
 
     @property
+    def may_undo(self) -> bool:
+        """Whether there may be updates in a backward that `step()` can undo."""
+        return self.undoable or self.mode == AUTO
+
+    @property
     def is_final(self) -> bool:
         """Whether an update in the backward cannot be undone, and consumes its gradients."""
         return self.in_backward and not self.undoable
@@ -70,6 +79,27 @@ class UpdateMode:
     def updates_residents(self, states: StateFormat, num_stages: int) -> bool:
         """Whether the backward updates resident groups with states of a format, and so consumes their gradients."""
         return self.is_final and can_update_resident(states, num_stages)
+
+
+def resolved(
+    mode: UpdateMode, layout: ChunkLayout, hardware: Hardware, *, home: str, num_stages: int, over_ranks: bool
+) -> UpdateMode:
+    """Return the mode of a model's updates: `overlap="auto"` becomes "backward", so that all can be undone, or "none".
+
+    The backward updates if a GPU computes and updates, one process trains the model, homes are in the host's memory,
+    and half of that has room for parameters and states twice. The other half is for saved values, for batches and for
+    the system. A model with homes that the host does not even have room for once is planned for a host that has.
+    """
+    if mode.mode != AUTO:
+        return mode
+    is_alone = hardware.kind == "cuda" and not over_ranks
+    can = is_alone and home == "cpu" and mode.update_on == DEVICE and num_stages == 1
+    if not can or hardware.host_memory_nbytes is None:
+        return replace(mode, mode=NONE)
+    once_nbytes = home_nbytes(layout, frozenset())
+    twice_nbytes = once_nbytes + shadow_copies_nbytes(layout, frozenset())
+    has_room = twice_nbytes <= hardware.host_memory_nbytes // 2 or once_nbytes > hardware.host_memory_nbytes
+    return replace(mode, mode=BACKWARD, undoable=True) if has_room else replace(mode, mode=NONE)
 
 
 def groups_at_home(

@@ -9,12 +9,14 @@ In the backward, a chunk group is updated as soon as its gradients are complete:
 What a user may change between `backward()` and `step()` is noted when an update begins, and compared by `step()`. An
 update in slots or of a resident group consumes the gradients, and counts the steps, when it begins.
 
-With `undoable=True`, updates are staged: they write to shadow copies (see `chunkc.runtime.store.shadow_copies`), and
-the gradients are written back, too. `step()` commits them if no gradient, parameter or hyperparameter was changed
-since, no gradient overflowed and the norm asks for no clipping. Otherwise it rolls them back and updates the group as
-if the backward had not; the next backward does not try. So the bits are always those of overlap="none".
-(SuperOffload, arXiv:2509.21271, speculates and validates like this, and computes backwards to undo, which is not
-exact.)
+With `undoable=True`, and with overlap="auto" where it updates in the backward (see `update_mode.resolved`), updates are
+staged: they write to shadow copies (see `chunkc.runtime.store.shadow_copies`), and the gradients are written back, too.
+`step()` commits them if no gradient, parameter or hyperparameter was changed since, no gradient overflowed and the norm
+asks for no clipping. Otherwise it rolls them back and updates the group as if the backward had not; the next backward
+does not try. So the bits are always those of overlap="none". (SuperOffload, arXiv:2509.21271, speculates and validates
+like this, and computes backwards to undo, which is not exact.) With "auto", after a step that had to undo updates for
+another reason, such as a second backward or a changed gradient, the next steps do not try either: one at first, and
+twice as many each time that it happens again.
 
 After `step()`, with overlap="forward" or "both", updates at home go on in a thread of their own; the next forward waits
 for each group when it fetches it.
@@ -25,12 +27,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from chunkc.ir.errors import OptionsError, StreamError, UnsupportedError
+from chunkc.ir.errors import HomeError, OptionsError, StreamError, UnsupportedError
 from chunkc.ir.layout import GRAD, PARAM, ChunkGroup
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE, GradScale
@@ -44,6 +47,8 @@ from chunkc.optim.group_updates import (
     update_in_place,
     update_tile,
 )
+from chunkc.optim.unseen_writes import has_other_readers, note_slots, noted_states, noting_home, written_groups
+from chunkc.optim.update_mode import AUTO, UpdateMode, resolved
 from chunkc.optim.update_task import NotedParameter, SteppingOptimizer, Task, UpdateTask, Where
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
@@ -65,6 +70,7 @@ class SessionUpdates(BoundToSession):
 
     Attributes:
         begun: updates that a backward has begun, by chunk group, until the optimizer's step.
+        states_were_read: whether the user has asked for the optimizer's states since updates began.
     """
 
     def __init__(self, optimizer: SteppingOptimizer, session: Session) -> None:
@@ -72,6 +78,62 @@ class SessionUpdates(BoundToSession):
         self._eligibility = Eligibility(optimizer, session)
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.begun: dict[int, UpdateTask] = {}
+        self.states_were_read = False
+        self._mode: tuple[object, UpdateMode] | None = None  # with the version of the layout that it is for
+        self._has_no_room = self._has_shadow_copies = False
+        self._pauses = Pauses()
+
+    @property
+    def mode(self) -> UpdateMode:
+        """Mode of the updates in this session (see `update_mode.resolved`); it does not change while any have begun."""
+        session, layout = self._session, self._session.store.layout
+        if self._mode is None or (self._mode[0] != layout.version and not self.begun):
+            optimizer = self._optimizer
+            mode = resolved(
+                optimizer.overlap,
+                layout,
+                session.hardware,
+                home=session.options.home,
+                num_stages=optimizer.rule.num_stages,
+                over_ranks=session.transport is not None,
+            )
+            self._mode = layout.version, mode
+        return self._mode[1]
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether backwards of this session may begin updates."""
+        return self.mode.in_backward and not self._has_no_room
+
+    @property
+    def stages(self) -> bool:
+        """Whether backwards may begin updates that can be undone: there are shadow copies for these."""
+        return self.in_backward and self._has_shadow_copies
+
+    @property
+    def _may_try(self) -> bool:
+        """Whether the next backward may begin updates, as far as that does not depend on the group."""
+        return self.in_backward and (self._optimizer.overlap.mode != AUTO or self._pauses.may_try)
+
+    def reserve_shadow_copies(self, groups: Sequence[int]) -> None:
+        """Allocate shadow copies of these groups if their updates can be undone.
+
+        With overlap="auto" nothing is updated in backwards any more where the host has no room for them.
+
+        Raises:
+            HomeError: the host has no room, and the user asked for `undoable=True`.
+        """
+        store = self._session.store
+        if not (self.in_backward and self.mode.undoable):
+            return
+        try:
+            store.shadow_copies.reserve(store.layout, groups)
+            store.checksums.reserve(store.layout.groups[index] for index in groups)
+            self._has_shadow_copies |= bool(groups)
+        except HomeError:
+            if self._optimizer.overlap.mode != AUTO:
+                raise
+            self._has_no_room = True
 
     # --- which groups may be updated in the backward ---
 
@@ -104,6 +166,8 @@ class SessionUpdates(BoundToSession):
 
     def stages_in_slots(self, group: int) -> int:
         """Return the stages of a group's update if the next backward may run it, in slots or resident, else 0."""
+        if not self._may_try:
+            return 0
         where = Where.RESIDENT if group in self._session.store.resident else Where.SLOTS
         return self._optimizer.rule.num_stages if self._eligibility.tasks(group, where) else 0
 
@@ -146,6 +210,7 @@ class SessionUpdates(BoundToSession):
         scale = optimizer.assumed_scale.on(store.tier.device) if update.is_staged else NO_SCALE
         update.in_slots, update.tiles = slot_update(optimizer, store, update, tiles, scale), set(tiles)
         if update.is_staged:
+            note_slots(store, index)
             store.shadow_copies.begin(index)
             update.noted, update.has_begun = [self._note(task) for task in update.tasks], True
             self.begun[index] = update
@@ -182,7 +247,7 @@ class SessionUpdates(BoundToSession):
 
         Returns whether it began."""
         optimizer, session, store = self._optimizer, self._session, self._session.store
-        if not (tasks := self._eligibility.tasks(group, Where.HOME)):
+        if not self._may_try or not (tasks := self._eligibility.tasks(group, Where.HOME)):
             return False
         update = UpdateTask.of(session, group, tasks, Where.HOME, is_staged=self.undoable)
         await_readers(task.parameter for task in tasks)
@@ -195,6 +260,7 @@ class SessionUpdates(BoundToSession):
         if update.is_staged:
             store.shadow_copies.begin(group)
         job = home_update(optimizer, session, update, optimizer.assumed_scale.on(_CPU), on_thread=True)
+        job = noting_home(session, group, job) if update.is_staged else job
         update.at_home = HomeUpdate(job, update.label, store.slots.home_marks(group))
         update.noted = [self._note(task) for task in tasks]
         self.begun[group] = update  # before it begins: it may be interrupted
@@ -206,7 +272,7 @@ class SessionUpdates(BoundToSession):
     @property
     def undoable(self) -> bool:
         """Whether updates leave gradients as they are, and can be undone."""
-        return self._optimizer.overlap.undoable
+        return self.mode.undoable
 
     def begun_groups(self) -> Container[int]:
         """Return the groups with updates that have begun in a backward since the last step."""
@@ -217,8 +283,11 @@ class SessionUpdates(BoundToSession):
         update = self.begun[index]
         return update.has_begun if update.at_home is None else self._session.store.updates.has(index, update.at_home)
 
-    def take_back(self, groups: Collection[int] | None = None) -> None:
+    def take_back(self, groups: Collection[int] | None = None, *, by_program: bool = True) -> None:
         """Undo the updates of these groups (None: of all) that have begun, if they can be undone.
+
+        Args:
+            by_program: whether what the program does between backward and step is why, and not the gradients' scale.
 
         Raises:
             StreamError: one at home had failed.
@@ -226,6 +295,7 @@ class SessionUpdates(BoundToSession):
         store = self._session.store
         for index in list(self.begun) if self.undoable else ():
             if groups is None or index in groups:
+                self._pauses.has_undone |= by_program
                 store.updates.wait(index)
                 store.shadow_copies.roll_back(index)
                 del self.begun[index]
@@ -233,7 +303,11 @@ class SessionUpdates(BoundToSession):
     def validate(self, is_as_assumed: bool) -> None:
         """Undo the staged updates that would differ now: all, unless the scale of gradients is as was assumed."""
         self._eligibility.follow()
-        self.take_back([index for index in self.begun if not is_as_assumed or not self._stands(index)])
+        unchanged = [index for index in self.begun if is_as_assumed and self._stands(index)]
+        self.take_back([index for index in self.begun if index not in unchanged], by_program=is_as_assumed)
+        at_home = [index for index in unchanged if self.begun[index].where is Where.HOME]
+        in_slots = [index for index in unchanged if index not in at_home]
+        self.take_back(written_groups(self._session, in_slots, at_home))
 
     def _stands(self, index: int) -> bool:
         """Whether nothing has changed since a staged update of a group began, and the update is complete."""
@@ -248,7 +322,20 @@ class SessionUpdates(BoundToSession):
             update.check_complete()
         except (UnsupportedError, OptionsError, StreamError):
             return False
-        return self.has_begun(index) and not store.replaced([task.name for task in tasks.values()])
+        if not self.has_begun(index) or store.replaced([task.name for task in tasks.values()]):
+            return False
+        are_home = all(store.views.is_home_view(noted.gradient, GRAD, noted.task.name) for noted in update.noted)
+        return are_home and self._states_stand(update)
+
+    def _states_stand(self, update: UpdateTask) -> bool:
+        """Whether the states of a staged update are unchanged, and no other code could change them unseen."""
+        optimizer = self._optimizer
+        return (
+            not self.states_were_read
+            and all(noted.states == noted_states(optimizer.states_of(noted.task.parameter)) for noted in update.noted)
+            and all(self._eligibility.has_states(noted.task) for noted in update.noted)
+            and not has_other_readers(optimizer, [noted.task.parameter for noted in update.noted])
+        )
 
     def commit(self) -> None:
         """Make staged updates count: shadow copies become home."""
@@ -285,6 +372,8 @@ class SessionUpdates(BoundToSession):
     def end_step(self) -> None:
         """Leave what has begun to the optimizer's step, so that the next updates may begin."""
         self.begun.clear()
+        self.states_were_read = False
+        self._pauses.end_step()
         self._session.in_backward.stepped(self)
 
     def collect(self, by_group: dict[int, list[Task]], in_place: dict[int, Task]) -> None:
@@ -317,7 +406,8 @@ class SessionUpdates(BoundToSession):
         """Note a parameter as its update begins, with its gradient or that gradient's stand-in."""
         gradient = task.parameter.grad if gradient is None else gradient
         assert gradient is not None
-        return NotedParameter(task, gradient, gradient._version, task.parameter._version, self._hyper(task))
+        states = noted_states(self._optimizer.states_of(task.parameter)) if self.undoable else ()
+        return NotedParameter(task, gradient, gradient._version, task.parameter._version, self._hyper(task), states)
 
     def _hyper(self, task: Task) -> Any:
         """Return the hyperparameters of a parameter's update in the backward."""
@@ -383,6 +473,33 @@ class SessionUpdates(BoundToSession):
                 updates.wait(task.group)
 
 
+@dataclass
+class Pauses:
+    """The steps for which no update is tried in the backward, after the program has made `step()` undo some.
+
+    Attributes:
+        has_undone: whether updates of this step were undone.
+    """
+
+    has_undone: bool = False
+    _misses: int = 0
+    _left: int = 0
+
+    @property
+    def may_try(self) -> bool:
+        """Whether updates may begin now."""
+        return self._left == 0 and not self.has_undone
+
+    def end_step(self) -> None:
+        """Count a step: the pause after the nth that had to undo updates in a row has 2^(n-1) steps, at most 1024."""
+        if self.has_undone:
+            self._left, self._misses, self.has_undone = 2 ** min(self._misses, 10), self._misses + 1, False
+        elif self._left:
+            self._left -= 1
+        else:
+            self._misses = 0
+
+
 class UpdateScheduler:
     """The updates of one optimizer that run outside of its step, in all sessions that have its parameters.
 
@@ -403,6 +520,16 @@ class UpdateScheduler:
             assert optimizer is not None
             self._sessions[session] = SessionUpdates(optimizer, session)
         return self._sessions[session]
+
+    @property
+    def stages(self) -> bool:
+        """Whether backwards of any session may begin updates that can be undone."""
+        return any(updates.stages for _, updates in self._items())
+
+    def note_reading_of_states(self) -> None:
+        """Note that the user has got the states, and may change them, where updates have begun."""
+        for _, updates in self._items():
+            updates.states_were_read |= bool(updates.begun)
 
     def _items(self) -> list[tuple[Session, SessionUpdates]]:
         return list(self._sessions.items())  # keeps the sessions alive meanwhile
@@ -437,7 +564,7 @@ class UpdateScheduler:
                 f'overlap="{self._mode.mode}" updates during the backward; use undoable=True with it, or overlap='
                 '"forward"' + (", and load parameters that this backward has updated anew" if has_begun else "")
             )
-        if self._mode.undoable:
+        if self.stages:
             optimizer = self._optimizer()
             assert optimizer is not None
             is_as_assumed = optimizer.assumed_scale.is_what_was(scale)

@@ -95,13 +95,18 @@ def tasks_of(optimizer: ParameterGroups) -> Iterator[tuple[Session | None, Task]
 
 @dataclass(frozen=True)
 class NotedParameter:
-    """A parameter as it was when its update began."""
+    """A parameter as it was when its update began.
+
+    Attributes:
+        states: of a staged update, each state's kind, object and version.
+    """
 
     task: Task
     gradient: torch.Tensor
     gradient_version: int
     parameter_version: int
     hyper: Any
+    states: Sequence[tuple[str, int, int]] = ()
 
 
 class Where(Enum):

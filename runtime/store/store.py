@@ -21,6 +21,7 @@ from chunkc.runtime.device.tier import Tier
 from chunkc.runtime.device.updates import HomeUpdates
 from chunkc.runtime.storage.arena import Arena
 from chunkc.runtime.storage.maps import drop_pages
+from chunkc.runtime.store.checksums import Checksums
 from chunkc.runtime.store.consumed_gradients import gradient_of, refuse_without_memory
 from chunkc.runtime.store.gradient_states import Gradients, Trainers
 from chunkc.runtime.store.gradient_sums import GradientSums
@@ -45,6 +46,7 @@ class ChunkStore:
     Attributes:
         resident: groups that stay on the compute tier.
         updates: of homes by CPU threads.
+        checksums: of groups that are updated into their shadow copies.
         slots, views, gradients: see there. Each knows those before it in this list, and none knows the store.
         trainers: which thread trains which parameters; no other thread reads their gradients.
     """
@@ -56,6 +58,7 @@ class ChunkStore:
         self.tier = tier
         self.updates = HomeUpdates()
         self.shadow_copies = ShadowCopies(arena)
+        self.checksums = Checksums(arena.home)
         self.replicated = Replicated()
         self.trainers = Trainers()
         self.sums = GradientSums(arena.home)

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import chunkc
-from chunkc.optim.update_mode import UpdateMode
+from chunkc.ir.hardware import Hardware
+from chunkc.ir.layout import ParamSpec
+from chunkc.machines.presets import load_hardware
+from chunkc.optim.update_mode import UpdateMode, resolved
+from chunkc.optim.update_scheduler import Pauses
+from chunkc.passes.planning.layout import lay_out
+from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
 
 @pytest.mark.parametrize(
@@ -17,6 +26,50 @@ from chunkc.optim.update_mode import UpdateMode
 def test_what_updates_run_beside(mode: str, forward: bool, backward: bool) -> None:
     found = UpdateMode(mode, "cpu")
     assert (found.in_forward, found.in_backward) == (forward, backward)
+
+
+LAYOUT = lay_out([ParamSpec("weight", (1 << 20,), (1,), torch.bfloat16, True)], 1 << 21)
+
+
+def resolved_on(hardware: Hardware, **changed: Any) -> UpdateMode:
+    mode = UpdateMode("auto", changed.pop("update_on", "device"))
+    return resolved(mode, LAYOUT, hardware, **{"home": "cpu", "num_stages": 1, "over_ranks": False, **changed})
+
+
+def test_auto_is_backward_where_half_of_the_host_has_room_twice() -> None:
+    gpu = load_hardware("rtx3090")
+    once, twice = home_nbytes(LAYOUT, frozenset()), shadow_copies_nbytes(LAYOUT, frozenset())
+    enough = 2 * (once + twice)
+    assert 0 < twice < enough
+    staged = UpdateMode("backward", undoable=True)
+    assert resolved_on(replace(gpu, host_memory_nbytes=enough)) == staged
+    assert resolved_on(replace(gpu, host_memory_nbytes=enough - 2)) == UpdateMode("none")
+    assert resolved_on(replace(gpu, host_memory_nbytes=once - 1)) == staged  # planned for a host that has room
+    assert resolved_on(replace(gpu, host_memory_nbytes=None)) == UpdateMode("none")
+
+
+@pytest.mark.parametrize(
+    "changed", [{"home": "disk:/data"}, {"num_stages": 2}, {"over_ranks": True}, {"update_on": "cpu"}]
+)
+def test_auto_is_none_elsewhere(changed: dict[str, Any]) -> None:
+    assert resolved_on(load_hardware("rtx3090")).mode == "backward"
+    assert resolved_on(load_hardware("rtx3090"), **changed).mode == "none"
+    assert resolved_on(replace(load_hardware("rtx3090"), kind="cpu")).mode == "none"
+
+
+def test_others_stay_what_they_are() -> None:
+    for mode in (UpdateMode("backward"), UpdateMode("both", "cpu", undoable=True), UpdateMode("none")):
+        assert resolved(mode, LAYOUT, load_hardware("rtx3090"), home="cpu", num_stages=1, over_ranks=False) is mode
+
+
+def test_pauses_double_as_long_as_each_attempt_is_undone() -> None:
+    pauses, tried = Pauses(), []
+    for step in range(20):
+        tried.append(pauses.may_try)
+        pauses.has_undone = pauses.may_try and step < 12
+        pauses.end_step()
+    assert [step for step, has_tried in enumerate(tried) if has_tried] == [0, 2, 5, 10, *range(19, 20)]
+    assert pauses.may_try
 
 
 def test_only_what_makes_sense_is_taken() -> None:

@@ -1,0 +1,107 @@
+"""Find what was written between the beginning of a staged update and its commit, where no version counter sees it.
+
+A user may write parameters and gradients through `.data`, an array, a kept view, a collective or a kernel of another
+library: checksums of what the update reads are compared with checksums of home. States are
+larger, and only the optimizer gives them out: an update counts as written to if the user has asked for states since it
+began, or if other code refers to its states or views them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from chunkc.ir.layout import Chunk
+from chunkc.ir.sums import Checksum
+from chunkc.kernels import checksums_cpu, checksums_triton
+from chunkc.optim.group_updates import flat_home
+from chunkc.optim.on_device import computes_by_triton
+from chunkc.optim.update_task import SteppingOptimizer
+from chunkc.runtime.store.checksums import KINDS, words_of
+from chunkc.runtime.store.gradients import has_external_views
+from chunkc.runtime.store.shards import leaf_of
+from chunkc.runtime.store.store import ChunkStore
+from chunkc.session.session import Session
+
+
+def _checksum_on(device: torch.device) -> Checksum:
+    return checksums_triton.checksums if computes_by_triton(device) else checksums_cpu.checksums
+
+
+def note_slots(store: ChunkStore, group: int) -> None:
+    """Note what the slots of a group's parameters and gradients contain, in the order of computation."""
+    chunks = {kind: Chunk(kind, group) for kind in KINDS}
+    data = {kind: store.slots.begin_compute(chunk) for kind, chunk in chunks.items()}
+    store.tier.enqueue(store.checksums.on_tier(group).note, _checksum_on(store.tier.device), data)
+    for chunk in chunks.values():
+        store.slots.end_compute(chunk)
+
+
+def noting_home(session: Session, group: int, job: Callable[[], None]) -> Callable[[], None]:
+    """Return a job on any thread that notes what a group's home contains, and then runs `job`."""
+    data, table = flat_home(session, group), session.store.checksums.on_host(group)
+    checksums_cpu.library(words_of(data[KINDS[0]]).dtype)  # compiled here, since Inductor may not be safe on others
+
+    def run() -> None:
+        table.note(checksums_cpu.checksums, data)
+        job()
+
+    return run
+
+
+def written_groups(session: Session, in_slots: Sequence[int], at_home: Sequence[int]) -> set[int]:
+    """Find groups with parameters or gradients at home that are not what was noted, in slots or at home.
+
+    Waits for all computation enqueued so far, and for updates at home.
+
+    Raises:
+        StreamError, HomeError: an update or a copy of a group's home had failed.
+    """
+    store = session.store
+    for index in in_slots:
+        data = {kind: store.slots.home_on_tier(Chunk(kind, index)) for kind in KINDS}
+        store.tier.enqueue(store.checksums.on_tier(index).compute, _checksum_on(store.tier.device), data)
+    for mark in store.tier.mark() if in_slots or at_home else ():
+        mark.wait()
+    for index in at_home:
+        store.updates.wait(index)
+        store.checksums.on_host(index).compute(checksums_cpu.checksums, flat_home(session, index))
+    return {index for index in (*in_slots, *at_home) if not store.checksums.on_host(index).is_unchanged}
+
+
+def noted_states(states: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:
+    """Return kind, object and version of each of a parameter's states."""
+    return [(kind, id(state), state._version) for kind, state in states.items()]
+
+
+def has_other_readers(optimizer: SteppingOptimizer, parameters: Iterable[torch.Tensor]) -> bool:
+    """Whether code outside of chunkc refers to states of these parameters, or views them, and may write them unseen."""
+    if _is_shared(vars(optimizer), "state"):
+        return True
+    states_by_leaf = vars(optimizer)["state"]
+    for leaf in map(leaf_of, parameters):
+        if _is_shared(states_by_leaf, leaf):
+            return True
+        states = states_by_leaf[leaf]
+        if any(_is_shared(states, kind) or has_external_views(states[kind]) for kind in states):
+            return True
+    return False
+
+
+def _is_shared(container: Mapping[Any, Any], key: Any) -> bool:
+    """Whether something besides this container refers to its value."""
+    return _references(partial(container.__getitem__, key)) > _own_references()
+
+
+def _references(get: Callable[[], Any]) -> int:
+    return sys.getrefcount(get())
+
+
+@cache
+def _own_references() -> int:
+    """Measure `_references` of an object that one dictionary refers to."""
+    return _references(partial({"state": object()}.__getitem__, "state"))

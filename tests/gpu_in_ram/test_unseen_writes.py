@@ -1,0 +1,90 @@
+"""overlap="auto" on a device: updates in the backward, with the bits of "none" whatever is written in between."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import cuda_in_ram
+import pytest
+import torch
+from between_cases import ACTS, Between, UserAct, clip_in_the_step, data_of_a_gradient, nothing_but_reading
+from harness import session_of
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.runtime.store.shadow_copies import ShadowCopies
+
+pytestmark = pytest.mark.arithmetic
+
+NUM_STEPS = 6
+
+
+def options(budget_nbytes: int) -> dict[str, object]:
+    return {"memory_budget": budget_nbytes, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
+
+
+def built() -> nn.Module:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.Tanh())]
+    return chunkc.place(nn.Sequential(*layers).to(torch.bfloat16), device="cuda")
+
+
+@cache
+def smallest() -> int:
+    """The smallest budget, and a little more, in which no chunk stays."""
+    model = built()
+    compiled = torch.compile(model, backend="chunkc", options=options(4096))
+    optimizer = chunkc.optim.AdamW(model.parameters())
+    with pytest.raises(chunkc.BudgetError) as refused:
+        compiled(torch.zeros(4, 128, dtype=torch.bfloat16, device="cuda")).square().mean().backward()
+    del optimizer
+    return refused.value.minimum_nbytes + (16 << 10)
+
+
+def trained(overlap: str, act: UserAct) -> tuple[list[Tensor], list[bool], int]:
+    """Losses, weights and states; in which steps updates had begun; and how many were rolled back."""
+    model = built()
+    compiled = torch.compile(model, backend="chunkc", options=options(smallest()))
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, overlap=overlap)
+    now, losses, begun, undone = Between(model, optimizer, "2.weight"), [], [], [0]
+    roll_back = ShadowCopies.roll_back
+
+    def counting(shadows: ShadowCopies, group: int) -> None:
+        undone[0] += 1
+        roll_back(shadows, group)
+
+    with pytest.MonkeyPatch.context() as patch, cuda_in_ram.choose(late=3):
+        patch.setattr(ShadowCopies, "roll_back", counting)
+        for step in range(NUM_STEPS):
+            x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step)).to("cuda", torch.bfloat16)
+            loss = compiled(x).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach().cpu())
+            del loss
+            begun.append(bool(optimizer.scheduler.in_session(session_of(model)).begun))
+            if step in (1, 4):
+                act(now)
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.cuda.synchronize()
+    now.kept.clear()
+    states = [value.cpu() for p in model.parameters() for value in optimizer.state[p].values()]
+    return [*losses, *(p.detach().cpu() for p in model.parameters()), *states], begun, undone[0]
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_no_write_is_lost(act: UserAct) -> None:
+    expected, begun, undone = trained("none", act)
+    assert not any(begun)
+    assert undone == 0
+    found, begun, undone = trained("auto", act)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert begun[:2] == [False, True]
+    if act is nothing_but_reading:
+        assert undone == 0
+        assert begun == [False, *[True] * 5]
+    elif act is not clip_in_the_step:
+        assert undone > 0
+    if act is data_of_a_gradient:
+        assert begun == [False, True, False, True, True, False]

@@ -1,0 +1,72 @@
+"""Whatever a user writes between a backward that updates and its step, bits are those of overlap="none"."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from between_cases import ACTS, Between, UserAct, nothing_but_reading
+from harness import array, differences
+from slot_cases import ADAMW, Subject, begun_groups
+
+from chunkc.runtime.store.shadow_copies import ShadowCopies
+
+pytestmark = pytest.mark.timeout(120)
+
+WEIGHT = "layers.2.weight"
+MORE: dict[str, dict[str, Any]] = {"split": {}, "whole": {"master_weights": "float32"}, "cpu": {"update_on": "cpu"}}
+
+
+def trained(overlap: str, act: UserAct, dtype: torch.dtype, **more: Any) -> tuple[list[Any], int]:
+    """Losses and the final state; and how many updates of the steps with the act were rolled back."""
+    undoable = {"undoable": True} if overlap != "none" else {}
+    made = Subject(overlap, dtype=dtype, arguments={**ADAMW, **undoable, **more}, codegen="eager")
+    undone = [0]
+    now, found, roll_back = Between(made.model, made.optimizer, WEIGHT), [], ShadowCopies.roll_back
+
+    def counting(shadows: ShadowCopies, group: int) -> None:
+        undone[0] += 1
+        roll_back(shadows, group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShadowCopies, "roll_back", counting)
+        for step in range(5):
+            found.append(array(made.backward(step)))
+            assert bool(begun_groups(made)) == (overlap != "none" and step > 0)
+            if step in (1, 3):
+                act(now)
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+    now.kept.clear()
+    return [*found, *made.state()], undone[0]
+
+
+@cache
+def left_alone(dtype: torch.dtype) -> list[Any]:
+    return trained("none", nothing_but_reading, dtype)[0]
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_no_write_is_lost(act: UserAct) -> None:
+    if act.__name__ == "clip_in_the_step":
+        pytest.skip("the backward after it does not try: tests/optim/test_undo.py")
+    expected, _ = trained("none", act, torch.float32)
+    found, undone = trained("backward", act, torch.float32)
+    assert not differences(found, expected)
+    is_read = act is nothing_but_reading
+    assert (undone > 0) != is_read
+    assert bool(differences(expected, left_alone(torch.float32))) != is_read
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize(
+    "more", [{}, {"master_weights": "float32"}, {"update_on": "cpu"}], ids=["split", "whole", "cpu"]
+)
+def test_nor_in_bf16(act: UserAct, more: dict[str, Any]) -> None:
+    if act.__name__ == "clip_in_the_step":
+        pytest.skip("the backward after it does not try: tests/optim/test_undo.py")
+    found, _ = trained("backward", act, torch.bfloat16, **more)
+    assert not differences(found, trained("none", act, torch.bfloat16, **more)[0])
