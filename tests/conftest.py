@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Generator, Iterable, Iterator
 
+import forked
 import pytest
 import torch
 from scripts import every_way  # noqa: F401  # a fixture
@@ -109,13 +110,18 @@ def _leave_to_other_devices(items: Iterable[pytest.Item]) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Note the processor seconds of each test, its ended processes included, in the file that CHUNKC_TEST_SECONDS
     names: they decide its tier."""
-    before = os.times()
+    before = _processor_seconds()
     result = yield
     if path := os.environ.get("CHUNKC_TEST_SECONDS"):
-        seconds = sum(os.times()[:4]) - sum(before[:4])  # of the process and its children, in user and kernel code
+        seconds = _processor_seconds() - before
         with open(path, "a") as file:
             file.write(f"{seconds:8.2f} {item.nodeid}\n")
     return result
+
+
+def _processor_seconds() -> float:
+    """Return those of this process and its ended children, in user and kernel code, and of what it had forked."""
+    return sum(os.times()[:4]) + forked.processor_seconds
 
 
 def pytest_collection_finish() -> None:

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.second_tier
-def test_arguments_streams_and_status(tmp_path: Path) -> None:
+def test_arguments_streams_status_and_seconds(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("NUMBER = 7")
     (program := tmp_path / "program.py").write_text(PROGRAM)
     for status in (0, 3):
@@ -32,3 +32,9 @@ def test_arguments_streams_and_status(tmp_path: Path) -> None:
     done = forked.run(program)
     assert done.returncode == 1
     assert done.stderr.endswith("ValueError: its own\n")
+    program.write_text(
+        "import os, time\nif os.fork():\n    os.wait()\nelse:\n    while time.process_time() < 0.3:\n        pass"
+    )
+    before = forked.processor_seconds
+    assert forked.run(program).returncode == 0
+    assert forked.processor_seconds - before > 0.25, "of what it started, too"

@@ -16,7 +16,6 @@ from chunkc.runtime.store.shadow_copies import ShadowCopies
 pytestmark = pytest.mark.timeout(120)
 
 WEIGHT = "layers.2.weight"
-MORE: dict[str, dict[str, Any]] = {"split": {}, "whole": {"master_weights": "float32"}, "cpu": {"update_on": "cpu"}}
 
 
 def trained(overlap: str, act: UserAct, dtype: torch.dtype, **more: Any) -> tuple[list[Any], int]:

@@ -17,6 +17,9 @@ from pathlib import Path
 
 SERVER = Path(__file__).with_name("fork_server.py")
 
+processor_seconds = 0.0
+"""What all programs took so far, with the processes that each has waited for: they are no children of this process."""
+
 _server: subprocess.Popen[str] | None = None
 
 
@@ -24,7 +27,7 @@ def run(
     program: Path, *arguments: object, folder: Path | None = None, environment: Mapping[str, str] = os.environ
 ) -> subprocess.CompletedProcess[str]:
     """Run `python PROGRAM ARGUMENTS` in `folder`. An interrupt ends whatever this started."""
-    global _server
+    global _server, processor_seconds
     if _server is None:
         command = [sys.executable, "-P", str(SERVER)]  # tests are on no path
         _server = subprocess.Popen(
@@ -47,11 +50,12 @@ def run(
             server.stdin.write(json.dumps(request) + "\n")
             server.stdin.flush()
             child = int(server.stdout.readline())
-            status = int(server.stdout.readline())
+            status, seconds = server.stdout.readline().split()
         except BaseException:  # such as pytest's time limit
             _server = None
             server.kill()
             if child is not None:
                 os.killpg(child, signal.SIGKILL)
             raise
-        return subprocess.CompletedProcess([str(program), *words], status, *[path.read_text() for path in outputs])
+        processor_seconds += float(seconds)
+        return subprocess.CompletedProcess([str(program), *words], int(status), *[path.read_text() for path in outputs])
