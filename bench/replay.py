@@ -43,6 +43,9 @@ EXPLAINED: dict[str, str] = {
     r"^(autocast_convnet|convnet|resnet|unet) .*activations=auto .*(room for all|1\.3 times that)": (
         "whole, no buffers are copied first"
     ),
+    r"^(palm-8b|mixtral-8x7b) hardware=rtx3090 activations=auto": (
+        "homes exceed the preset's host memory, and are planned for a host with room, for offloaded values, too"
+    ),
 }
 """Differences from the base that are meant: a regular expression over the lines that this command prints, and why."""
 
