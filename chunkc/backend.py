@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
@@ -48,7 +48,7 @@ from chunkc.tracing.capture import detached
 from chunkc.tracing.given_modules import GIVEN
 from chunkc.tracing.internal_errors import as_internal_errors
 from chunkc.tracing.names import GraphNames
-from chunkc.tracing.shared_trace import SharedTrace
+from chunkc.tracing.shared_trace import MAX_TRACES, Traces
 from chunkc.variants import Variant, Variants
 
 
@@ -118,7 +118,7 @@ def _served(
     except UnsupportedError as error:
         return _refusing(error, example_inputs)
     names = GraphNames(gm)
-    traces: dict[Hashable, SharedTrace] = {}
+    traces = Traces(MAX_TRACES)
 
     def compile_for(inputs: Sequence[Any], arguments: Sequence[Any] | None = None) -> Callable[..., Any]:
         with as_internal_errors(NotForAnyShapes):  # a later call compiles outside of Dynamo

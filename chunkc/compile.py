@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -51,7 +51,7 @@ from chunkc.tracing.caller import called_modules
 from chunkc.tracing.capture import TracedGraphs, capture_graph, unique_name
 from chunkc.tracing.dynamic_shapes import Templates, input_symbols
 from chunkc.tracing.names import GraphNames, UserNames
-from chunkc.tracing.shared_trace import Bindings, SharedTrace, trace_key
+from chunkc.tracing.shared_trace import MAX_TRACES, Bindings, SharedTrace, Traces, trace_key
 from chunkc.tracing.steps import INPUTS, SizedStep, StaticSteps, Steps, SymbolicSteps
 from chunkc.utils.garbage import no_automatic_collection
 from chunkc.utils.progress import Show, compilation_progress
@@ -84,7 +84,7 @@ class CompileContext:
 
     session: Session
     gm: fx.GraphModule
-    traces: dict[Hashable, SharedTrace]
+    traces: Traces
     inputs: Sequence[Any]
     parameters: Sequence[nn.Parameter | None]
     names: Sequence[str]
@@ -109,7 +109,7 @@ class CompileContext:
 @no_automatic_collection()
 def compile_graph(
     gm: fx.GraphModule,
-    traces: dict[Hashable, SharedTrace],
+    traces: Traces,
     inputs: Sequence[Any],
     graph_names: GraphNames,
     options: Options,
@@ -121,7 +121,7 @@ def compile_graph(
     """Compile one graph for given shapes, or for the symbolic ones that Dynamo is tracing now.
 
     Args:
-        traces: of the graph so far, by `trace_key`; a new one is added.
+        traces: of the graph so far; a new one is added.
         inputs: example inputs, concrete or symbolic; parameters are the model's own `nn.Parameter`s.
         graph_names: of the graph's inputs and modules.
         source: the options as the user gave them: their identity ties the graphs of one model together.
@@ -141,7 +141,14 @@ def compile_graph(
         one = without_tied_placeholders(gm, tied)
         given = None if arguments is None else [arguments[p] for p in positions]
         call = compile_graph(
-            one, {}, [inputs[p] for p in positions], GraphNames(one), options, source, given, is_part=is_part
+            one,
+            Traces(MAX_TRACES),
+            [inputs[p] for p in positions],
+            GraphNames(one),
+            options,
+            source,
+            given,
+            is_part=is_part,
         )
         return _taking(positions, call)
     names = graph_names.take(inputs, UserNames.of_caller())
@@ -212,7 +219,7 @@ def trace(context: CompileContext) -> None:
     parameter_names = _name_parameters(session, parameters, context.names)
     trained = [parameter for parameter in present if parameter.requires_grad]
     key = trace_key(context.inputs, parameter_names) if session.transport is None else None
-    shared = None if key is None else context.traces.get(key)
+    shared = None if key is None else context.traces.find(key)
     context.is_traced = shared is None or not shared.bindings.can_add(trained)
     if shared is None or context.is_traced:
         context.show("tracing", 0, None)
@@ -229,7 +236,7 @@ def trace(context: CompileContext) -> None:
         )
         shared = SharedTrace(bindings, call, capture, parameter_names)
         if key is not None:
-            context.traces[key] = shared
+            context.traces.keep(key, shared)
     context.capture = shared.named(parameter_names)
     context.call = shared.bindings.add(trained, context.graphs, shared.call)
     context.named = {

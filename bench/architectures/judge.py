@@ -213,7 +213,7 @@ class Judge:
     def _own_distance(self, column: Column, plain: Trained) -> float:
         """Measure how far plain PyTorch's losses move if weights move by as little as roundings.
 
-        Some models double such a difference with every layer and step: no other code can come nearer to their losses.
+        Some models double such a difference with every layer and step: the losses of any other code differ as much.
         """
         farthest = 0.0
         for seed in range(NUM_NUDGES):

@@ -19,6 +19,7 @@ from torch import nn
 from chunkc.torch_private.engine import current_node, leaf_at
 from chunkc.torch_private.fake import FakeTensor
 from chunkc.tracing.capture import TracedGraphs
+from chunkc.utils.recent import Recent
 
 
 class Runs(Protocol):
@@ -115,6 +116,13 @@ class SharedTrace:
         """Return the graphs with other names of the parameters."""
         pairs = zip(self.parameter_names, parameter_names, strict=True)
         return self.capture.renamed({old: new for old, new in pairs if old is not None and new is not None})
+
+
+MAX_TRACES = 64
+"""Traces of one graph that are kept, each for other shapes; the one not used for longest goes. Modules keep theirs."""
+
+Traces = Recent[Hashable, SharedTrace]
+"""Traces of one Dynamo graph, by `trace_key`."""
 
 
 def trace_key(inputs: Sequence[Any], parameter_names: Sequence[str | None]) -> Hashable | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import chunkc
 import chunkc.compile
-from chunkc.tracing.shared_trace import Bindings, trace_key
+from chunkc.tracing.capture import TracedGraphs
+from chunkc.tracing.shared_trace import Bindings, SharedTrace, Traces, trace_key
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -193,3 +195,20 @@ def test_nothing_else_may_be_bound_to_the_same_parameters() -> None:
     assert bindings.can_add([other])
     del weight
     assert bindings.can_add([other])
+
+
+def test_a_forgotten_trace_keeps_no_graphs() -> None:
+    """Else each of many shapes would keep compiled code and plans for as long as the model lives."""
+
+    class Graph:
+        forward = backward = staticmethod(lambda arguments: arguments)
+
+    traces, weight = Traces(1), nn.Parameter(torch.zeros(2))
+    for shape in range(2):
+        bindings, graph = Bindings(), Graph()
+        call = bindings.add([weight], [graph], lambda: None)
+        traces.keep(shape, SharedTrace(bindings, call, TracedGraphs(), ["weight"]))
+        if shape == 0:
+            first = ref(graph)
+        del bindings, graph, call
+    assert first() is None
