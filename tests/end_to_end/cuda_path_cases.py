@@ -1,8 +1,4 @@
-"""Cases of `test_cuda_path.py`, in a process of their own, where Triton is interpreted from its first import on.
-
-`TRITON_INTERPRET=1 PYTHONPATH=tests/support python tests/end_to_end/cuda_path_cases.py` reads names of cases, one per
-line, and answers each with JSON: why it failed, or "".
-"""
+"""Cases of `test_cuda_path.py`, for a process where Triton is interpreted from its first import on."""
 
 from __future__ import annotations
 
@@ -15,7 +11,6 @@ import torch
 from cuda_path_subjects import STEPS, Subject, adamw, budget, case, eager, on_fake_gpu, on_gpu
 from fake_gpu import FakeGpu
 from harness import array, differences
-from interpreting import answer
 from torch import Tensor
 
 import chunkc
@@ -328,8 +323,5 @@ def test_compiled_by_inductor() -> None:
     assert not differences(*results)
 
 
-CASES: dict[str, Callable[[], None]] = {name: f for name, f in globals().items() if name.startswith("test_")}
-
-
-if __name__ == "__main__":
-    answer(lambda name: CASES[name]())
+def interpreted(name: str) -> None:
+    globals()[name]()

@@ -1,17 +1,13 @@
-"""Checksums of rows of words: the same on the CPU and by Triton, and other ones after any write.
-
-As a script this file prints, as JSON, what Triton's interpreter computes: it needs a process of its own.
-"""
+"""Checksums of rows of words: the same on the CPU and by Triton, and other ones after any write."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from interpreting import needs_gpu, needs_triton, printed_by
+from interpreting import interpret, needs_gpu, needs_triton
 from torch import Tensor
 
 from chunkc.ir.sums import MIX, PLACE, ROW, rows_of
@@ -78,6 +74,10 @@ def by_triton(device: str) -> dict[str, list[int]]:
     return {name: checksums_of(checksums_triton.checksums, words(d, device), PLACES) for name, d in DTYPES.items()}
 
 
+def interpreted(name: str) -> dict[str, list[int]]:
+    return by_triton("cpu")
+
+
 def check_triton(found: dict[str, list[int]]) -> None:
     for name, sums in found.items():
         assert sums == [checksum for place in PLACES for checksum in expected(words(DTYPES[name]), *place)]
@@ -86,14 +86,10 @@ def check_triton(found: dict[str, list[int]]) -> None:
 @pytest.mark.second_tier
 @needs_triton
 def test_interpreted() -> None:
-    check_triton(printed_by(__file__))
+    check_triton(interpret(__file__))
 
 
 @needs_triton
 @needs_gpu
 def test_on_gpu() -> None:
     check_triton(by_triton("cuda"))
-
-
-if __name__ == "__main__":
-    print(json.dumps(by_triton("cpu")))

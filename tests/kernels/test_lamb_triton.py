@@ -1,20 +1,14 @@
-"""The Triton LAMB update: interpreted on the CPU, and on a GPU.
-
-As a script this file runs all cases on the CPU and prints, as JSON, why each failed: Triton is interpreted or not for a
-whole process, so the interpreter has one of its own.
-"""
+"""The Triton LAMB update: interpreted on the CPU, and on a GPU."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import fields
-from functools import partial
 
 import lamb_cases
 import pytest
 import torch
-from interpreting import failures, needs_gpu, needs_triton, printed_by
+from interpreting import interpret, needs_gpu, needs_triton
 from torch import Tensor
 
 from chunkc.ir.errors import UnsupportedError
@@ -116,16 +110,15 @@ CASES: dict[str, Callable[[str], None]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
-    return printed_by(__file__)
+def interpreted(name: str) -> None:
+    CASES[name]("cpu")
 
 
 @pytest.mark.second_tier
 @needs_triton
 @pytest.mark.parametrize("name", CASES)
-def test_interpreted(name: str, interpreted: dict[str, str]) -> None:
-    assert not interpreted[name], interpreted[name]
+def test_interpreted(name: str) -> None:
+    interpret(__file__, name)
 
 
 @needs_triton
@@ -140,8 +133,3 @@ def test_the_cpu_needs_the_interpreter() -> None:
     (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
     with pytest.raises(UnsupportedError, match="lamb_cpu"):
         lamb_cases.update(lamb_triton, FORMATS["fp32"], make_slots(FORMATS["fp32"], "cpu"), work, SCALARS)
-
-
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    print(json.dumps(failures({name: partial(case, "cpu") for name, case in CASES.items()})))

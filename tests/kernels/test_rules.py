@@ -1,7 +1,5 @@
 """Test each elementwise rule of `chunkc.optim` in each format: the CPU and Triton compute the reference's bits, and the
 device code moves vectors and contracts nothing. A new optimizer is tested here by being there.
-
-As a script this file compares Triton on the CPU: it reads names of cases, a line each, and answers why each failed.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from interpreting import answer, asked, needs_gpu, needs_triton
+from interpreting import interpret, needs_gpu, needs_triton
 from torch import Tensor, nn
 
 import chunkc
@@ -138,18 +136,15 @@ def test_the_cpu_agrees(name: str) -> None:
     check_agrees(elementwise_cpu.chunk_update, name)
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> Iterator[Callable[[str], str]]:
-    with asked(__file__) as ask:
-        yield ask
+def interpreted(name: str) -> None:
+    check_agrees(by_triton, name)
 
 
 @pytest.mark.quick(7, second=13)
 @needs_triton
 @pytest.mark.parametrize("name", BY_TRITON)
-def test_triton_agrees_interpreted(name: str, interpreted: Callable[[str], str]) -> None:
-    failure = interpreted(name)
-    assert not failure, failure
+def test_triton_agrees_interpreted(name: str) -> None:
+    interpret(__file__, name)
 
 
 @needs_triton
@@ -185,7 +180,3 @@ def test_device_code_moves_vectors_and_contracts_nothing(
     assert "fma" not in kernel.asm["ptx"]
     elements = [tensor for kind, tensor in slots.states().items() if not is_scale(kind)]
     assert sum(vector_accesses(kernel).values()) >= 2 * len(elements)
-
-
-if __name__ == "__main__":
-    answer(lambda name: check_agrees(by_triton, name))

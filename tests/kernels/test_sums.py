@@ -1,18 +1,14 @@
-"""Sums of squares: exact to fp64's rounding, and the same bits wherever a row lies and whoever adds up beside it.
-
-As a script this file prints, as JSON, what Triton's interpreter computes: it needs a process of its own.
-"""
+"""Sums of squares: exact to fp64's rounding, and the same bits wherever a row lies and whoever adds up beside it."""
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interpreting import needs_gpu, needs_triton, printed_by
+from interpreting import interpret, needs_gpu, needs_triton
 from torch import Tensor
 
 from chunkc.ir.sums import ROW, num_rows, rows_of
@@ -95,6 +91,10 @@ def by_triton(device: str) -> dict[str, list[float]]:
     return {name: sums.tolist() for name, sums in found.items()}
 
 
+def interpreted(name: str) -> dict[str, list[float]]:
+    return by_triton("cpu")
+
+
 def check_triton(found: dict[str, list[float]]) -> None:
     far = torch.tensor(found.pop("far"), dtype=torch.float64)
     torch.testing.assert_close(far, expected(elements(FP32), 0, 1000), rtol=1e-12, atol=0)
@@ -106,7 +106,7 @@ def check_triton(found: dict[str, list[float]]) -> None:
 @pytest.mark.second_tier
 @needs_triton
 def test_interpreted() -> None:
-    check_triton(printed_by(__file__))
+    check_triton(interpret(__file__))
 
 
 @needs_triton
@@ -139,7 +139,3 @@ def test_device_code_reads_vectors_and_spills_nothing(
     assert not any(spilled(kernel, tmp_path).values())
     assert vector_accesses(kernel)["ld16"] >= DTYPES[name].itemsize * 8 // 16
     assert "atom" not in kernel.asm["ptx"]
-
-
-if __name__ == "__main__":
-    print(json.dumps(by_triton("cpu")))

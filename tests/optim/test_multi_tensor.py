@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -10,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from interpreting import needs_triton, printed_by
+from interpreting import interpret, needs_triton
 from torch import Tensor, nn
 
 import chunkc
@@ -99,7 +98,7 @@ def trained(name: str, *, by_triton: bool, limit: int = 2000) -> tuple[list[Tens
     return [value.detach() for value in (*params, *states)], count[0]
 
 
-def failure_of(name: str) -> str:
+def interpreted(name: str) -> str:
     wanted, num_alone = trained(name, by_triton=name in LAMB, limit=0)
     found, num_launches = trained(name, by_triton=True)
     num_stages = 2 if name in LAMB else 1
@@ -109,16 +108,11 @@ def failure_of(name: str) -> str:
     return f"of {len(wanted)} tensors {wrong} differ" if wrong else ""
 
 
-@pytest.fixture(scope="module")
-def interpreted() -> dict[str, str]:
-    return printed_by(__file__)
-
-
 @pytest.mark.second_tier
 @needs_triton
 @pytest.mark.parametrize("name", [*FORMATS, *LAMB])
-def test_bits_are_those_of_the_cpu_or_of_launches_for_each(name: str, interpreted: dict[str, str]) -> None:
-    assert not interpreted[name], interpreted[name]
+def test_bits_are_those_of_the_cpu_or_of_launches_for_each(name: str) -> None:
+    assert not interpret(__file__, name)
 
 
 # ---------------------------------------------------------------- what goes together
@@ -220,7 +214,3 @@ def test_distances_go_with_their_table_only() -> None:
     for work, given in ((one, pointer_offsets), (many, None)):
         with pytest.raises(ValueError, match="several tensors"):
             elementwise_triton.launch_arguments(FP32, slots, work, scalars, pointer_offsets=given)
-
-
-if __name__ == "__main__":
-    print(json.dumps({name: failure_of(name) for name in FORMATS | LAMB}))

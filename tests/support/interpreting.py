@@ -1,80 +1,93 @@
-"""Triton interpreted on the CPU, in a process of its own.
+"""Triton interpreted on the CPU, in a process of its own: whether Triton interprets is decided when it is imported.
 
-Whether Triton interprets is decided for a whole process, when it is imported. Scripts that are run here find the
-modules of `tests/support`, too.
+One such process runs the cases of all scripts, one after the other: importing PyTorch takes longer than most.
+A script is a file with a function `interpreted(name)`, which runs a case; it finds the modules of `tests/support`, too.
+As a script this file is that process: it reads a line of JSON for each case, with file and name, and answers with one:
+what the case returned, why it failed or "", and the processor seconds that the process has taken since the last answer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import forked
 import pytest
 import torch
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 _needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
+_process: subprocess.Popen[str] | None = None
+
 
 def needs_gpu(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.gpu(pytest.mark.arithmetic(_needs_cuda(test)))
 
 
-def _how(script: str | Path, warnings: str) -> dict[str, Any]:
-    helpers = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": helpers}
-    command = [sys.executable, "-W", warnings, str(script)]
-    return {"args": command, "env": env, "stdout": subprocess.PIPE, "text": True}
+def interpret(script: str | Path, name: str = "") -> Any:
+    """Return what the script's `interpreted(name)` returns where Triton is interpreted.
 
-
-def printed_by(script: str | Path) -> Any:
-    """Run the script and parse the JSON that it prints."""
-    return json.loads(subprocess.run(**_how(script, "ignore::RuntimeWarning"), check=True).stdout)
-
-
-@contextmanager
-def asked(script: str | Path, warnings: str = "ignore::RuntimeWarning") -> Iterator[Callable[[str], str]]:
-    """Yield a function that runs a case by its name, and returns why it failed, or "".
-
-    The script reads the name, and answers with JSON.
+    Raises:
+        AssertionError: it has failed; with the traceback.
     """
-    with subprocess.Popen(**_how(script, warnings), stdin=subprocess.PIPE) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        names, answers = process.stdin, process.stdout
-
-        def ask(name: str) -> str:
-            names.write(f"{name}\n")
-            names.flush()
-            return json.loads(answers.readline())
-
-        yield ask
-        names.close()
-
-
-def failure_of(case: Callable[[], object]) -> str:
-    """Run a case, and return why it failed, or ""."""
+    global _process
+    if _process is None:
+        helpers = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": helpers}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        _process = subprocess.Popen([sys.executable, "-W", "ignore", __file__], env=env, text=True, **pipes)
+    process = _process
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        case()
-    except Exception:
-        return traceback.format_exc()
-    return ""
+        process.stdin.write(json.dumps([str(script), name]) + "\n")
+        process.stdin.flush()
+        found, failure, seconds = json.loads(process.stdout.readline())
+    except BaseException:  # such as pytest's time limit
+        _process = None
+        process.kill()
+        raise
+    forked.processor_seconds += seconds
+    assert not failure, failure
+    return found
 
 
-def answer(run: Callable[[str], object]) -> None:
-    """Answer `asked`: for each name that is read, print a line that says why the case failed."""
+@cache
+def _imported(script: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(script).stem, script)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    before_s = 0.0
     for line in sys.stdin:
-        print(json.dumps(failure_of(partial(run, line.strip()))), flush=True)
+        found, failure = None, ""
+        try:
+            script, name = json.loads(line)
+            with contextlib.redirect_stdout(sys.stderr):
+                found = _imported(script).interpreted(name)
+        except Exception:
+            failure = traceback.format_exc()
+        now_s = time.process_time()
+        print(json.dumps([found, failure, now_s - before_s]), flush=True)
+        before_s = now_s
 
 
-def failures(cases: Mapping[str, Callable[[], object]]) -> dict[str, str]:
-    return {name: failure_of(case) for name, case in cases.items()}
+if __name__ == "__main__":
+    main()
