@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 from collections.abc import Callable
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,9 @@ class Blocks(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
 
 
+SMALL = {"memory_budget": "256KiB", "activations": "rerun"}
+
+
 def losses_and_parameters(codegen: str, **options: Any) -> list[torch.Tensor]:
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -62,16 +66,20 @@ def losses_and_parameters(codegen: str, **options: Any) -> list[torch.Tensor]:
     return [*losses, *(parameter.detach().clone() for parameter in model.parameters())]
 
 
+@cache
+def with_all_passes() -> list[torch.Tensor]:
+    return losses_and_parameters("eager", **SMALL)
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_a_model_trains_the_same_without_a_pass(
     name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"memory_budget": "256KiB", "activations": "rerun"}
-    expected = losses_and_parameters("eager", **options)
+    expected = with_all_passes()
     monkeypatch.setenv(DISABLE, name)
     with caplog.at_level(logging.INFO, "chunkc"):
-        found = losses_and_parameters("eager", **options)
+        found = losses_and_parameters("eager", **SMALL)
     assert f"pass {name}: left out" in caplog.messages or name == "unroll"
     if name == "loss_tiles":  # tiles are added up in another order
         torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
