@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from chunkc.passes.memory.inductor.cuda import steady_inductor
 from chunkc.passes.memory.inductor.memory import inductor_memory
 from chunkc.passes.memory.inductor.wrapper_reader import UnreadableWrapper
 from chunkc.passes.memory.inductor.wrapper_source import WrapperSource, wrapper_of
+from chunkc.passes.memory.kept_bytes import kept_bytes
 from chunkc.passes.memory.segment_memory import bounded_memory, eager_memory
 from chunkc.passes.segments.alias_check import CheckedOnce
 from chunkc.passes.segments.segments import Segment
@@ -103,8 +105,7 @@ def compile_segment(
             compiler.
     """
     if _runs_node_by_node(segment, codegen):
-        memory = eager_memory(segment.module.graph, num_threads, shapes, capability)
-        return CompiledSegment(EagerSegment(segment.module), memory)
+        return CompiledSegment(EagerSegment(segment.module), _eager_memory_of(segment, num_threads, shapes, capability))
     _require_compiler()
     prepare_compiler().join()
     inputs = segment.example_inputs
@@ -197,7 +198,7 @@ def describe_segment(
             use, and there is no C++ compiler to ask; or a size in the segment depends on data.
     """
     if _runs_node_by_node(segment, codegen):
-        return eager_memory(segment.module.graph, num_threads, shapes, capability)
+        return _eager_memory_of(segment, num_threads, shapes, capability)
     wrapper = wrapper or generated_wrapper(segment, codegen)
     assert wrapper is not None
     return _memory_of(segment, wrapper, num_threads, shapes, capability)
@@ -247,16 +248,24 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
     return codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in nodes)
 
 
+def _eager_memory_of(
+    segment: Segment, num_threads: int, shapes: Shapes, capability: Capability | None
+) -> SegmentMemory:
+    graph = segment.module.graph
+    return kept_bytes(graph, "", num_threads, shapes, partial(eager_memory, graph, num_threads, shapes, capability))
+
+
 def _memory_of(
     segment: Segment, wrapper: WrapperSource, num_threads: int, shapes: Shapes, capability: Capability | None
 ) -> SegmentMemory:
+    graph, inputs = segment.module.graph, segment.example_inputs
+    code = f"{wrapper.source}\n{sorted(wrapper.made_by.items())}"
+    read_off = partial(inductor_memory, wrapper.source, inputs, num_threads, shapes, wrapper.made_by, capability)
     try:
-        memory = inductor_memory(
-            wrapper.source, segment.example_inputs, num_threads, shapes, wrapper.made_by, capability
-        )
+        memory = kept_bytes(graph, code, num_threads, shapes, read_off)
     except UnreadableWrapper as error:
-        memory = bounded_memory(segment.module.graph, num_threads, unread_wrapper(str(error)), shapes, capability)
-    assert len(memory.outputs) == sum(node is not None for node in returned(segment.module.graph))
+        memory = bounded_memory(graph, num_threads, unread_wrapper(str(error)), shapes, capability)
+    assert len(memory.outputs) == sum(node is not None for node in returned(graph))
     return memory
 
 

@@ -59,6 +59,13 @@ def computes(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def description() -> str:
+    """Describe all that this module answers, and the limit that the environment sets, in a text."""
+    kinds = (uses_avx2, uses_avx512, multiplies_bfloat16, multiplies_tiles)
+    used = [kind.__name__ for kind in kinds if kind()]
+    return " ".join([_limit(), *used, *(str(dtype) for dtype in (torch.bfloat16, torch.float16) if computes(dtype))])
+
+
 def _limit() -> str:
     """Return the latest instruction set that the environment allows, in lower case, as oneDNN reads it.
 

@@ -45,6 +45,11 @@ def is_declared(target: torch._ops.OpOverload) -> bool:
     return target._schema.name in _declared
 
 
+def any_declared() -> bool:
+    """Whether the user declared the scratch of any operator."""
+    return bool(_declared)
+
+
 def declared_nbytes(
     target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object, num_threads: int
 ) -> int | None:

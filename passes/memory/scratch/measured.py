@@ -35,6 +35,11 @@ def record_calls() -> Iterator[list[OperatorCall]]:
         _recorded.reset(token)
 
 
+def is_recording() -> bool:
+    """Whether calls are recorded by `record_calls`."""
+    return _recorded.get() is not None
+
+
 def looked_up(
     target: torch._ops.OpOverload, args: tuple, kwargs: Mapping[str, Any], num_threads: int, *, has_rule: bool
 ) -> int | None:
