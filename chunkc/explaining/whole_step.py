@@ -27,9 +27,11 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
 
     Call it while the module's call is on the stack, after Dynamo.
     """
+    call = compiled_call()
+    if call is not None:
+        error = error.with_others(call.num_others)
     if not (error.covers or error.evaluates) or error.training_nbytes is not None:
         return error
-    call = compiled_call()
     if call is None or _is_cut(call.module.parameters()):
         return error
     parameters = dict(call.module.named_parameters())

@@ -60,6 +60,8 @@ class BudgetError(ChunkcError):
         evaluates: the minimum is that of an evaluation, of a model that could be trained.
         training_nbytes: the smallest budget of a whole training step, if it was traced because the minimum covered
             less. The minimum is no less then, unless it is an evaluation's.
+        num_others: how many other modules of the model are compiled by themselves; the minimum may be too small for
+            them.
         grown: earlier steps have fitted, and this call needs more than they did.
         keeps_values: an option keeps all saved values on the compute tier, which another value of it would not.
         elsewhere: a home that would fit the budget, and why it cannot be chosen, if there is any.
@@ -79,6 +81,7 @@ class BudgetError(ChunkcError):
         training_nbytes: int | None = None,
         grown: bool = False,
         keeps_values: bool = False,
+        num_others: int = 0,
     ) -> None:
         self.minimum_nbytes = minimum_nbytes
         self.budget_nbytes = budget_nbytes
@@ -91,6 +94,7 @@ class BudgetError(ChunkcError):
         self.training_nbytes = training_nbytes
         self.grown = grown
         self.keeps_values = keeps_values
+        self.num_others = num_others
         filled = "".join(f"\n  {format_nbytes(nbytes):>36}  {label}" for label, nbytes in self.contents)
         so_far = " so far" if covers else ""
         most_nbytes = sum(nbytes for _, nbytes in self.contents) // 2
@@ -113,6 +117,12 @@ class BudgetError(ChunkcError):
             of = f"{self.covers} of an evaluation" if self.covers else "an evaluation"
             needs = "more, as chunkc explain says" if training_nbytes is None else format_nbytes(training_nbytes)
             return f" for {of}, which makes no gradients; a training step with this batch needs {needs}"
+        if self.num_others:
+            others = "another module" if self.num_others == 1 else f"{self.num_others} other modules"
+            return (
+                f" for a training step of this compiled module and of those before it: with {others} of the model, "
+                "each compiled by itself, all may need more, as chunkc.report says after a step in a larger budget"
+            )
         if self.covers and training_nbytes is not None:
             return " for a whole training step of the compiled module, which was traced, as other graphs may follow"
         if self.covers:
@@ -143,6 +153,10 @@ class BudgetError(ChunkcError):
         minimum_nbytes = self.minimum_nbytes if self.evaluates else max(self.minimum_nbytes, training_nbytes)
         return self._with(minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes)
 
+    def with_others(self, num_others: int) -> BudgetError:
+        """Return the error with the number of other modules of the model that are compiled by themselves."""
+        return self._with(num_others=num_others)
+
     def with_alternative(self, elsewhere: str) -> BudgetError:
         """Return the error with a home that would fit."""
         return self._with(elsewhere=elsewhere)
@@ -153,7 +167,7 @@ class BudgetError(ChunkcError):
     @property
     def _fields(self) -> dict[str, Any]:
         names = ["minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers", "elsewhere"]
-        names += ["evaluates", "training_nbytes", "grown", "keeps_values"]
+        names += ["evaluates", "training_nbytes", "grown", "keeps_values", "num_others"]
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import dropwhile
 from pathlib import Path
 from types import FrameType
@@ -35,22 +35,35 @@ def called_modules() -> Iterator[nn.Module]:
 
 @dataclass(frozen=True)
 class CalledModule:
-    """A compiled module, as it is called now."""
+    """A compiled module, as it is called now.
+
+    Attributes:
+        num_others: how many other modules of the outermost module that is being called are compiled by themselves.
+    """
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    num_others: int = 0
 
 
 def compiled_call() -> CalledModule | None:
     """Find the outermost call of a compiled module on the stack; None if a function was compiled or a backward runs."""
-    found = None
+    found = outermost = None
     for frame in _frames():
         if frame.f_code is nn.Module._wrapped_call_impl.__code__:
-            module, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
-            if isinstance(module, OptimizedModule) or is_compiled_in_place(module):
-                found = CalledModule(unwrapped(module), args, kwargs)
-    return found
+            outermost, args, kwargs = (frame.f_locals[name] for name in ("self", "args", "kwargs"))
+            if _is_compiled(outermost):
+                found = CalledModule(unwrapped(outermost), args, kwargs)
+    if found is None or outermost is None:
+        return None
+    within = set(found.module.modules())
+    others = {unwrapped(module) for module in outermost.modules() if _is_compiled(module)} - within
+    return replace(found, num_others=len(others))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return isinstance(module, OptimizedModule) or is_compiled_in_place(module)
 
 
 def runs_inside_the_compiled_call() -> bool:

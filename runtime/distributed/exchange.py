@@ -83,7 +83,9 @@ def scatter_sums(
     totals = _sums_in_rows(parcels, slot, scratch, transport)
     _sum_copies([shards_of_slice(parcel[0]) for parcel in parcels], totals, scratch, transport)
     for parcel, total in zip(parcels, totals, strict=True):
-        means = total.div_(transport.num_ranks).split([tensor_slice.spec.numel for tensor_slice in parcel])
+        means = total.div_(_divisor(total, transport.num_ranks)).split(
+            [tensor_slice.spec.numel for tensor_slice in parcel]
+        )
         for tensor_slice, mean in zip(parcel, means, strict=True):
             if adds[tensor_slice.spec.name]:
                 mean.add_(home_on_tier[tensor_slice.offset : tensor_slice.end])
@@ -169,6 +171,17 @@ def _sum_copies(
             sends.append((rank, own))
             receives.append((rank, total_pieces[copy]))
     transport.exchange(SCATTERS, sends, receives)
+
+
+def _divisor(tensor: torch.Tensor, number: int) -> torch.Tensor | int:
+    """Return a number by which a tensor can be divided without memory of the compute tier.
+
+    PyTorch makes a tensor of a Python number, on a CPU in metered memory, and then once more in the other's dtype. No
+    plan counts these 12 bytes, which this thread would take while another one is at the peak.
+    """
+    if tensor.is_cuda:  # the number's tensor is the host's
+        return number
+    return torch.frombuffer(bytearray(tensor.element_size()), dtype=tensor.dtype).view(()).fill_(number)
 
 
 def _pieces(tensor: torch.Tensor, num_pieces: int) -> list[torch.Tensor]:

@@ -294,6 +294,20 @@ def test_what_can_only_be_evaluated_has_one_minimum() -> None:
     assert "evaluation" not in str(refused.value)
 
 
+def test_a_block_that_is_compiled_in_place_names_the_minimum_of_itself_alone() -> None:
+    """Each of several blocks is a module of its own: what is traced is not the model's step."""
+    torch._dynamo.reset()
+    model = nn.Sequential(FeedForward(WIDTH), FeedForward(WIDTH), FeedForward(WIDTH))
+    for block in model:
+        block.compile(backend="chunkc", options=options(TINY))
+    with pytest.raises(BudgetError) as refused:
+        model(batch(0))
+    assert refused.value.num_others == 2
+    assert "for a training step of this compiled module and of those before it: with 2 other modules" in str(
+        refused.value
+    )
+
+
 def test_a_compiled_function_is_not_traced() -> None:
     """Whose arguments nobody knows; its error says what it covers."""
     torch._dynamo.reset()

@@ -14,6 +14,7 @@ from chunkc.ir import shards
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ParamSpec
 from chunkc.ir.shards import Shards
 from chunkc.passes.planning.layout import lay_out
+from chunkc.runtime.device import cpu_allocator
 from chunkc.runtime.distributed.exchange import gather, scatter_sums
 
 SHAPES: dict[str, tuple[int, ...]] = {"a": (5, 3), "b": (1,), "c": (7,), "d": (4, 2), "e": ()}
@@ -194,3 +195,21 @@ def test_all_ranks_lay_slots_out_alike(num_ranks: int) -> None:
     assert len({group.numel for group in groups}) > 1, "what is at home differs: a's rows are not shared evenly"
     part = Chunk(PARAM, 0, (0, 4))
     assert groups[0].slot_numel(part) == 4, "an update's tile is of this rank's part"
+
+
+def test_an_exchange_takes_no_memory_of_the_compute_tier() -> None:
+    """It runs while another thread computes what a plan counts: at the peak, each byte would be one too many."""
+
+    class Alone(Thread):
+        def exchange(self, channel: str, sends: Sequence[Any], receives: Sequence[Any]) -> None:
+            for _, received in receives:
+                received.zero_()
+
+    cpu_allocator.install()
+    rank, group = Alone(0, [[], []]), group_of(0, 2)
+    slot, home = slot_of(group, GRAD).fill_(1), home_with(group, whole(0))
+    cpu_allocator.reset_peak()
+    before_nbytes = cpu_allocator.current_nbytes()
+    gather(group, home, slot, slot[group.gathered_numel :], rank)
+    scatter_sums(group, slot, slot[group.gathered_numel :], home, home, dict.fromkeys("abcd", True), rank)
+    assert cpu_allocator.peak_nbytes() == before_nbytes
