@@ -56,7 +56,7 @@ def scattered(model: torch.nn.Module) -> int:
     return next(session.transport.sent_nbytes["scatters"] for session in sessions_of(model.parameters()))
 
 
-def trained(folder: Path, *, resume: bool = False, callbacks: Any = (), **changes: Any) -> Trainer:
+def trained(folder: Path, *, resume: Path | None = None, callbacks: Any = (), **changes: Any) -> Trainer:
     torch._dynamo.reset()
     model, examples = loops.gpt(dist.get_rank(), num_layers=1), loops.tokens(NUM_EXAMPLES)  # rank 0's values are used
     settings = {"output_dir": str(folder), "per_device_train_batch_size": 2, "save_steps": 2, "eval_strategy": "no"}
@@ -64,7 +64,7 @@ def trained(folder: Path, *, resume: bool = False, callbacks: Any = (), **change
         model=model, args=TrainingArguments(**SETTINGS | settings | OURS | changes), train_dataset=examples,
         eval_dataset=examples[:16], callbacks=list(callbacks),
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     return trainer
 
 
@@ -115,8 +115,7 @@ def main(folder: Path) -> None:
     found["is model"] = whole.model_wrapped is whole.model
     first = trained(folder / "first", callbacks=[StopAt(2)], zero_stage=1, memory_budget=2_300_000)
     found |= {"first": logged(first), "scattered": [scattered(first.model), scattered(whole.model)]}
-    trained(folder / "parts", callbacks=[StopAt(2)])
-    parts = trained(folder / "parts", resume=True)
+    parts = trained(folder / "parts", resume=folder / "whole" / "checkpoint-2")
     found |= {"parts": logged(parts), "resumed weights": bits(parts.model)}
     report = chunkc.report(parts.model)
     found["moved"] = report.num_resident_chunks < report.num_chunks
