@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run as run_forked
 from torch import Tensor, nn
 
 import chunkc
@@ -247,8 +247,7 @@ def test_a_tenth_of_the_databases(shard: str, tmp_path: Path) -> None:
     """Take the cases with hashes that are divisible by ten, a third of them in CI: in eager code and the smallest
     budget, and call by call."""
     asked = ["--tenth", "--columns", "eager/float32,calls/float32", "--shard", shard]
-    command = [sys.executable, conformance.__file__, *asked, "--out", str(tmp_path / "out.jsonl")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_forked(Path(conformance.__file__), *asked, "--out", tmp_path / "out.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     cells = [(line["case"], line["column"]) for line in lines]
     assert cells == conformance.chosen(conformance.parse_args(asked), {}), done.stderr
