@@ -2,7 +2,8 @@
 
 A rule computes with `+ - * /`, comparisons and the functions of this module. Each operation is rounded by itself, in
 the order in which the rule is written, by all three printers, so their bits are the same: C++ and Triton are compiled
-without contraction to fused multiply-adds, and Triton divides and takes roots as IEEE 754 does.
+without contraction to fused multiply-adds, and Triton divides and takes roots as IEEE 754 does. Rules of words, which
+C++ and Triton alone compute, use `^` and `>>`, too: all operations are then those of unsigned 32-bit integers.
 """
 
 from __future__ import annotations
@@ -52,6 +53,12 @@ class Value:
     def __truediv__(self, other: Operand) -> Value:
         return _operation("div", self, other)
 
+    def __xor__(self, other: Operand) -> Value:
+        return _operation("xor", self, other)
+
+    def __rshift__(self, other: Operand) -> Value:
+        return _operation("rshift", self, other)
+
     def __lt__(self, other: Operand) -> Value:
         return _operation("lt", self, other, is_condition=True)
 
@@ -97,6 +104,16 @@ def lerp(start: Value, end: Value, weight: Value) -> Value:
     return where(near, start, end) + where(near, weight, weight - 1.0) * (end - start)
 
 
+class CppNumber(NamedTuple):
+    """Type of a rule's values in C++, and the format of a constant of it."""
+
+    type: str
+    constant: str
+
+
+FLOAT, DOUBLE, UINT32 = CppNumber("float", "{!r}f"), CppNumber("double", "{!r}"), CppNumber("uint32_t", "{!r}u")
+
+
 class Code(NamedTuple):
     """Traced rule.
 
@@ -114,25 +131,26 @@ class Arithmetic:
     """Arithmetic of a rule.
 
     Attributes:
-        function: takes a value for each of `inputs`, then the scalars by name. Returns as many values as it has
-            results.
+        function: takes a value for each of `inputs`, then the scalars by name, if there are any. Returns as many values
+            as it has results.
         scalars: named tuple of the rule's scalars, each computed in double precision on the host, as `torch.optim`
             does. Kernels that compute in fp32 round them to it once, where `torch.optim` rounds them at every
             operation: the same value. A scalar `l2` is the weight decay that is added to the gradient; where it is 0,
-            most code leaves the decay out.
+            most code leaves the decay out. None: the rule has none.
     """
 
     function: Callable[..., tuple[Value, ...]]
-    scalars: Any
+    scalars: Any = None
 
     @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values of elements that the function takes."""
-        return tuple(inspect.signature(self.function).parameters)[:-1]
+        names = tuple(inspect.signature(self.function).parameters)
+        return names if self.scalars is None else names[:-1]
 
     @functools.cached_property
     def scalar_names(self) -> tuple[str, ...]:
-        names: tuple[str, ...] = self.scalars._fields
+        names: tuple[str, ...] = () if self.scalars is None else self.scalars._fields
         return names
 
     @functools.cache  # noqa: B019
@@ -140,7 +158,7 @@ class Arithmetic:
         """Trace the function. `l2`: whether the code is for groups with an `l2` other than 0; None: for all."""
         scalars = {name: Value(name, is_set=l2 if name == "l2" else None) for name in self.scalar_names}
         elements = [Value(name, per_element=True) for name in self.inputs]
-        results = self.function(*elements, SimpleNamespace(**scalars))
+        results = self.function(*elements, *([] if self.scalars is None else [SimpleNamespace(**scalars)]))
         return Code(tuple(_in_order(results)), results)
 
     def in_torch(
@@ -170,30 +188,32 @@ class Arithmetic:
             computed[value] = function(*map(of, value.operands))
         return [of(result) for result in code.results]
 
-    def in_cpp(self, l2: bool | None, results: Sequence[str]) -> tuple[str, str]:
+    def in_cpp(self, l2: bool | None, results: Sequence[str], number: CppNumber = FLOAT) -> tuple[str, str]:
         """Print C++: before the loop over elements, and in it.
 
-        Inputs and scalars are floats of their names; results become floats of the names given.
+        Inputs and scalars are numbers of their names; results become numbers of the names given.
         """
         code = self.code(l2)
         names = _names(code)
         of_groups = {value for value in code.values if not value.per_element}
         lines: dict[bool, list[str]] = {False: [], True: []}  # for a group, for an element
         for value in code.values:
-            operands = [_operand(operand, names, "{!r}f") for operand in value.operands]
+            operands = [_operand(operand, names, number.constant) for operand in value.operands]
             pattern = _CPP[value.name]
             if value.name == "where" and value.per_element and value.operands[0] in of_groups:
                 pattern = _CPP_CHOICE  # on the bits, since of a flag gcc makes no vector
-            kind = "bool" if value.is_condition else "float"
+            kind = "bool" if value.is_condition else number.type
             lines[value.per_element].append(f"const {kind} {names[value]} = {pattern.format(*operands)};")
             if value.is_condition and value in of_groups:
                 lines[False].append(f"const uint32_t {names[value]}_bits = {names[value]} ? 0xFFFFFFFFu : 0u;")
-        lines[True] += [f"const float {name} = {names[of]};" for name, of in zip(results, code.results, strict=True)]
+        lines[True] += [
+            f"const {number.type} {name} = {names[of]};" for name, of in zip(results, code.results, strict=True)
+        ]
         return "\n".join(f"  {line}" for line in lines[False]), "\n".join(f"    {line}" for line in lines[True])
 
     @functools.cached_property
     def triton_source(self) -> str:
-        """Source of the rule as a Triton function of its inputs and a pointer to the scalars.
+        """Source of the rule as a Triton function of its inputs and, where it has scalars, a pointer to them.
 
         Its name has a hash of its lines: Triton may cache a kernel by the names of the functions that it takes.
         """
@@ -207,7 +227,8 @@ class Arithmetic:
             operands = [_operand(operand, names, "{!r}") for operand in value.operands]
             lines.append(f"    {names[value]} = {_TRITON[value.name].format(*operands)}")
         lines.append(f"    return {', '.join(names[result] for result in code.results)}")
-        body = f"({', '.join(self.inputs)}, scalars):\n" + "\n".join(lines) + "\n"
+        arguments = ", ".join([*self.inputs, *(["scalars"] if self.scalar_names else [])])
+        body = f"({arguments}):\n" + "\n".join(lines) + "\n"
         digest = hashlib.sha256(body.encode()).hexdigest()[:12]
         return f"def {self.function.__name__}_{digest}{body}"
 
@@ -240,7 +261,16 @@ _TORCH: Mapping[str, Callable[..., Any]] = {
     "where": torch.where,
 }
 
-_INFIX = {"add": "{} + {}", "sub": "{} - {}", "mul": "{} * {}", "lt": "{} < {}", "gt": "{} > {}", "ne": "{} != {}"}
+_INFIX = {
+    "add": "{} + {}",
+    "sub": "{} - {}",
+    "mul": "{} * {}",
+    "xor": "{} ^ {}",
+    "rshift": "{} >> {}",
+    "lt": "{} < {}",
+    "gt": "{} > {}",
+    "ne": "{} != {}",
+}
 
 _CPP = _INFIX | {
     "div": "{} / {}",

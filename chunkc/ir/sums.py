@@ -1,8 +1,8 @@
 """Split gradients into rows for sums and checksums, so that the bits of a sum do not depend on where the gradient lies.
 
 A row is `ROW` elements of one gradient, in the order of memory, counted from its own beginning; the last one may be
-shorter. Each is summed up by itself, in fp64 and in one order (see `chunkc.kernels.sums_cpu`). So sums have the same
-bits in a chunk's slot, at home and anywhere else, however many gradients are summed up at a time.
+shorter. Each is summed up by itself, in fp64 and in one order (see `chunkc.kernels.row_sums_cpu`). So sums have the
+same bits in a chunk's slot, at home and anywhere else, however many gradients are summed up at a time.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from chunkc.distributed.agreement import together
 from chunkc.ir.errors import DistributedError
 from chunkc.ir.strides import is_dense
 from chunkc.ir.sums import SumSquares, num_rows, rows_of
-from chunkc.kernels import sums_cpu, sums_triton
+from chunkc.kernels import row_sums_cpu, row_sums_triton
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.optim.on_device import computes_by_triton, upload
 from chunkc.optim.states import flat, real_parts
@@ -40,7 +40,7 @@ class Gradients:
 
 def summing_on(device: torch.device) -> SumSquares:
     """Return the kernel that adds up squares on a device."""
-    return sums_triton.sum_squares if computes_by_triton(device) else sums_cpu.sum_squares
+    return row_sums_triton.sum_squares if computes_by_triton(device) else row_sums_cpu.sum_squares
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ import torch
 
 from chunkc.ir.layout import Chunk
 from chunkc.ir.sums import Checksum
-from chunkc.kernels import checksums_cpu, checksums_triton
+from chunkc.kernels import row_sums_cpu, row_sums_triton
+from chunkc.kernels.row_sums import MIXED_WORD
 from chunkc.optim.group_updates import flat_home
 from chunkc.optim.on_device import computes_by_triton
 from chunkc.optim.update_task import SteppingOptimizer
@@ -29,7 +30,7 @@ from chunkc.session.session import Session
 
 
 def _checksum_on(device: torch.device) -> Checksum:
-    return checksums_triton.checksums if computes_by_triton(device) else checksums_cpu.checksums
+    return row_sums_triton.checksums if computes_by_triton(device) else row_sums_cpu.checksums
 
 
 def note_slots(store: ChunkStore, group: int) -> None:
@@ -44,10 +45,12 @@ def note_slots(store: ChunkStore, group: int) -> None:
 def noting_home(session: Session, group: int, job: Callable[[], None]) -> Callable[[], None]:
     """Return a job on any thread that notes what a group's home contains, and then runs `job`."""
     data, table = flat_home(session, group), session.store.checksums.on_host(group)
-    checksums_cpu.library(words_of(data[KINDS[0]]).dtype)  # compiled here, since Inductor may not be safe on others
+    row_sums_cpu.library(
+        MIXED_WORD, words_of(data[KINDS[0]]).dtype
+    )  # compiled here, since Inductor may not be safe on others
 
     def run() -> None:
-        table.note(checksums_cpu.checksums, data)
+        table.note(row_sums_cpu.checksums, data)
         job()
 
     return run
@@ -69,7 +72,7 @@ def written_groups(session: Session, in_slots: Sequence[int], at_home: Sequence[
         mark.wait()
     for index in at_home:
         store.updates.wait(index)
-        store.checksums.on_host(index).compute(checksums_cpu.checksums, flat_home(session, index))
+        store.checksums.on_host(index).compute(row_sums_cpu.checksums, flat_home(session, index))
     return {index for index in (*in_slots, *at_home) if not store.checksums.on_host(index).is_unchanged}
 
 

@@ -11,7 +11,7 @@ import torch
 
 from chunkc.ir.errors import HomeError
 from chunkc.ir.layout import ParamSpec
-from chunkc.kernels.sums_cpu import sum_squares
+from chunkc.kernels.row_sums_cpu import sum_squares
 from chunkc.passes.planning.layout import lay_out
 from chunkc.runtime.device.tier import CpuTier
 from chunkc.runtime.storage.homes import MemoryHome
