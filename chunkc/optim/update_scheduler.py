@@ -15,8 +15,7 @@ staged: they write to shadow copies (see `chunkc.runtime.store.shadow_copies`), 
 asks for no clipping. Otherwise it rolls them back and updates the group as if the backward had not; the next backward
 does not try. So the bits are always those of overlap="none". (SuperOffload, arXiv:2509.21271, speculates and validates
 like this, and computes backwards to undo, which is not exact.) With "auto", after a step that had to undo updates for
-another reason, such as a second backward or a changed gradient, the next steps do not try either: one at first, and
-twice as many each time that it happens again.
+another reason, such as a second backward or a changed gradient, the next steps do not try either (see `pauses`).
 
 After `step()`, with overlap="forward" or "both", updates at home go on in a thread of their own; the next forward waits
 for each group when it fetches it.
@@ -27,7 +26,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -47,6 +45,7 @@ from chunkc.optim.group_updates import (
     update_in_place,
     update_tile,
 )
+from chunkc.optim.pauses import Pauses
 from chunkc.optim.unseen_writes import has_other_readers, note_slots, noted_states, noting_home, written_groups
 from chunkc.optim.update_mode import AUTO, UpdateMode, resolved
 from chunkc.optim.update_task import NotedParameter, SteppingOptimizer, Task, UpdateTask, Where
@@ -471,33 +470,6 @@ class SessionUpdates(BoundToSession):
             names = {s.spec.name for s in session.store.layout.groups[task.group].slices}
             if not names <= session.trained:
                 updates.wait(task.group)
-
-
-@dataclass
-class Pauses:
-    """The steps for which no update is tried in the backward, after the program has made `step()` undo some.
-
-    Attributes:
-        has_undone: whether updates of this step were undone.
-    """
-
-    has_undone: bool = False
-    _misses: int = 0
-    _left: int = 0
-
-    @property
-    def may_try(self) -> bool:
-        """Whether updates may begin now."""
-        return self._left == 0 and not self.has_undone
-
-    def end_step(self) -> None:
-        """Count a step: the pause after the nth that had to undo updates in a row has 2^(n-1) steps, at most 1024."""
-        if self.has_undone:
-            self._left, self._misses, self.has_undone = 2 ** min(self._misses, 10), self._misses + 1, False
-        elif self._left:
-            self._left -= 1
-        else:
-            self._misses = 0
 
 
 class UpdateScheduler:

@@ -13,8 +13,8 @@ import chunkc
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import ParamSpec
 from chunkc.machines.presets import load_hardware
+from chunkc.optim.pauses import Pauses
 from chunkc.optim.update_mode import UpdateMode, resolved
-from chunkc.optim.update_scheduler import Pauses
 from chunkc.passes.planning.layout import lay_out
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
