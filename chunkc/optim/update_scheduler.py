@@ -263,7 +263,7 @@ class SessionUpdates(BoundToSession):
         update.at_home = HomeUpdate(job, update.label, store.slots.home_marks(group))
         update.noted = [self._note(task) for task in tasks]
         self.begun[group] = update  # before it begins: it may be interrupted
-        store.updates.enter(group, update.at_home)
+        store.updates.begin(group, update.at_home)
         return True
 
     # --- what becomes of begun updates ---
@@ -452,7 +452,7 @@ class SessionUpdates(BoundToSession):
         labels = {task.group: task.label for task in tasks}
         jobs = {task.group: home_update(optimizer, session, task, scale, on_thread=True) for task in tasks}
         for index in updates.in_order_of_use(list(jobs)):
-            updates.begin(index, jobs[index], label=labels[index], after=after)
+            updates.begin(index, HomeUpdate(jobs[index], labels[index], after))
 
     def wait_after_step(self, tasks: Sequence[UpdateTask]) -> None:
         """Wait for the updates that may not go on after the step.

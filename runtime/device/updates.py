@@ -1,6 +1,6 @@
 """Run updates of chunk groups in home memory on a CPU thread, while their caller goes on.
 
-    store.updates.begin(3, job, label="...", after=marks)       # returns at once
+    store.updates.begin(3, HomeUpdate(job, "...", after=marks))  # returns at once
     store.tier.links["to_device"].submit(read, after=[*mark, *store.updates.before(3)])
 
 One worker thread runs them in the order of their submission. Until an update has ended, nothing else may read or write
@@ -28,7 +28,9 @@ class HomeUpdate:
     """Update of one chunk group: runs once, however often it is submitted.
 
     Args:
-        job, label, after: as for `HomeUpdates.begin`.
+        job: reads and writes the group's home memory.
+        label: the group's name for the user, for the error of a job that fails.
+        after: marks of what must be over before it runs.
     """
 
     def __init__(self, job: Callable[[], object], label: str, after: Sequence[Mark] = ()) -> None:
@@ -82,20 +84,10 @@ class HomeUpdates:
         atexit.register(at_exit)
         weakref.finalize(self, atexit.unregister, at_exit).atexit = False
 
-    def begin(self, group: int, job: Callable[[], object], *, label: str, after: Sequence[Mark] = ()) -> None:
-        """Begin a group's update, which runs once all of `after` and all earlier updates are over. Never blocks.
+    def begin(self, group: int, update: HomeUpdate) -> None:
+        """Begin a group's update, which runs once all before it are over. Never blocks.
 
-        Args:
-            job: reads and writes the group's home memory.
-            label: the group's name for the user, for the error of a job that fails.
-
-        Raises:
-            StreamError: the thread cannot be started.
-        """
-        self.enter(group, HomeUpdate(job, label, after))
-
-    def enter(self, group: int, update: HomeUpdate) -> None:
-        """Begin an update (see `begin`). If interrupted, it has not begun, or will run before a wait for it returns.
+        If interrupted, it has not begun, or will run before a wait for it returns.
 
         Raises:
             StreamError: the thread cannot be started; the update has not begun.
@@ -108,7 +100,7 @@ class HomeUpdates:
             raise
 
     def has(self, group: int, update: HomeUpdate) -> bool:
-        """Whether an update has been entered: it has begun, or has ended already."""
+        """Whether an update has begun; it may have ended already."""
         return self._pending.get(group) is update or update.event is not None
 
     def before(self, group: int) -> tuple[JobMark, ...]:

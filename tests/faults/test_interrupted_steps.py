@@ -133,17 +133,17 @@ def test_a_backward_is_interrupted_whose_updates_have_begun(overlap: str) -> Non
 def test_a_backward_is_interrupted_as_an_update_begins(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right before or right behind the beginning: the group is updated once, in the backward or in the step."""
     made = Interrupted("backward")
-    enter, updates = made.store.updates.enter, made.store.updates
+    begin, updates = made.store.updates.begin, made.store.updates
     weight = made.weight_of(3)
 
     def interrupted(group: int, update: Any) -> None:
         if begun:
-            enter(group, update)
+            begin(group, update)
         raise KeyboardInterrupt
 
     loss = made.compiled(**made.case.batch(1))
     before = int(made.optimizer.state[weight]["step"])
-    monkeypatch.setattr(updates, "enter", interrupted)
+    monkeypatch.setattr(updates, "begin", interrupted)
     with pytest.raises(KeyboardInterrupt):
         loss.backward()
     monkeypatch.undo()

@@ -29,8 +29,8 @@ def note_when_opened(gate: Gate, ran: list[int]) -> None:
 
 def test_an_interrupted_finish_forgets_no_failure() -> None:
     updates, gate = HomeUpdates(), Gate()
-    updates.begin(0, raiser(ValueError("no such thing")), label="the first")
-    updates.begin(1, gate.wait, label="the second")
+    updates.begin(0, HomeUpdate(raiser(ValueError("no such thing")), "the first"))
+    updates.begin(1, HomeUpdate(gate.wait, "the second"))
     with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait():
         updates.finish()
     gate.opened.set()
@@ -77,13 +77,13 @@ def test_an_update_that_is_interrupted_anywhere_as_it_begins_is_waited_for_or_ne
     for at in range(1, 200):
         updates, gate, ran = HomeUpdates(), Gate(), list[int]()
         if not is_first:  # the thread is there
-            updates.begin(1, lambda: None, label="")
+            updates.begin(1, HomeUpdate(lambda: None, ""))
             updates.finish()
         update = HomeUpdate(functools.partial(note_when_opened, gate, ran), "it")
         interrupter, former = Interrupter(at), sys.gettrace()
         sys.settrace(interrupter)
         try:
-            updates.enter(0, update)
+            updates.begin(0, update)
         except KeyboardInterrupt:
             pass
         finally:

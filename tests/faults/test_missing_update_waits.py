@@ -18,6 +18,7 @@ import torch
 from update_cases import NUMEL, Subject, opened_soon
 
 from chunkc.ir.layout import GRAD, PARAM, Chunk
+from chunkc.runtime.device.updates import HomeUpdate
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -78,7 +79,7 @@ def collect_a_gradient(subject: Subject) -> Callable[[], float]:
         subject.gate.wait()
         seen.append(float(subject.home(GRAD)[0]))
 
-    subject.store.updates.begin(0, job, label="a")
+    subject.store.updates.begin(0, HomeUpdate(job, "a"))
     subject.parameters["a"].grad = torch.full((NUMEL,), 7.0)
     subject.store.gradients.collect(0)
     return lambda: seen[0]
@@ -91,7 +92,7 @@ def place_on_the_tier(subject: Subject) -> Callable[[], float]:
         subject.gate.wait()
         home.fill_(2.0)
 
-    subject.store.updates.begin(0, job, label="a")
+    subject.store.updates.begin(0, HomeUpdate(job, "a"))
     subject.store.place(subject.layout, subject.parameters, frozenset({0}))
     return lambda: float(subject.parameters["a"].detach()[0])
 
@@ -132,15 +133,15 @@ def test_updates_begun_earlier_come_first(left_out: bool) -> None:
         subject.gate.wait()
         home.fill_(2.0)
 
-    updates.begin(0, first_job, label="first")
+    updates.begin(0, HomeUpdate(first_job, "first"))
     if left_out:
         (first,), other = updates.before(0), Subject("cpu").store.updates
-        other.begin(0, lambda: home.mul_(3.0), label="second, on a thread of its own")
+        other.begin(0, HomeUpdate(lambda: home.mul_(3.0), "second, on a thread of its own"))
         other.finish()
         subject.gate.opened.set()
         first.wait()
     else:
-        updates.begin(0, lambda: home.mul_(3.0), label="second")
+        updates.begin(0, HomeUpdate(lambda: home.mul_(3.0), "second"))
         subject.gate.opened.set()
         updates.finish()
     assert float(home[0]) == (2.0 if left_out else 6.0)
@@ -153,13 +154,14 @@ def test_without_its_wait_the_interpreter_ends_in_the_middle_of_an_update() -> N
     script = """
         import time
         import chunkc.runtime.device.updates
+        from chunkc.runtime.device.updates import HomeUpdate, HomeUpdates
         chunkc.runtime.device.updates._finish_at_exit = lambda reference: None
-        updates = chunkc.runtime.device.updates.HomeUpdates()
+        updates = HomeUpdates()
         def job():
             print("begun", flush=True)
             time.sleep(30)
             print("done", flush=True)
-        updates.begin(0, job, label="the first")
+        updates.begin(0, HomeUpdate(job, "the first"))
         time.sleep(0.2)
     """
     done = subprocess.run(

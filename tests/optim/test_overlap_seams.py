@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zoo import floats
 
 import chunkc
+from chunkc.runtime.device.updates import HomeUpdate
 
 pytestmark = pytest.mark.timeout(120)
 BF16 = torch.bfloat16
@@ -103,8 +104,8 @@ def test_updates_of_all_models_are_waited_for_though_some_failed() -> None:
             ended.append(number)
 
         for number, store in enumerate(stores):
-            store.updates.begin(0, lambda: 1 / 0, label=f"model {number}")
-            store.updates.begin(1, functools.partial(late, number), label="the rest")
+            store.updates.begin(0, HomeUpdate(lambda: 1 / 0, f"model {number}"))
+            store.updates.begin(1, HomeUpdate(functools.partial(late, number), "the rest"))
         timer = threading.Timer(0.1, opened.set)
         timer.start()
         with pytest.raises(chunkc.StreamError, match=r"the update of model . failed") as caught:
@@ -121,8 +122,8 @@ def test_a_report_waits_for_nothing_and_takes_no_failure_away() -> None:
     made.train(range(1), reading=False)
     made.optimizer.synchronize()
     before = chunkc.report(made.compiled)
-    made.store.updates.begin(0, lambda: 1 / 0, label="it")
-    made.store.updates.begin(1, lambda: assert_opened(opened), label="another")
+    made.store.updates.begin(0, HomeUpdate(lambda: 1 / 0, "it"))
+    made.store.updates.begin(1, HomeUpdate(lambda: assert_opened(opened), "another"))
     assert chunkc.report(made.compiled) == before
     opened.set()
     with pytest.raises(chunkc.StreamError, match="the update of it failed"):

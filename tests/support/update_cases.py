@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from chunkc.ir.layout import PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
 from chunkc.runtime.device.tier import CpuTier
+from chunkc.runtime.device.updates import HomeUpdate
 from chunkc.runtime.storage.arena import Arena
 from chunkc.runtime.storage.homes import MemoryHome
 from chunkc.runtime.storage.pinned import PinnedHome
@@ -72,7 +73,7 @@ class Subject:
             self.gate.wait()
             self.home(kind, group).fill_(2.0)
 
-        self.store.updates.begin(group, job, label=f"{group}")
+        self.store.updates.begin(group, HomeUpdate(job, f"{group}"))
 
     def settle(self) -> None:
         tier = self.store.tier

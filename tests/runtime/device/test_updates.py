@@ -22,7 +22,7 @@ from update_cases import NUMEL, Gate, Subject, blocks_until_opened, opened_soon
 
 from chunkc.ir.errors import StreamError
 from chunkc.ir.layout import GRAD, PARAM, Chunk
-from chunkc.runtime.device.updates import HomeUpdates
+from chunkc.runtime.device.updates import HomeUpdate, HomeUpdates
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -80,7 +80,7 @@ def test_a_gradient_goes_home_after_the_update_that_reads_the_former(
         subject.gate.wait()
         seen.append(float(subject.home(GRAD)[0]))
 
-    store.updates.begin(0, job, label="a")
+    store.updates.begin(0, HomeUpdate(job, "a"))
     if left_out:
         monkeypatch.setattr(store.updates, "before", lambda group: ())
     store.write_back(Chunk("grad", 0))
@@ -104,7 +104,7 @@ def test_an_update_begins_when_copies_of_its_group_under_way_are_over(left_out: 
     store.tier.links["to_device"].submit(hold.wait)
     store.prefetch(Chunk("param", 0))
     after = list(store.tier.mark()) if left_out else store.slots.home_marks(0)
-    store.updates.begin(0, lambda: subject.home().fill_(2.0), label="a", after=after)
+    store.updates.begin(0, HomeUpdate(lambda: subject.home().fill_(2.0), "a", after))
     if left_out:
         store.updates.finish()
     hold.opened.set()
@@ -121,9 +121,8 @@ def test_an_update_begins_when_enqueued_computation_is_over(left_out: bool) -> N
     store = subject.store
     store.tier.enqueue(hold.wait)
     store.tier.enqueue(lambda: read.append(float(subject.home()[0])))
-    store.updates.begin(
-        0, lambda: subject.home().fill_(2.0), label="a", after=() if left_out else store.slots.home_marks(0)
-    )  # fmt: skip
+    after = () if left_out else store.slots.home_marks(0)
+    store.updates.begin(0, HomeUpdate(lambda: subject.home().fill_(2.0), "a", after))
     if left_out:
         store.updates.finish()
     hold.opened.set()
@@ -173,7 +172,7 @@ def test_updates_run_in_order_without_gradients_on_one_thread() -> None:
         seen.append((index, torch.is_grad_enabled(), threading.current_thread().name))
 
     for index in range(5):
-        updates.begin(index, lambda index=index: job(index), label="")
+        updates.begin(index, HomeUpdate(lambda index=index: job(index), ""))
     updates.finish()
     assert seen == [(index, False, "chunkc-update") for index in range(5)]
 
@@ -192,15 +191,15 @@ def test_the_order_of_use_is_that_of_the_latest_step() -> None:
 def test_updates_under_way_end_before_the_interpreter_does() -> None:
     script = """
         import time
-        from chunkc.runtime.device.updates import HomeUpdates
+        from chunkc.runtime.device.updates import HomeUpdate, HomeUpdates
         updates = HomeUpdates()
         def job():
             time.sleep(0.5)
             print("done", flush=True)
         def broken():
             raise ValueError("never told")
-        updates.begin(0, job, label="the first")
-        updates.begin(1, broken, label="the last")
+        updates.begin(0, HomeUpdate(job, "the first"))
+        updates.begin(1, HomeUpdate(broken, "the last"))
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
@@ -211,7 +210,7 @@ def test_updates_under_way_end_before_the_interpreter_does() -> None:
 
 def test_a_store_takes_its_updates_with_it() -> None:
     updates = HomeUpdates()
-    updates.begin(0, lambda: None, label="")
+    updates.begin(0, HomeUpdate(lambda: None, ""))
     updates.finish()
     reference = weakref.ref(updates)
     del updates
@@ -223,7 +222,7 @@ def test_a_store_takes_its_updates_with_it() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_is_told_that_an_update_is_its_parent_s() -> None:
     updates, gate = HomeUpdates(), Gate()
-    updates.begin(0, gate.wait, label="it")
+    updates.begin(0, HomeUpdate(gate.wait, "it"))
     child = os.fork()
     if child == 0:
         try:
