@@ -133,8 +133,10 @@ class Training:
         """Return the context of calls of a layout's graphs, as far as it is known when they are compiled."""
         if not self.updates.in_backward:
             return EMPTY_CONTEXT
-        trainable, transient = [group for group in layout.groups if group.trainable], self._to_be_transient(layout)
-        in_slots = {group.index for group in trainable} - self.updates.cpu_updated(trainable, self.home, self.hardware)
+        num_stages = self.updates.num_stages
+        in_slots, transient = self.updates.mode.expected(
+            layout.trainable_groups, self.hardware, home=self.home, num_stages=num_stages
+        )
         updates = tuple((group, self.updates.num_stages) for group in sorted(in_slots | transient))
         return PhaseContext(updates=updates, undoable=self.undoable(updates), transient=transient)
 
@@ -142,13 +144,11 @@ class Training:
         """Return the groups with updates that can be undone."""
         return frozenset(group for group, _ in updates) if self.updates.undoable else frozenset()
 
-    def _to_be_transient(self, layout: ChunkLayout) -> frozenset[int]:
-        """Return the groups with gradients that backwards consume if the groups are resident."""
-        return frozenset(group.index for group in layout.groups if self.updates.consumes(group))
-
     def _without_gradients(self, planner_state: PlannerState, present: Set[str]) -> frozenset[int]:
         """Return the resident groups that a backward may update and that have no gradients."""
-        groups, layout = self._to_be_transient(planner_state.layout) & planner_state.resident, planner_state.layout
+        layout = planner_state.layout
+        consumed = self.updates.mode.consumed(layout.trainable_groups, self.updates.num_stages)
+        groups = consumed & planner_state.resident
         return frozenset(i for i in groups if present.isdisjoint(s.spec.name for s in layout.groups[i].slices))
 
     def updated(self, planner_state: PlannerState) -> tuple[tuple[int, ...], frozenset[int]]:

@@ -14,7 +14,7 @@ from chunkc.ir.links import TO_DEVICE
 from chunkc.ir.simulate import RESIDENT_UPDATE, HostUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
-from chunkc.optim.update_mode import CPU, DEVICE, NONE, UpdateMode, divided, resolved
+from chunkc.optim.update_mode import CPU, DEVICE, NONE, UpdateMode, resolved
 from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
@@ -59,21 +59,14 @@ class Updates:
         """Whether groups are updated in the backward."""
         return self.mode.in_backward
 
-    def consumes(self, group: ChunkGroup) -> bool:
-        """Whether a backward can update a resident group, and so consume its gradients."""
-        return group.trainable and self.mode.updates_residents(group.states, self.num_stages)
-
     def cpu_updated(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Return the groups that the CPU updates at home.
 
         Raises:
             OptionsError: all should be, but home is a disk, or the hardware does not state the CPU's rate.
         """
-        on_cuda = hardware.kind == "cuda"
-        by_cpu = divided(
-            groups, self.update_on, home=home, on_cuda=on_cuda, hardware=hardware, num_stages=self.num_stages
-        )
-        if by_cpu and on_cuda and hardware.cpu_update_bytes_per_s is None:
+        by_cpu = self.mode.at_home(groups, hardware, home=home, num_stages=self.num_stages)
+        if by_cpu and hardware.kind == "cuda" and hardware.cpu_update_bytes_per_s is None:
             raise OptionsError(
                 f'hardware {hardware.name!r} does not say cpu_update_bytes_per_s, which update_on="{CPU}" is timed by'
             )

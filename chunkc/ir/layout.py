@@ -330,6 +330,10 @@ class ChunkLayout:
     transient: frozenset[int] = frozenset()
     version: int = field(default=0, compare=False)
 
+    @property
+    def trainable_groups(self) -> list[ChunkGroup]:
+        return [group for group in self.groups if group.trainable]
+
     def group_of(self) -> dict[str, int]:
         return {s.spec.name: group.index for group in self.groups for s in group.slices}
 

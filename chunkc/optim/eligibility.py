@@ -15,7 +15,6 @@ import torch
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.layout import ChunkGroup
 from chunkc.optim.memory_checks import check_in_place
-from chunkc.optim.update_mode import groups_at_home
 from chunkc.optim.update_task import SteppingOptimizer, Task, Where, tasks_of
 from chunkc.runtime.store.consumed_gradients import gradient_of
 from chunkc.session.declared_states import declared
@@ -78,9 +77,10 @@ class Eligibility(BoundToSession):
 
     def expected(self, groups: Sequence[ChunkGroup]) -> tuple[frozenset[int], frozenset[int]]:
         """Return the groups of these to update in slots, and those to update as residents, once states exist."""
-        optimizer, indices = self._optimizer, frozenset(group.index for group in groups)
-        home = groups_at_home(self._session, groups, optimizer.overlap.update_on, optimizer.rule.num_stages)
-        return indices - home, indices if self._updates_residents else frozenset()
+        optimizer, session = self._optimizer, self._session
+        return optimizer.overlap.expected(
+            groups, session.hardware, home=session.options.home, num_stages=optimizer.rule.num_stages
+        )
 
     def tasks(self, index: int, where: Where) -> Sequence[Task]:
         """Return the parameters of a group that the next backward may update there; none: it may not."""
@@ -162,7 +162,7 @@ class Eligibility(BoundToSession):
         if optimizer.overlap.may_undo or (self._moving is not None and self._looked_up in (None, version)):
             return
         fixed = store.resident | store.layout.cut
-        groups = [group for group in store.layout.groups if group.trainable and group.index not in fixed]
+        groups = [group for group in store.layout.trainable_groups if group.index not in fixed]
         self.prepare(self.expected(groups)[0], frozenset())
         self._looked_up = version
 

@@ -22,7 +22,6 @@ from chunkc.optim.group_updates import home_update, slot_update, spans_of, updat
 from chunkc.optim.memory_checks import aliased_by_gradients, check_in_place, check_memory
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms
 from chunkc.optim.rule import TileUpdate
-from chunkc.optim.update_mode import groups_at_home
 from chunkc.optim.update_scheduler import UpdateScheduler
 from chunkc.optim.update_task import SteppingOptimizer, Task, UpdateTask, Where, tasks_of
 from chunkc.policy.decide import decide
@@ -225,7 +224,9 @@ def _prepare(
     session.unfreeze({task.name for index in by_group if not groups[index].trainable for task in by_group[index]})
     optimizer.lay_out([task.parameter for tasks in by_group.values() for task in tasks])
     groups, indices = store.layout.groups, sorted({*by_group, *begun})
-    home = groups_at_home(session, [groups[index] for index in indices], optimizer.overlap.update_on, num_stages)
+    home = optimizer.overlap.at_home(
+        [groups[index] for index in indices], session.hardware, home=session.options.home, num_stages=num_stages
+    )
     updates_elsewhere = scheduler.in_session(session)
     updates_elsewhere.reserve_shadow_copies(indices)
     if updates_elsewhere.in_backward:

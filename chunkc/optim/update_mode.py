@@ -11,7 +11,6 @@ from chunkc.ir.layout import ChunkGroup, ChunkLayout
 from chunkc.ir.states import StateFormat
 from chunkc.passes.planning.update_placement import can_update_resident, groups_for_cpu
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
-from chunkc.session.session import Session
 
 AUTO = "auto"
 
@@ -80,6 +79,45 @@ class UpdateMode:
         """Whether the backward updates resident groups with states of a format, and so consumes their gradients."""
         return self.is_final and can_update_resident(states, num_stages)
 
+    def at_home(
+        self, groups: Sequence[ChunkGroup], hardware: Hardware, *, home: str, num_stages: int = 1
+    ) -> frozenset[int]:
+        """Return the indices of those groups that the CPU updates in home memory, if they are not resident.
+
+        With "auto", a model on a CUDA device divides its groups by cost. On the CPU, where the budget stands for a
+        device's memory, "auto" updates in slots.
+
+        Raises:
+            OptionsError: `update_on` is "cpu", but some of a group's data is on a disk.
+        """
+        if self.update_on == DEVICE or (self.update_on == AUTO and hardware.kind != "cuda"):
+            return frozenset()
+        if home != "cpu":
+            if self.update_on == CPU:
+                raise OptionsError(
+                    f'update_on="cpu" updates memory where it is, and home is {home!r}; use home="cpu", or '
+                    'update_on="device"'
+                )
+            return frozenset()
+        everything = frozenset(group.index for group in groups)
+        return everything if self.update_on == CPU else groups_for_cpu(groups, hardware, num_stages)
+
+    def consumed(self, groups: Sequence[ChunkGroup], num_stages: int) -> frozenset[int]:
+        """Return the indices of those groups with gradients that a backward consumes if they are resident."""
+        return frozenset(group.index for group in groups if self.updates_residents(group.states, num_stages))
+
+    def expected(
+        self, groups: Sequence[ChunkGroup], hardware: Hardware, *, home: str, num_stages: int
+    ) -> tuple[frozenset[int], frozenset[int]]:
+        """Return the groups of these that a backward updates in slots, and those that it updates if they are resident.
+
+        Raises:
+            OptionsError: as `at_home`.
+        """
+        moving = frozenset(group.index for group in groups)
+        in_slots = moving - self.at_home(groups, hardware, home=home, num_stages=num_stages)
+        return in_slots, self.consumed(groups, num_stages)
+
 
 def resolved(
     mode: UpdateMode, layout: ChunkLayout, hardware: Hardware, *, home: str, num_stages: int, over_ranks: bool
@@ -100,41 +138,3 @@ def resolved(
     twice_nbytes = once_nbytes + shadow_copies_nbytes(layout, frozenset())
     has_room = twice_nbytes <= hardware.host_memory_nbytes // 2 or once_nbytes > hardware.host_memory_nbytes
     return replace(mode, mode=BACKWARD, undoable=True) if has_room else replace(mode, mode=NONE)
-
-
-def groups_at_home(
-    session: Session, groups: Sequence[ChunkGroup], update_on: str, num_stages: int = 1
-) -> frozenset[int]:
-    """Return the indices of those groups that the CPU updates in home memory, if they are not resident."""
-    return divided(
-        groups,
-        update_on,
-        home=session.options.home,
-        on_cuda=session.device.type != "cpu",
-        hardware=session.hardware,
-        num_stages=num_stages,
-    )
-
-
-def divided(
-    groups: Sequence[ChunkGroup], update_on: str, *, home: str, on_cuda: bool, hardware: Hardware, num_stages: int = 1
-) -> frozenset[int]:
-    """Return the indices of those groups that the CPU updates in home memory.
-
-    With "auto", a model on a CUDA device divides its groups by cost. On the CPU, where the budget stands for a device's
-    memory, "auto" updates in slots.
-
-    Raises:
-        OptionsError: `update_on` is "cpu", but some of a group's data is on a disk.
-    """
-    if update_on == DEVICE or (update_on == AUTO and not on_cuda):
-        return frozenset()
-    if home != "cpu":
-        if update_on == CPU:
-            raise OptionsError(
-                f'update_on="cpu" updates memory where it is, and home is {home!r}; use home="cpu", or '
-                'update_on="device"'
-            )
-        return frozenset()
-    everything = frozenset(group.index for group in groups)
-    return everything if update_on == CPU else groups_for_cpu(groups, hardware, num_stages)

@@ -339,7 +339,7 @@ class ChunkStore:
         own = self.layout.groups[group]
         if len(self._states_at_home(own)) == len(own.state_kinds):
             return
-        groups = [g for g in self.layout.groups if g.trainable and g.index not in self.resident]
+        groups = [g for g in self.layout.trainable_groups if g.index not in self.resident]
         wanted = {Chunk(kind, g.index): g.nbytes(kind) for g in groups for kind in g.update_kinds}
         self.arena.reserve({chunk: nbytes for chunk, nbytes in wanted.items() if chunk not in self.arena})
 

@@ -18,7 +18,7 @@ import chunkc.optim.on_device
 import chunkc.optim.pending_steps
 import chunkc.session.session
 from chunkc.machines.presets import preset
-from chunkc.optim.update_mode import groups_at_home
+from chunkc.optim.update_mode import UpdateMode
 
 
 def test_triton_trains_as_torch() -> None:
@@ -93,9 +93,10 @@ def test_some_here_and_some_there() -> None:
         loss.backward()
         session = subject.session
         groups = session.store.layout.groups
-        assert groups_at_home(session, groups, "auto") == frozenset()  # the CPU stands for a device
+        mode, home = UpdateMode(update_on="auto"), session.options.home
+        assert mode.at_home(groups, session.hardware, home=home) == frozenset()  # the CPU stands for a device
         session.device, session.hardware = torch.device("cuda:0"), preset("h200")
-        at_home = groups_at_home(session, groups, "auto")
+        at_home = mode.at_home(groups, session.hardware, home=home)
         assert 0 < len(at_home) < len(groups), at_home
         moved = session.store.slots.traffic.to_device_nbytes
         optimizer.step()

@@ -16,7 +16,7 @@ from zoo import Case
 
 import chunkc
 from chunkc.machines.presets import preset
-from chunkc.optim.update_mode import groups_at_home
+from chunkc.optim.update_mode import UpdateMode
 
 
 def subject(of: Case, home: str = "cpu") -> tuple[nn.Module, nn.Module, Any]:
@@ -78,14 +78,17 @@ def test_auto_divides_by_cost_on_a_gpu_and_leaves_disks_to_it(monkeypatch: pytes
     _, compiled, session = subject(of)
     compiled(**of.batch(0))
     groups = session.store.layout.groups
-    monkeypatch.setattr(session, "device", torch.device("cuda:0"))
     monkeypatch.setattr(session, "hardware", preset("h200"))
-    assert groups_at_home(session, groups, "auto")
-    assert groups_at_home(session, groups, "device") == frozenset()
-    assert groups_at_home(session, groups, "cpu") == frozenset(group.index for group in groups)
+
+    def at_home(update_on: str) -> frozenset[int]:
+        return UpdateMode(update_on=update_on).at_home(groups, session.hardware, home=session.options.home)
+
+    assert at_home("auto")
+    assert at_home("device") == frozenset()
+    assert at_home("cpu") == frozenset(group.index for group in groups)
     on_disk = session.options.model_copy(update={"home": "disk"})
     session.agree(replace(session.terms, options=on_disk))
-    assert groups_at_home(session, groups, "auto") == frozenset()
+    assert at_home("auto") == frozenset()
 
 
 def test_copies_and_pickles_keep_it() -> None:
