@@ -26,7 +26,7 @@ _SCALARS = (torch.float32, (len(LambScalars._fields),))
 def lamb_moments(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Run stage 1, see `chunkc.kernels.lamb_reference.lamb_moments`: moments to the bit, sums up to fp32 rounding.
+    """Run stage 1, see `moments_stage`.
 
     `found_inf` is read before the pass: where it is set, no other memory is read.
 
@@ -65,7 +65,7 @@ def lamb_moments(
 def lamb_apply(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Run stage 2, see `chunkc.kernels.lamb_reference.lamb_apply`: the same bits from the same partial sums.
+    """Run stage 2, see `apply_stage`.
 
     Raises:
         ValueError: a tensor is not on the CPU, or see `check_lamb`.
@@ -101,7 +101,7 @@ def _apply_arguments(slots: AdamSlots, piece: LambPiece, scalars: Tensor, partia
 
 
 def _trust_ratio(partials: Tensor, piece: LambPiece, adapt: float, least: float, most: float) -> float:
-    """Compute `chunkc.kernels.lamb_reference.trust_ratio` to the bit, without memory of torch's allocator."""
+    """Compute a tensor's trust ratio from its partial sums, without memory of torch's allocator."""
     if not adapt:
         return 1.0
     wide = host_empty((2, piece.last_partial - piece.first_partial), torch.float64)

@@ -22,9 +22,7 @@ from chunkc.kernels.lamb_host import apply_stage, moments_stage
 def lamb_moments(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Run stage 1 in one launch on the current stream, see `chunkc.kernels.lamb_reference.lamb_moments`. Never waits.
-
-    Moments have the reference's bits; sums are up to fp32 rounding, with the same bits every time.
+    """Run stage 1 in one launch on the current stream, see `moments_stage`. Never waits.
 
     Raises:
         ValueError: see `check_lamb`.
@@ -38,7 +36,7 @@ def lamb_moments(
 def lamb_apply(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Run stage 2 in one launch on the current stream, see `chunkc.kernels.lamb_reference.lamb_apply`. Never waits.
+    """Run stage 2 in one launch on the current stream, see `apply_stage`. Never waits.
 
     Each program adds up its tensor's partial sums itself: at most one pair for 16,384 elements of the tensor.
 

@@ -1,7 +1,7 @@
 """Device code of the LAMB update. Imports Triton: use it through `chunkc.kernels.lamb_triton`.
 
-Operations and their order are those of `chunkc.kernels.lamb_reference`. Compiled without contraction to fused
-multiply-adds: moments have the reference's bits. Sums of squares are added in another order, the same every time.
+Compiled without contraction to fused multiply-adds: moments have the same bits as from every other kernel. Sums of
+squares are added in an order of their own, the same every time.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import lamb_reference
 import pytest
 import torch
 from adam_cases import make_slots
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, NONE, SPLIT, StateFormat
 from chunkc.ir.updates import UpdateTraffic, update_traffic
-from chunkc.kernels import elementwise_cpu, lamb_cpu, lamb_reference, reference
+from chunkc.kernels import elementwise_cpu, lamb_cpu, reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span, rounding_key
 from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.kernels.lamb_formats import LambHyper, lamb_work, new_partials

@@ -6,11 +6,12 @@ from dataclasses import fields, replace
 from itertools import pairwise
 
 import lamb_cases
+import lamb_reference
 import pytest
 import torch
 from torch import Tensor
 
-from chunkc.kernels import lamb_cpu, lamb_reference
+from chunkc.kernels import lamb_cpu
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, lamb_work_of_tensors, new_partials

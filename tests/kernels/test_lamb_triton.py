@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import fields
 
 import lamb_cases
+import lamb_reference
 import pytest
 import torch
 from interpreting import interpret, needs_gpu, needs_triton
 from torch import Tensor
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.kernels import lamb_reference, lamb_triton
+from chunkc.kernels import lamb_triton
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, new_partials

@@ -1,4 +1,4 @@
-"""Update by LAMB in plain PyTorch: the reference for tests of the other kernels. Neither fast nor frugal."""
+"""LAMB in plain PyTorch: the reference for tests of its kernels (see `chunkc.kernels.lamb_host`)."""
 
 from __future__ import annotations
 
@@ -18,28 +18,7 @@ from chunkc.kernels.lamb_host import apply_stage, moments_stage
 def lamb_moments(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Run stage 1 of a LAMB update of a tile: new moments, and the partial sums of the tile's rows.
-
-    With the gradient g (widened to fp32, times the factors of `scale`), moments m and v, parameter w (the master, where
-    there is one), and step t:
-
-        m = lerp(m, g, 1 - beta1)
-        v = beta2 * v + (1 - beta2) * g * g
-        u = (m / (1 - beta1 ** t)) / (sqrt(v) / sqrt(1 - beta2 ** t) + eps) + weight_decay * w
-        partials[0, row] = sum(w * w),  partials[1, row] = sum(u * u)
-
-    Moments have the same bits from every kernel; sums are up to fp32 rounding. Where `found_inf` is not 0 nothing
-    changes, the sums neither.
-
-    Args:
-        fmt: fp32 parameters, or low precision with a master; fp32 moments, rounding to nearest.
-        work: of this tile, from `lamb_work`.
-        scalars: `[num_groups, 10]` fp32, see `chunkc.kernels.hyperparameters.scalar_table`.
-        partials: `[2, num_partials]` fp32, see `new_partials`; the tile's rows are overwritten.
-
-    Raises:
-        ValueError: see `check_lamb`.
-    """
+    """Run stage 1."""
     target = slots.param if slots.master is None else slots.master
     for piece, cuts in zip(work.pieces, work.cuts, strict=True):
         part = slice(piece.begin, piece.end)
@@ -62,22 +41,7 @@ def lamb_moments(
 def lamb_apply(
     fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
 ) -> None:
-    """Run stage 2: w = w - lr * ratio * u, with u as in stage 1 from the new moments. Gradients are not read.
-
-    A tensor's trust ratio is norm(w) / norm(u) (the paper's, phi the identity), within its group's limits, and 1 where
-    either norm is 0 or its group does not adapt. Without limits, this is the rule of apex' FusedLAMB with
-    `use_nvlamb=True` and of torch_optimizer's Lamb, except that the latter limits norm(w) to 10 and by default leaves
-    out the bias corrections, and apex limits the norm of all gradients (`GradScale.clip` here). DeepSpeed's FusedLamb
-    has the limits.
-
-    Args:
-        slots: `grad` is not read.
-        partials: complete for every tensor that has elements in this tile.
-        scale: only `found_inf` is read: where it is not 0 nothing changes.
-
-    Raises:
-        ValueError: see `check_lamb`.
-    """
+    """Run stage 2."""
     target = slots.param if slots.master is None else slots.master
     for piece in work.pieces:
         part = slice(piece.begin, piece.end)
