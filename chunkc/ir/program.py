@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -233,6 +233,17 @@ class PhaseProgram:
             and storage_of[value].startswith(f"{call.name}:")
             and sharing[storage_of[value]] == 2
         )
+
+    def with_stand_ins(self, storages: Collection[str]) -> tuple[PhaseProgram, dict[str, tuple[str, ...]]]:
+        """Return the forward that returns placeholders for saved values in these storages, and the values of each."""
+        storage_of, outputs, stand_ins = self.value_storages(), list(self.outputs), dict(self.stand_ins)
+        replaced: dict[str, tuple[str, ...]] = {}
+        for position, value in enumerate(self.outputs):
+            if position >= self.num_user_outputs and value is not None and (storage := storage_of[value]) in storages:
+                values = replaced.get(storage, ())
+                stand_ins[position], replaced[storage] = (storage, len(values)), (*values, value)
+                outputs[position] = None
+        return replace(self, outputs=tuple(outputs), stand_ins=stand_ins), replaced
 
     def holding(self, values: frozenset[str]) -> PhaseProgram:
         """Return the program of a caller that keeps these of its inputs.

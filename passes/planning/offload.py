@@ -65,22 +65,15 @@ def with_offloaded(program: PhaseProgram, storages: Collection[str]) -> PhasePro
     """Return the forward, or its backward, with these storages at home in between."""
     if not storages:
         return program
+    if program.phase == FORWARD:
+        forward, kept = program.with_stand_ins(storages)
+        assert kept.keys() == set(storages), "only candidates are offloaded"
+        return replace(forward, copied=kept)
     copied: dict[str, list[str]] = {}
-    if program.phase != FORWARD:
-        for name, storage in program.inputs.items():
-            if storage in storages:
-                copied.setdefault(storage, []).append(name)
-        return replace(program, copied={storage: tuple(values) for storage, values in copied.items()})
-    storage_of, outputs, stand_ins = program.value_storages(), list(program.outputs), dict(program.stand_ins)
-    for position, value in enumerate(program.outputs):
-        if position >= program.num_user_outputs and value is not None and storage_of[value] in storages:
-            values = copied.setdefault(storage_of[value], [])
-            stand_ins[position] = storage_of[value], len(values)
-            values.append(value)
-            outputs[position] = None
-    assert copied.keys() == set(storages), "only candidates are offloaded"
-    kept = {storage: tuple(values) for storage, values in copied.items()}
-    return replace(program, outputs=tuple(outputs), copied=kept, stand_ins=stand_ins)
+    for name, storage in program.inputs.items():
+        if storage in storages:
+            copied.setdefault(storage, []).append(name)
+    return replace(program, copied={storage: tuple(values) for storage, values in copied.items()})
 
 
 def copies(saved: Sequence[Saved], forward: Sequence[int] | None, backward: Sequence[int]) -> list[Interval]:

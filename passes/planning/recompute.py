@@ -167,22 +167,8 @@ def with_recompute(recomputable: Recomputable, storages: Collection[str]) -> tup
 
 
 def _dropping(forward: PhaseProgram, plan: RecomputePlan, extra: Collection[str]) -> PhaseProgram:
-    storage_of, outputs = forward.value_storages(), list(forward.outputs)
-    remade: dict[str, list[str]] = {}
-    stand_ins = dict(forward.stand_ins)
-    for position, value in enumerate(forward.outputs):
-        if position >= forward.num_user_outputs and value is not None and storage_of[value] in plan.saved:
-            values = remade.setdefault(storage_of[value], [])
-            stand_ins[position] = storage_of[value], len(values)
-            values.append(value)
-            outputs[position] = None
-    return replace(
-        forward,
-        outputs=(*outputs, *extra),
-        stand_ins=stand_ins,
-        remade={storage: tuple(values) for storage, values in remade.items()},
-        num_extra=len(extra),
-    )
+    forward, remade = forward.with_stand_ins(plan.saved)
+    return replace(forward, outputs=(*forward.outputs, *extra), remade=remade, num_extra=len(extra))
 
 
 def _repeating(

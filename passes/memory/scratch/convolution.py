@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from chunkc.passes.memory.scratch.copies import nbytes_of
+from chunkc.passes.memory.scratch.copies import channels_come_last, nbytes_of
 from chunkc.torch_private import onednn
 
 _BLOCK = 16
@@ -226,7 +226,7 @@ def read_convolution(
         stride,
         padding,
         dilation,
-        _is_last(image) or _is_last(filters),
+        channels_come_last(image) or channels_come_last(filters),
         bias,
         num_threads,
     )
@@ -453,22 +453,6 @@ def _thread_sums(c: Convolution, filters: int) -> int:
 
 def _format(dims: int) -> torch.memory_format:
     return torch.channels_last_3d if dims == 5 else torch.channels_last
-
-
-def _is_last(tensor: Tensor) -> bool:
-    """Whether strides are in channels-last order by `c10/core/MemoryFormat.h`.
-
-    This is true also for tensors with gaps, and for some that are contiguous as well.
-    """
-    if tensor.dim() not in (4, 5) or tensor.stride(1) == 0:
-        return False
-    least = 0
-    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
-        size, stride = tensor.shape[dim], tensor.stride(dim)
-        if size == 0 or stride < least or (dim == 0 and least == tensor.stride(1)):
-            return False
-        least = stride * size
-    return True
 
 
 def _copies(c: Convolution, *tensors: Tensor) -> int:

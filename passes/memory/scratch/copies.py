@@ -26,3 +26,19 @@ def copy_block_nbytes(source: Tensor) -> int:
     if not matrix or source.numel() < 60 * 60:
         return 0
     return 120 * 120 if source.itemsize == 1 else 60 * 60 * source.itemsize
+
+
+def channels_come_last(tensor: Tensor) -> bool:
+    """Whether the strides of images or volumes are in channels-last order by `c10/core/MemoryFormat.h`.
+
+    This is true also for tensors with gaps, and for some that are contiguous as well.
+    """
+    if tensor.dim() not in (4, 5) or tensor.stride(1) == 0:
+        return False
+    least = 0
+    for dim in (1, *range(tensor.dim() - 1, 1, -1), 0):
+        size, stride = tensor.shape[dim], tensor.stride(dim)
+        if size == 0 or stride < least or (dim == 0 and least == tensor.stride(1)):
+            return False
+        least = stride * size
+    return True

@@ -148,11 +148,15 @@ def scatter_reduce(call: Call) -> list[int]:
 
     Source: `ATen/native/TensorAdvancedIndexing.cpp`, `scatter_reduce_two`.
     """
-    counted = []
-    if call.arguments["reduce"] == "mean":
-        result = call.outputs[0]
-        counted = [nbytes_of(call.tensor("src")), nbytes_of(result), result.numel()]
-    return [*counted, *scatter(call)]
+    return [*_counted(call, "src"), *scatter(call)]
+
+
+def _counted(call: Call, source: str) -> list[int]:
+    """Count what divides sums by their numbers of terms, for means."""
+    if call.arguments["reduce"] != "mean":
+        return []
+    result = call.outputs[0]
+    return [nbytes_of(call.tensor(source)), nbytes_of(result), result.numel()]
 
 
 def search(call: Call) -> list[int]:
@@ -180,11 +184,7 @@ def index_reduce(call: Call) -> list[int]:
     Indices are converted to int64 for the fill of the result, which comes first. Source: `Indexing.cu`,
     `index_reduce_func_cuda_impl`.
     """
-    counted = []
-    if call.arguments["reduce"] == "mean":
-        result = call.outputs[0]
-        counted = [nbytes_of(call.tensor("source")), nbytes_of(result), result.numel()]
-    return [*counted, *cast(call.tensor("index"), torch.int64), *index_add(call)]
+    return [*_counted(call, "source"), *cast(call.tensor("index"), torch.int64), *index_add(call)]
 
 
 def embedding(call: Call) -> list[int]:

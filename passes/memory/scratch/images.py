@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chunkc.passes.memory.scratch.copies import contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.memory.scratch.copies import channels_come_last, contiguous_copy_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.products import gemm_nbytes
 from chunkc.passes.memory.scratch.rules import Call
 
@@ -19,19 +19,6 @@ _VECTORISED_UP_TO = 128
 
 def _channels_last(image: Tensor) -> bool:
     return image.dim() == 4 and image.is_contiguous(memory_format=torch.channels_last)
-
-
-def _channels_come_last(image: Tensor) -> bool:
-    """Whether strides are in that order, be there gaps or not: ATen's `is_channels_last_strides_2d`."""
-    if image.dim() != 4 or image.stride(1) == 0:
-        return False
-    least = 0
-    for dim in (1, 3, 2, 0):
-        size, stride = image.shape[dim], image.stride(dim)
-        if size == 0 or stride < least or (dim == 0 and least == image.stride(1)):
-            return False
-        least = stride * size if size > 1 else stride
-    return True
 
 
 def _dense(image: Tensor) -> bool:
@@ -52,7 +39,7 @@ def image_backward_rule(call: Call) -> int:
     source = call.arguments.get("self", call.arguments.get("input"))
     read = [t for t in call.tensors if t is not source]
     copies = sum(contiguous_copy_nbytes(t) for t in read)
-    if source is None or source.is_contiguous() or not _channels_come_last(source):
+    if source is None or source.is_contiguous() or not (source.dim() == 4 and channels_come_last(source)):
         return copies
     grad = call["grad_output"]
     return 0 if _channels_last(grad) and not grad.is_contiguous() else copies + nbytes_of(call.outputs[0])
