@@ -28,7 +28,7 @@ class Words(nn.Module):
     def __init__(self, *, tied: bool = False, dropout: float = 0.0, autocast: bool = False) -> None:
         super().__init__()
         self.embedding = nn.Embedding(CLASSES, WIDTH)
-        self.blocks = nn.Sequential(*(FeedForward(WIDTH, dropout=dropout) for _ in range(3)))
+        self.blocks = nn.Sequential(*(FeedForward(WIDTH, dropout=dropout) for _ in range(2)))
         self.head = nn.Linear(WIDTH, CLASSES, bias=False)
         self.autocast = autocast
         if tied:
@@ -50,7 +50,7 @@ def _hugging_face() -> nn.Module:
 
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=CLASSES, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=CLASSES, hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=LENGTH, tie_word_embeddings=False,
         )
     )  # fmt: skip
