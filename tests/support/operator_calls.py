@@ -880,7 +880,8 @@ def steps_of_one_operator(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten.mvlgamma_.default, x.clone(), terms)
         yield call(aten.dist.default, x, torch.rand(x.shape).to(dtype))
         yield call(aten.dist.default, x, torch.rand(x.shape[-1:]).to(dtype), 1.0)
-    yield call(aten.mvlgamma.default, torch.randint(5, 9, (6, 7)), 3)
+    for terms in (1, 3, 7):
+        yield call(aten.mvlgamma.default, torch.randint(5, 9, (6, 7)), terms)
     for x in layouts(dtype, 80, 100):
         yield call(aten.narrow_copy.default, x, 0, 3, 20)
     table, ids = torch.rand(50, 16).to(dtype), torch.randint(50, (20, 30))
@@ -913,6 +914,35 @@ def steps_of_one_operator(dtype: torch.dtype) -> Iterator[Call]:
     for reduce in ("sum", "mean", "max"):
         reduced = aten.segment_reduce.default(rows, reduce, offsets=offsets)
         yield call(aten._segment_reduce_backward.default, reduced, reduced, rows, reduce, offsets=offsets)
+
+
+@family
+def complex_numbers_and_integers(dtype: torch.dtype) -> Iterator[Call]:
+    """Yield operators that take real and imaginary parts one by one, or casts of integers."""
+    if dtype != torch.float32:
+        return
+    for kind in (torch.complex64, torch.complex128, torch.float64):
+        for x in (
+            torch.randn(6, 10, dtype=kind),
+            torch.randn(10, 6, dtype=kind).t(),
+            torch.randn(200, 300, dtype=kind),
+        ):
+            for name in words("var std var_mean std_mean"):
+                target = getattr(aten, name).correction
+                yield call(target, x)
+                yield call(target, x, [0], correction=0, keepdim=True)
+                yield call(target, x, [0, 1])
+            for order in (0.5, 2, float("inf")):
+                yield call(aten.renorm.default, x, order, 0, 1.0)
+                yield call(aten.renorm_.default, x[:, :1].clone(), order, 0, 1.0)
+    kinds = (torch.int64, torch.float32, torch.float64)
+    for source, exponents in itertools.product((*kinds, torch.bfloat16), kinds):
+        for shape in ((), (1,), (6, 7)):
+            x, other = torch.ones(shape).to(source), torch.ones(()).to(exponents)
+            yield call(aten.ldexp.Tensor, x, other)
+            yield call(aten.ldexp.Tensor, x, other.expand(shape).clone())
+            if source.is_floating_point:
+                yield call(aten.ldexp_.default, x.clone(), other)
 
 
 @family
@@ -972,6 +1002,8 @@ def selections(dtype: torch.dtype) -> Iterator[Call]:
         return
     for x in (torch.rand(4000, 2), torch.rand(2, 4000).t(), torch.rand(20, 30, 2).transpose(0, 1)):
         edges = [torch.linspace(0, 1, 31), torch.linspace(0, 1, 41)]
+        yield call(aten._histogramdd_bin_edges.default, x, [30, 40])
+        yield call(aten._histogramdd_bin_edges.default, x, [1, 1], range=[0.0, 1.0, 0.0, 2.0])
         for density in (False, True):
             yield call(aten._histogramdd_from_bin_cts.default, x, [30, 40], density=density)
             yield call(aten._histogramdd_from_bin_tensors.default, x, edges, density=density)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import reduces_two_inner_dimensions
+from chunkc.passes.memory.scratch.products import gemm_nbytes, operand_copy_nbytes
 from chunkc.passes.memory.scratch.rules import Call, pointwise_rule
 
 
@@ -169,6 +170,30 @@ def logits_loss_rule(call: Call) -> int:
     temporaries = 2 * nbytes_of(logits, itemsize) + 64
     copies = contiguous_copy_nbytes(logits) + (0 if weight is None else nbytes_of(weight))
     return pointwise_rule(call) + temporaries + copies
+
+
+def chunked_loss_rule(call: Call) -> int:
+    """Bound `linear_cross_entropy` by chunks: a chunk's logits and rows, weights of all targets, wider operands.
+
+    float16 has logits in two precisions, and bfloat16 narrows them, unless the policy is "accurate". Source: PyTorch's
+    `linear_cross_entropy.py`.
+    """
+    source, weight, dtype, policy = (call[name] for name in ("input", "linear_weight", "acc_dtype", "acc_policy"))
+    (num_rows, width), num_classes, chunk = source.shape, weight.shape[0], call["batch_chunk_size"]
+    is_low, is_half, wide = source.dtype != dtype, source.dtype == torch.float16, dtype.itemsize
+    names = ("input", "linear_weight", "linear_bias")
+    of_input, of_weight, of_bias = (bool(call.arguments.get(f"compute_{name}_grad")) for name in names)
+    has_chunk = of_weight and not (policy == "compact" and (is_half or not is_low))
+    logits = wide + (6 if is_half and is_low else 2 * is_low)
+    rows = wide * ((4 if is_low else 2) if of_input or of_weight else is_low)
+    nbytes = chunk * (num_classes * logits + width * rows + 5 * wide) + num_rows * (9 + 3 * wide) + 256
+    sums = has_chunk * (3 if is_low else 1)  # in low precision, the gradient is cast there and back
+    nbytes += num_classes * wide * (width * (is_low + sums) + is_low + 2 * of_bias)
+    nbytes += num_rows * width * wide * (of_input and is_low)
+    is_narrow = policy != "accurate" and (is_half or (policy == "compact" and of_weight))
+    shapes = ((chunk, width, num_classes), (chunk, num_classes, width), (num_classes, chunk, width))
+    products = max(gemm_nbytes(source.dtype if is_narrow else dtype, *shape, call.num_threads) for shape in shapes)
+    return nbytes + products + operand_copy_nbytes(source) + operand_copy_nbytes(weight)
 
 
 def cross_entropy_backward_rule(call: Call) -> int:

@@ -174,6 +174,9 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(reductions.histograms_rule, inexact=exceptions.STEPS),
         "histogram _histogramdd_from_bin_cts _histogramdd_from_bin_tensors",
     ),
+    (Operator(reductions.bin_edges_rule), "_histogramdd_bin_edges"),
+    (Operator(rules.sparse_reduction_rule), "_sparse_mm_reduce_impl"),
+    (Operator(rules.sparse_reduction_backward_rule, inexact=exceptions.STEPS), "_sparse_mm_reduce_impl_backward"),
     (Operator(linear_algebra.least_squares_rule, inexact=exceptions.WORKSPACE), "linalg_lstsq"),
     (Operator(indexing.closeness_rule, inexact=exceptions.STEPS), "allclose"),
     (
@@ -278,6 +281,12 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (
         Operator(norms.logits_loss_rule, cuda_rules.logits_loss, inexact=exceptions.STEPS),
         "binary_cross_entropy_with_logits",
+    ),
+    (
+        Operator(norms.chunked_loss_rule, inexact=exceptions.STEPS),
+        """
+        torch_nn::_linear_cross_entropy_batch_chunked torch_nn::_linear_cross_entropy_batch_chunked_no_reduction
+        """,
     ),
     (Operator(norms.loss_rule, cuda_rules.results_twice, inexact=exceptions.STEPS), "soft_margin_loss_backward"),
     (

@@ -58,8 +58,11 @@ def mean_rule(call: Call) -> int:
         copy = nbytes_of(source, 4) if source.dtype != torch.float32 else 0
         divisor = 8 + 4
         return nbytes_of(result, 4) + max(copy + _partial_nbytes(call, source, 4), divisor)
-    divisor = 8 + (result.itemsize if result.dtype != torch.int64 else 0)
-    return max(_sum_nbytes(call, source, result.dtype), divisor)
+    return max(_sum_nbytes(call, source, result.dtype), _divisor_nbytes(result.dtype))
+
+
+def _divisor_nbytes(dtype: torch.dtype) -> int:
+    return 8 + (dtype.itemsize if dtype != torch.int64 else 0)
 
 
 def truth_rule(call: Call) -> int:
@@ -85,34 +88,46 @@ def extreme_with_index_rule(call: Call) -> int:
     return contiguous_copy_nbytes(source)
 
 
-def _is_flat(source: Tensor) -> bool:
-    """Whether a view can have all of the tensor in one dimension."""
-    dims = [(n, s) for n, s in zip(source.shape, source.stride()) if n != 1]
+def _is_flat(source: Tensor, num_dims: int | None = None) -> bool:
+    """Whether a view can have all of the tensor's dimensions, or the first `num_dims`, as one."""
+    dims = [(n, s) for n, s in zip(source.shape[:num_dims], source.stride()) if n != 1]
     return all(stride == inner * step for (_, stride), (inner, step) in pairwise(dims))
 
 
 def variance_rule(call: Call) -> int:
-    """Count two float64 scalars of `var` and `std` in full precision, if everything is reduced to one element."""
-    source = call["self"]
-    everything = call.outputs[0].numel() == 1 and "mean" not in call.target._schema.name
-    return 16 if everything and source.dtype in (torch.float32, torch.float64) else 0
+    """Count the mean of everything, where its variance is one element in full precision.
+
+    Of complex numbers, real and imaginary parts have variances (and means) of their own, which are added up.
+    """
+    source, result, has_mean = call["self"], call.outputs[0], len(call.outputs) > 1
+    mean = 0
+    if result.numel() == 1 and not has_mean and result.dtype in (torch.float32, torch.float64):
+        parts = _partial_nbytes(call, source, result.itemsize)
+        mean = result.itemsize + max(parts, _divisor_nbytes(result.dtype))
+    if not source.is_complex():
+        return mean
+    return max((4 if has_mean else 2) * nbytes_of(result), nbytes_of(result) + mean)
 
 
 def norm_rule(call: Call) -> int:
+    result = call.outputs[0]
+    order = call.arguments.get("ord", call.arguments.get("p"))
+    return _norm_nbytes(call["self"], result.numel(), result.dtype, order)
+
+
+def _norm_nbytes(source: Tensor, num_results: int, dtype: torch.dtype, order: float | None) -> int:
     """Count a cast; and all magnitudes of complex numbers, as complex numbers first, for the largest or the least.
 
     The norm of single elements also takes the magnitudes of complex ones; or in order 0, a number to compare with.
     """
-    source, result = call["self"], call.outputs[0]
-    order = call.arguments.get("ord", call.arguments.get("p"))
-    is_single = source.numel() == result.numel()
+    is_single = source.numel() == num_results
     compared = 8 + source.itemsize if is_single and order == 0 else 0
     if not source.is_complex():
-        return compared + (nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0)
-    cast = nbytes_of(source, 2 * result.itemsize) if source.itemsize != 2 * result.itemsize else 0
-    if isinstance(order, float) and math.isinf(order):
-        return cast + nbytes_of(source, 3 * result.itemsize)
-    return cast + max(compared, nbytes_of(source, 2 * result.itemsize) if is_single else 0)
+        return compared + (nbytes_of(source, dtype.itemsize) if source.dtype != dtype else 0)
+    cast = nbytes_of(source, 2 * dtype.itemsize) if source.itemsize != 2 * dtype.itemsize else 0
+    if order is not None and math.isinf(order):
+        return cast + nbytes_of(source, 3 * dtype.itemsize)
+    return cast + max(compared, nbytes_of(source, 2 * dtype.itemsize) if is_single else 0)
 
 
 def logsumexp_rule(call: Call) -> int:
@@ -163,6 +178,12 @@ def histograms_rule(call: Call) -> int:
     return numel * counts.itemsize + contiguous_copy_nbytes(*copied) + SCALAR_NBYTES
 
 
+def bin_edges_rule(call: Call) -> int:
+    """Count `_histogramdd_bin_edges`: a copy of points that no view has in rows; the extremes end before the edges."""
+    source = call["self"]
+    return 0 if _is_flat(source, source.dim() - 1) else contiguous_copy_nbytes(source)
+
+
 def segments_rule(call: Call) -> int:
     """Count contiguous copies for `segment_reduce`; between these, and before the result, lengths summed up."""
     lengths = call["lengths"]
@@ -172,10 +193,12 @@ def segments_rule(call: Call) -> int:
 
 
 def renorm_rule(call: Call) -> int:
-    """Count a factor per slice; and a float32 copy of low precision."""
-    source = call["self"]
-    low = nbytes_of(source, 4) if source.dtype in LOW_PRECISION else 0
-    return low + source.shape[call["dim"]] * max(4, source.itemsize)
+    """Count a norm per slice; and after it, a factor that has another dtype, computed in the norm's."""
+    source, num_slices = call["self"], call["self"].shape[call["dim"]]
+    dtype = torch.float32 if source.dtype in LOW_PRECISION else source.dtype.to_real()
+    factor = num_slices * (source.itemsize + dtype.itemsize) if source.dtype != dtype else 0
+    norms = _norm_nbytes(source, num_slices, dtype, call["p"])
+    return num_slices * dtype.itemsize + max(norms, factor)
 
 
 def count_nonzero_rule(call: Call) -> int:

@@ -21,7 +21,7 @@ from chunkc.passes.memory.scratch.convolution import (
     convolution_nbytes,
     read_convolution,
 )
-from chunkc.passes.memory.scratch.copies import contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
+from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import common_dtype, number_dtype, number_nbytes, numbers_in
 from chunkc.passes.memory.scratch.products import (
     attention_backward_nbytes,
@@ -200,12 +200,13 @@ def triangle_rule(call: Call) -> int:
 def log_gamma_rule(call: Call) -> int:
     """Count `mvlgamma`: operands of `p` terms, and a number that is added to their sum; in place, the result too.
 
-    Terms of few elements, or of none, take `p` numbers.
+    Before there is a result, the operands are made of `p` numbers and a cast.
     """
     result, terms = call.outputs[0], call["p"]
     number = 8 + (result.itemsize if result.dtype != torch.float64 else 0)
     made = nbytes_of(result) if call.target._schema.is_mutable else 0
-    return terms * nbytes_of(result) + max(made + number, terms * result.itemsize - nbytes_of(result))
+    making = terms * result.itemsize + _casts(call, call.tensors) - (nbytes_of(result) - made)
+    return terms * nbytes_of(result) + max(made + number, making)
 
 
 def distance_rule(call: Call) -> int:
@@ -230,15 +231,22 @@ def scaled_rule(call: Call) -> int:
 
 
 def ldexp_rule(call: Call) -> int:
-    """Count a power of two for every exponent; and the number 2, or casts for the product."""
-    exponents, result = call["other"], call.outputs[0]
-    dtype, in_place = torch.result_type(exponents, 2.0), call.target._schema.is_mutable
-    powers = exponents.new_empty((), dtype=dtype, device="meta").expand(exponents.shape)
-    factors = [call["self"], powers, *([result] if in_place else [])]
-    common = common_dtype(factors[:2], [], call.outputs)
-    casts = sum(nbytes_of(factor, common.itemsize) for factor in factors if factor.dtype != common)
-    number = number_nbytes(2.0) + (dtype.itemsize if dtype != torch.float64 else 0)
-    return nbytes_of(powers) + max(casts, number - (0 if in_place else nbytes_of(result)))
+    """Count a power of two for every exponent, with its base and casts; or, after that, casts for the product.
+
+    A floating number with an integer exponent takes nothing (`BinaryOps.cpp`, `_ldexp_int_exponent`).
+    """
+    source, exponents, result = call["self"], call["other"], call.outputs[0]
+    if source.is_floating_point() and not (exponents.is_floating_point() or exponents.is_complex()):
+        return 0
+    has_own_base = source.is_complex() or (source.is_floating_point() and source.dtype != torch.float32)
+    base = torch.empty((), dtype=source.dtype if has_own_base else torch.float64, device="meta")
+    dtype = torch.result_type(exponents, base if has_own_base else 2.0)
+    powers = torch.empty((), dtype=dtype, device="meta").expand(exponents.shape)
+    made = [result] if call.target._schema.is_mutable else []
+    common = common_dtype([source, powers], [], call.outputs)
+    multiplying = sum(nbytes_of(t, common.itemsize) for t in (source, powers, *made) if t.dtype != common)
+    raising = base.itemsize + sum(nbytes_of(t, dtype.itemsize) for t in (base, exponents) if t.dtype != dtype)
+    return nbytes_of(powers) + max(multiplying, raising - (0 if made else nbytes_of(result)))
 
 
 def isinf_rule(call: Call) -> int:
@@ -341,6 +349,21 @@ def matrix_product_rule(call: Call) -> int:
 def sampled_product_rule(call: Call) -> int:
     """Bound `sparse_sampled_addmm`: the product, dense, and its sum with the addend; contiguous copies."""
     return 2 * nbytes_of(call.outputs[0]) + contiguous_copy_nbytes(call["mat1"], call["mat2"]) + SCALAR_NBYTES
+
+
+def sparse_reduction_rule(call: Call) -> int:
+    """Count `_sparse_mm_reduce_impl`: a contiguous copy of the dense matrix; in low precision, a sum per thread."""
+    other = call["other"]
+    sums = 4 * call.num_threads * other.shape[-1] if other.dtype in LOW_PRECISION else 0
+    return contiguous_copy_nbytes(other) + sums
+
+
+def sparse_reduction_backward_rule(call: Call) -> int:
+    """Bound the backward: positions, sorted by column, as 64-bit integers; values in that order; contiguous copies."""
+    sparse, grad = call["self"], call["grad_out"]
+    positions = 8 * (6 * sparse._nnz() + sparse.shape[-1] + 3) + 2 * sparse._nnz() * sparse.itemsize
+    copies = contiguous_copy_nbytes(grad, call["weight"], call["arg_out"])
+    return positions + copies + nbytes_of(grad) + 4 * call.num_threads * grad.shape[-1]
 
 
 def _sparse_product_nbytes(left: Tensor, right: Tensor, result: Tensor) -> int:

@@ -101,7 +101,7 @@ def test_a_declaration_that_makes_no_sense_is_refused(name: object, function: ob
 def test_every_record_is_of_an_operator_and_of_no_other_record_s() -> None:
     for name in operators.OPERATORS:
         namespace, operator = name.split("::")
-        if namespace != "transformers":
+        if namespace not in ("transformers", "torch_nn"):
             there = getattr(torch.ops, namespace)
             assert hasattr(there, operator) or hasattr(there, f"{operator}_"), name
     assert sum(len(names.split()) for _, names in operators._GROUPS) == len(operators.OPERATORS)
@@ -129,6 +129,11 @@ def test_calls_on_sparse_matrices_take_no_more_than_predicted(size: int) -> None
         calls += [(aten._to_sparse.sparse_dim, (dense, 2))]
     calls += [(aten.sparse_mask.default, (matrix.t(), mask)) for mask in (listed, compressed)]
     calls += [(aten.sparse_sampled_addmm.default, (compressed, left, matrix)) for left in (matrix, matrix.t())]
+    for other, reduce in itertools.product((matrix, matrix.t(), matrix.bfloat16()), ("sum", "mean", "amax")):
+        sparse, at = compressed.to(other.dtype), torch.zeros(size, size, dtype=torch.int64)
+        calls += [(aten._sparse_mm_reduce_impl.default, (sparse, other, reduce))]
+        backward = (sparse, other.t(), other, reduce, at, [True, True])
+        calls += [(aten._sparse_mm_reduce_impl_backward.default, backward)]
     wrong = []
     for target, args in calls:
         try:

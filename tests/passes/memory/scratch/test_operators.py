@@ -185,6 +185,14 @@ def test_windows_that_overlap(size: int, step: int) -> None:
     assert measured == cpu.scratch_nbytes(torch.ops.aten.unfold_backward.default, args, {}, result, 2)
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.complex64], ids=str)
+def test_threads_share_out_a_variance_of_everything(kind: torch.dtype) -> None:
+    x, target = torch.randn(200, 300, dtype=kind), torch.ops.aten.var.correction
+    torch.set_num_threads(8)
+    measured, result = measure(target, (x,), {})
+    assert measured == cpu.scratch_nbytes(target, (x,), {}, result, 8)
+
+
 def shrinkings(arguments: object, *, to_none: bool) -> Iterator[Callable[[Tensor], Tensor]]:
     """Functions of one operand each that make all operands of a call smaller alike. Indices become 0; where there are
     some, no size does, since not every kernel checks them."""
@@ -223,6 +231,7 @@ def test_every_exception_has_a_rule_and_a_measurement() -> None:
     measured = {call[0]._schema.name for make in FAMILIES.values() for call in make(torch.float32)}
     elsewhere = {"aten::convolution", "aten::convolution_backward", "aten::_grouped_mm", "aten::addbmm", "aten::vdot"}
     elsewhere |= {"aten::_to_sparse", "aten::sparse_mask", "aten::sparse_sampled_addmm"}
+    elsewhere |= {"aten::_sparse_mm_reduce_impl_backward"}
     elsewhere |= {"aten::_batch_norm_with_update", "aten::native_batch_norm", "aten::_native_batch_norm_legit"}
     elsewhere |= {f"aten::_scaled_dot_product_flash_attention_for_cpu{end}" for end in ("", "_backward")}
     for name in operators.EXCEPTIONS:
