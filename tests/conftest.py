@@ -52,7 +52,9 @@ os.environ["CHUNKC_VERIFY_PASSES"] = "1"  # of processes that tests start, too
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     """Sort tests into tiers: of one with many variants, `quick(n, second=m)` leaves n in the quick tests and m in the
     second tier. Where CHUNKC_VARIANTS says so, at most as many of each test's are left, of those that `-m` and `-k`
-    take."""
+    take. Refuses names that another process would not give: workers could not share such tests."""
+    if changing := [item.nodeid for item in items if " at 0x" in item.nodeid]:
+        raise pytest.UsageError(f"tests are named after addresses in memory; give them ids: {changing}")
     for found in _variants([i for i in items if i.get_closest_marker("quick") and not i.get_closest_marker("slow")]):
         mark = found[0].get_closest_marker("quick")
         assert mark is not None

@@ -142,7 +142,9 @@ def test_other_graphs_have_other_entries(former: Callable[[], fx.Graph], other: 
 
 
 @pytest.mark.parametrize(
-    "other", [lambda: square(9), lambda: square(dtype=torch.bfloat16), lambda: square().t()], ids=str
+    "other",
+    [lambda: square(9), lambda: square(dtype=torch.bfloat16), lambda: square().t()],
+    ids=["shape", "dtype", "strides"],
 )
 def test_bytes_of_code_depend_on_its_inputs(other: Callable[[], torch.Tensor]) -> None:
     assert asked(graph_of(), "code")
