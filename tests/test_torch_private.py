@@ -52,7 +52,7 @@ ATTRIBUTES = {
 }
 """Attributes of PyTorch's objects that may be read anywhere."""
 
-STANDARD_LIBRARY = {"_fields", "_replace", "_getframe", "_exit", "_ArgumentGroup"}
+STANDARD_LIBRARY = {"_fields", "_replace", "_asdict", "_getframe", "_exit", "_ArgumentGroup"}
 
 
 def is_private(dotted: str) -> bool:

@@ -28,7 +28,7 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
     Call it while the module's call is on the stack, after Dynamo.
     """
     call = compiled_call()
-    if call is not None:
+    if call is not None and call.num_others:
         error = error.with_others(call.num_others)
     if not (error.covers or error.evaluates) or error.training_nbytes is not None:
         return error

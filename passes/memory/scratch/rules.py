@@ -361,7 +361,8 @@ def sparse_reduction_rule(call: Call) -> int:
 def sparse_reduction_backward_rule(call: Call) -> int:
     """Bound the backward: positions, sorted by column, as 64-bit integers; values in that order; contiguous copies."""
     sparse, grad = call["self"], call["grad_out"]
-    positions = 8 * (6 * sparse._nnz() + sparse.shape[-1] + 3) + 2 * sparse._nnz() * sparse.itemsize
+    num_values = sparse.values().numel()
+    positions = 8 * (6 * num_values + sparse.shape[-1] + 3) + 2 * num_values * sparse.itemsize
     copies = contiguous_copy_nbytes(grad, call["weight"], call["arg_out"])
     return positions + copies + nbytes_of(grad) + 4 * call.num_threads * grad.shape[-1]
 
