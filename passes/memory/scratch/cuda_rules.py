@@ -84,6 +84,15 @@ def reduction(call: Call) -> list[int]:
     return [*parts, *copies]
 
 
+def variance(call: Call) -> list[int]:
+    """List a reduction's allocations; for complex numbers, besides, results of the real and of the imaginary parts.
+
+    Source: `ATen/native/ReduceOps.cpp`, `std_var_out`.
+    """
+    of_parts = 2 * [nbytes_of(tensor) for tensor in call.outputs] if call.tensor("self").is_complex() else []
+    return [*reduction(call), *of_parts]
+
+
 def count_nonzero(call: Call) -> list[int]:
     """Count a mask of the elements that are not zero, its int64 copy, and their sum.
 

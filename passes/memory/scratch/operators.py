@@ -240,7 +240,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(reductions.truth_rule, cuda_rules.reduction), "any all"),
     (Operator(reductions.extreme_rule, cuda_rules.reduction), "amax amin aminmax"),
     (Operator(reductions.extreme_with_index_rule, cuda_rules.reduction), "max min argmax argmin"),
-    (Operator(reductions.variance_rule, cuda_rules.reduction), "var std var_mean std_mean"),
+    (Operator(reductions.variance_rule, cuda_rules.variance), "var std var_mean std_mean"),
     (Operator(reductions.norm_rule, cuda_rules.reduction), "norm linalg_vector_norm"),
     (Operator(reductions.median_rule, cuda_sorting.bounded_sort), "median nanmedian"),
     (Operator(reductions.mean_rule, cuda_rules.reduction), "mean"),
