@@ -213,7 +213,7 @@ class Judge:
     def _own_distance(self, column: Column, plain: Trained) -> float:
         """Measure how far plain PyTorch's losses move if weights move by as little as roundings.
 
-        Some models double such a difference with every layer and step: the losses of any other code differ as much.
+        In some models such a difference doubles with every layer and step: under any other code losses differ as much.
         """
         farthest = 0.0
         for seed in range(NUM_NUDGES):

@@ -120,8 +120,8 @@ class BudgetError(ChunkcError):
         if self.num_others:
             others = "another module" if self.num_others == 1 else f"{self.num_others} other modules"
             return (
-                f" for a training step of this compiled module and of those before it: with {others} of the model, "
-                "each compiled by itself, all may need more, as chunkc.report says after a step in a larger budget"
+                f" for a training step of this compiled module and of those before it; {others} of the model, compiled "
+                "separately, may need more: chunkc.report says the minimum of all after a step in a larger budget"
             )
         if self.covers and training_nbytes is not None:
             return " for a whole training step of the compiled module, which was traced, as other graphs may follow"

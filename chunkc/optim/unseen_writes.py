@@ -45,9 +45,8 @@ def note_slots(store: ChunkStore, group: int) -> None:
 def noting_home(session: Session, group: int, job: Callable[[], None]) -> Callable[[], None]:
     """Return a job on any thread that notes what a group's home contains, and then runs `job`."""
     data, table = flat_home(session, group), session.store.checksums.on_host(group)
-    row_sums_cpu.library(
-        MIXED_WORD, words_of(data[KINDS[0]]).dtype
-    )  # compiled here, since Inductor may not be safe on others
+    # Compiled on this thread, since Inductor may not be safe on others.
+    row_sums_cpu.library(MIXED_WORD, words_of(data[KINDS[0]]).dtype)
 
     def run() -> None:
         table.note(row_sums_cpu.checksums, data)

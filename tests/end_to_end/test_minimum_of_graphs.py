@@ -303,9 +303,7 @@ def test_a_block_that_is_compiled_in_place_names_the_minimum_of_itself_alone() -
     with pytest.raises(BudgetError) as refused:
         model(batch(0))
     assert refused.value.num_others == 2
-    assert "for a training step of this compiled module and of those before it: with 2 other modules" in str(
-        refused.value
-    )
+    assert "for a training step of this compiled module and of those before it; 2 other modules" in str(refused.value)
 
 
 def test_a_compiled_function_is_not_traced() -> None:

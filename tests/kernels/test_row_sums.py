@@ -1,6 +1,7 @@
 """Sums over rows: of squares, exact to fp64's rounding, and checksums of words, the same on the CPU and by Triton.
 
-A sum has the same bits wherever its row lies and whoever adds up beside it; a checksum becomes another by any write.
+A sum has the same bits wherever its row lies, and however many rows are summed up at a time; any write changes a
+checksum.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def test_each_row_is_summed_up_by_itself(name: str) -> None:
         torch.testing.assert_close(alone, expected(base, 0, numel), rtol=1e-12, atol=0)
         assert len(alone) == num_rows(numel)
         elsewhere = torch.cat([torch.ones(3, dtype=base.dtype), base])
-        beside = sums_of(row_sums_cpu.sum_squares, elsewhere, [(0, 2), (3, numel), (3, ROW)])
-        assert torch.equal(beside[1 : 1 + len(alone)], alone)
+        together = sums_of(row_sums_cpu.sum_squares, elsewhere, [(0, 2), (3, numel), (3, ROW)])
+        assert torch.equal(together[1 : 1 + len(alone)], alone)
 
 
 def test_no_number_of_threads_changes_a_bit() -> None:

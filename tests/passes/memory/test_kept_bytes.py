@@ -293,7 +293,7 @@ def test_bytes_that_depend_on_more_are_not_kept(folder: Path, case: Callable[[],
     assert not folder.exists()
 
 
-def test_nothing_is_kept_beside_declared_scratch(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_kept_where_scratch_is_declared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked(graph_of())
     with monkeypatch.context() as patch:
         patch.setitem(declared._declared, "aten::mm", lambda *_: 1 << 20)
@@ -308,7 +308,7 @@ def test_recorded_calls_are_seen() -> None:
 
 
 @pytest.mark.parametrize("off", [{"fx_graph_cache": False}, {"force_disable_caches": True}], ids=str)
-def test_who_switches_inductors_cache_off_switches_entries_off(folder: Path, off: dict[str, bool]) -> None:
+def test_entries_are_off_where_inductors_cache_is_off(folder: Path, off: dict[str, bool]) -> None:
     with config.patch(off):
         assert asked(graph_of())
         assert asked(graph_of())
