@@ -10,13 +10,13 @@ from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
-from chunkc.ir.links import TO_DEVICE
 from chunkc.ir.simulate import RESIDENT_UPDATE, HostUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.update_mode import CPU, DEVICE, NONE, UpdateMode, resolved
 from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
+from chunkc.runtime.store.checksums import SAMPLED
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,8 @@ class Updates:
         """Return the seconds in which `step()` reads what the backward has updated, to see that it is unchanged."""
         if not self.undoable or not (groups := step.updated_in_backward - step.resident):
             return 0.0
-        nbytes = sum(step.layout.groups[index].nbytes(kind) for index in groups for kind in (PARAM, GRAD))
-        on_cuda = hardware.kind == "cuda"
-        return hardware.copy_s(TO_DEVICE, nbytes) if on_cuda else nbytes / hardware.update_bytes_per_s
+        params, grads = (sum(step.layout.groups[index].nbytes(kind) for index in groups) for kind in (PARAM, GRAD))
+        return (params + grads / SAMPLED) / sum(hardware.home_read_rates)
 
     def simulated(self, at_home: frozenset[int], layout: ChunkLayout, hardware: Hardware) -> HostUpdateTimes:
         """Return the updates at home for the simulator. On a CPU they overlap nothing: the same cores compute."""

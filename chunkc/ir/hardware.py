@@ -295,6 +295,18 @@ class Hardware:
         return self.cpu_update_bytes_per_s / self.devices_per_host
 
     @property
+    def home_read_rates(self) -> tuple[float, float]:
+        """Bytes per second at which one device and its share of the CPU read homes at once.
+
+        A device reads over its link. Both read the same RAM, which gives the CPU what the link leaves. Where the CPU
+        computes, it alone reads.
+        """
+        if self.kind != "cuda":
+            return self.update_bytes_per_s, 0.0
+        link = next(link.bytes_per_s for link in self.links if link.name == TO_DEVICE)
+        return link, max(0.0, (self.cpu_update_bytes_per_s or 0.0) / self.devices_per_host - link)
+
+    @property
     def devices_per_host(self) -> int:
         """Number of devices of a host; the last host has fewer if hosts cannot share them evenly."""
         return -(-self.num_devices // self.num_hosts)

@@ -38,6 +38,7 @@ from chunkc.runtime.store.consumed_gradients import GradientPlaceholder
 from chunkc.runtime.store.gradient_sums import clock, request_sums
 from chunkc.runtime.store.shards import leaf_of, local_shard_of, local_shards_in
 from chunkc.runtime.store.store import ChunkStore
+from chunkc.runtime.store.watched_gradients import unwatched
 from chunkc.session.declared_states import declare_states, declared_states
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.protocols import Starter
@@ -435,6 +436,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
 
     @torch.compiler.disable
     @torch.no_grad()
+    @unwatched()
     def clip_grad_norm_(
         self, max_norm: float, *, error_if_nonfinite: bool = False, loss_scale: float | torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -474,6 +476,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._clipped = Clipped(unclipped, factor, {id(p): ClippedGradient.of(p, g) for p, g in gradients})
         return result
 
+    @unwatched()
     def scale_of_step(self) -> GradScale:
         """Return the scale of this step's gradients, as kernels take it: a scaler's, and the clipping factor.
 
@@ -487,6 +490,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return GradScale(unscale, clip, None if found_inf is None else found_inf.detach().float().reshape(()))
 
     @torch.no_grad()
+    @unwatched()
     def grad_norm(self) -> torch.Tensor:
         """Return the Euclidean norm of all gradients as they are: 0-dim fp64, finite if and only if each element is.
 
@@ -508,6 +512,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return sum_of_squares(Gradients(gradients, self._groups_read_at)).sqrt()
 
     @torch.no_grad()
+    @unwatched()
     def overflows(self) -> torch.Tensor:
         """Return whether an element of a gradient is not finite: 0-dim fp32, 1 or 0.
 

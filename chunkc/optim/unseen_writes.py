@@ -1,31 +1,33 @@
 """Find what was written between the beginning of a staged update and its commit, where no version counter sees it.
 
 A user may write parameters and gradients through `.data`, an array, a kept view, a collective or a kernel of another
-library: checksums of what the update reads are compared with checksums of home. States are
-larger, and only the optimizer gives them out: an update counts as written to if the user has asked for states since it
-began, or if other code refers to its states or views them.
+library: checksums of what the update reads are compared with checksums of home, where a GPU and the CPU share the work.
+Of gradients that nothing has used since, it is a sample. States are larger, and only the optimizer gives them out: an
+update counts as written to if the user has asked for states since it began, or if other code refers to its states or
+views them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from chunkc.ir.layout import Chunk
+from chunkc.ir.layout import GRAD, Chunk
 from chunkc.ir.sums import Checksum
 from chunkc.kernels import row_sums_cpu, row_sums_triton
 from chunkc.kernels.row_sums import MIXED_WORD
 from chunkc.optim.group_updates import flat_home
 from chunkc.optim.on_device import computes_by_triton
-from chunkc.optim.update_task import SteppingOptimizer
-from chunkc.runtime.store.checksums import KINDS, words_of
+from chunkc.optim.update_task import SteppingOptimizer, UpdateTask, Where
+from chunkc.runtime.store.checksums import KINDS, SAMPLED, words_of
 from chunkc.runtime.store.gradients import has_external_views
 from chunkc.runtime.store.shards import leaf_of
 from chunkc.runtime.store.store import ChunkStore
+from chunkc.runtime.store.watched_gradients import is_unused
 from chunkc.session.session import Session
 
 
@@ -55,24 +57,65 @@ def noting_home(session: Session, group: int, job: Callable[[], None]) -> Callab
     return run
 
 
-def written_groups(session: Session, in_slots: Sequence[int], at_home: Sequence[int]) -> set[int]:
-    """Find groups with parameters or gradients at home that are not what was noted, in slots or at home.
+def written_groups(session: Session, updates: Mapping[int, UpdateTask]) -> set[int]:
+    """Find groups with parameters or gradients at home that are not what was noted when their updates began.
 
     Waits for all computation enqueued so far, and for updates at home.
+
+    Args:
+        updates: by group.
 
     Raises:
         StreamError, HomeError: an update or a copy of a group's home had failed.
     """
-    store = session.store
-    for index in in_slots:
-        data = {kind: store.slots.home_on_tier(Chunk(kind, index)) for kind in KINDS}
-        store.tier.enqueue(store.checksums.on_tier(index).compute, _checksum_on(store.tier.device), data)
-    for mark in store.tier.mark() if in_slots or at_home else ():
+    store, checksums = session.store, session.store.checksums
+    reads = [
+        _Read(index, kind, kind == GRAD and all(is_unused(noted.gradient) for noted in update.noted))
+        for index, update in updates.items()
+        for kind in KINDS
+    ]
+    in_slots = {index for index, update in updates.items() if update.where is Where.SLOTS}
+    for_tier, for_host = _divided(session, [read for read in reads if read.group in in_slots])
+    for_host += [read for read in reads if read.group not in in_slots]
+    before = store.tier.mark() if for_host else ()
+    for index, kind, sample in for_tier:
+        data = store.slots.home_on_tier(Chunk(kind, index))
+        table = checksums.on_tier(index)
+        store.tier.enqueue(partial(table.compute, sample=sample), _checksum_on(store.tier.device), kind, data)
+    after = store.tier.mark() if for_tier else ()
+    for mark in before:
         mark.wait()
-    for index in at_home:
+    for index, kind, sample in for_host:
         store.updates.wait(index)
-        store.checksums.on_host(index).compute(row_sums_cpu.checksums, flat_home(session, index))
-    return {index for index in (*in_slots, *at_home) if not store.checksums.on_host(index).is_unchanged}
+        data = flat_home(session, index)[kind]
+        checksums.on_host(index).compute(row_sums_cpu.checksums, kind, data, sample=sample)
+    for mark in after:
+        mark.wait()
+    return {index for index, kind, sample in reads if not checksums.on_host(index).is_unchanged(kind, sample=sample)}
+
+
+class _Read(NamedTuple):
+    """A kind of data of a group that is read once more; a sample of it, or all."""
+
+    group: int
+    kind: str
+    sample: bool
+
+
+def _divided(session: Session, reads: Iterable[_Read]) -> tuple[list[_Read], list[_Read]]:
+    """Divide reads of homes between the compute tier, over the link, and the CPU, so that both end at one time."""
+    for_tier, for_host = list[_Read](), list[_Read]()
+    tier_rate, host_rate = session.hardware.home_read_rates
+    tier_nbytes = host_nbytes = 0.0
+    for read in reads:
+        nbytes = session.store.layout.groups[read.group].nbytes(read.kind) / (SAMPLED if read.sample else 1)
+        if (tier_nbytes + nbytes) * host_rate <= (host_nbytes + nbytes) * tier_rate:
+            tier_nbytes += nbytes
+            for_tier.append(read)
+        else:
+            host_nbytes += nbytes
+            for_host.append(read)
+    return for_tier, for_host
 
 
 def noted_states(states: Mapping[str, torch.Tensor]) -> list[tuple[str, int, int]]:

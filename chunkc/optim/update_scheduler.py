@@ -51,6 +51,7 @@ from chunkc.optim.update_mode import AUTO, UpdateMode, resolved
 from chunkc.optim.update_task import NotedParameter, SteppingOptimizer, Task, UpdateTask, Where
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
+from chunkc.runtime.store.watched_gradients import unwatched, watch
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.session import Session, sessions_of
 
@@ -213,6 +214,7 @@ class SessionUpdates(BoundToSession):
             store.shadow_copies.begin(index)
             update.noted, update.has_begun = [self._note(task) for task in update.tasks], True
             self.begun[index] = update
+            self._watch_gradients(update)
             return update
         stand_ins = {task.name: ConsumedGradient(task.parameter, task.name) for task in update.tasks}
         update.noted = [self._note(task, stand_ins[task.name]) for task in update.tasks]
@@ -263,6 +265,8 @@ class SessionUpdates(BoundToSession):
         update.at_home = HomeUpdate(job, update.label, store.slots.home_marks(group))
         update.noted = [self._note(task) for task in tasks]
         self.begun[group] = update  # before it begins: it may be interrupted
+        if update.is_staged:
+            self._watch_gradients(update)
         store.updates.begin(group, update.at_home)
         return True
 
@@ -299,14 +303,13 @@ class SessionUpdates(BoundToSession):
                 store.shadow_copies.roll_back(index)
                 del self.begun[index]
 
+    @unwatched()
     def validate(self, is_as_assumed: bool) -> None:
         """Undo the staged updates that would differ now: all, unless the scale of gradients is as was assumed."""
         self._eligibility.follow()
         unchanged = [index for index in self.begun if is_as_assumed and self._stands(index)]
         self.take_back([index for index in self.begun if index not in unchanged], by_program=is_as_assumed)
-        at_home = [index for index in unchanged if self.begun[index].where is Where.HOME]
-        in_slots = [index for index in unchanged if index not in at_home]
-        self.take_back(written_groups(self._session, in_slots, at_home))
+        self.take_back(written_groups(self._session, {index: self.begun[index] for index in unchanged}))
 
     def _stands(self, index: int) -> bool:
         """Whether nothing has changed since a staged update of a group began, and the update is complete."""
@@ -400,6 +403,11 @@ class SessionUpdates(BoundToSession):
             for task in tasks.values():
                 raise UnsupportedError(f"{task.name} got its gradient {_CHANGED_LATE}")
             update.check_complete()
+
+    @staticmethod
+    def _watch_gradients(update: UpdateTask) -> None:
+        for noted in update.noted:
+            watch(noted.gradient)
 
     def _note(self, task: Task, gradient: torch.Tensor | None = None) -> NotedParameter:
         """Note a parameter as its update begins, with its gradient or that gradient's stand-in."""

@@ -33,6 +33,11 @@ def without_autocast() -> AbstractContextManager[Any]:
     return torch._C._DisableAutocast()
 
 
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Let functions and attributes of tensors ignore `__torch_function__` of their classes inside the block."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 def current_graph_task() -> int:
     """Return the id of the backward that this thread runs now; -1 if it runs none."""
     return torch._C._current_graph_task_id()

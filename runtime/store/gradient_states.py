@@ -49,6 +49,7 @@ from chunkc.runtime.store.gradients import (
 )
 from chunkc.runtime.store.parameter_views import ParameterViews
 from chunkc.runtime.store.slots import ChunkSlots, Slot
+from chunkc.runtime.store.watched_gradients import unwatched
 
 
 class Trainers:
@@ -155,6 +156,7 @@ class Gradients:
             return False
         return self._views.layout.groups[chunk.group].replicated_numel(chunk) > 0
 
+    @unwatched()
     def complete(self, chunk: Chunk, slot: Slot) -> None:
         """Note that a group's gradients are complete in their slot, and about to be written home."""
         group, parameters = self._views.layout.groups[chunk.group], self._views.of_group(chunk.group)
@@ -199,6 +201,7 @@ class Gradients:
         self._handed_out[name] = HandedOut.of(view)
         return view
 
+    @unwatched()
     def collect(self, index: int) -> bool:
         """Copy the group's gradients home that are not there; return whether the group has any gradient.
 
@@ -226,6 +229,7 @@ class Gradients:
                 self._slots.tier.enqueue(home.copy_, source)
         return has_gradients
 
+    @unwatched()
     def take_home(self) -> list[torch.Tensor]:
         """Collect the user's own gradients, and a hook's, unless they must stay where they are; frees their memory.
 
@@ -276,6 +280,7 @@ class Gradients:
 
     # --- user code's own gradients ---
 
+    @unwatched()
     def find_autograd_owned(self) -> frozenset[str]:
         """Find and note the parameters with a `.grad` that must stay the same tensor, so that autograd adds to it.
 

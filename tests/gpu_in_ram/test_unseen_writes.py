@@ -12,11 +12,18 @@ from harness import session_of
 from torch import Tensor, nn
 
 import chunkc
+from chunkc.ir.hardware import Hardware
 from chunkc.runtime.store.shadow_copies import ShadowCopies
 
 pytestmark = pytest.mark.arithmetic
 
 NUM_STEPS = 6
+
+
+@pytest.fixture(autouse=True)
+def both_read_homes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the device and the CPU read homes at one rate before a commit, so that each gets some."""
+    monkeypatch.setattr(Hardware, "home_read_rates", property(lambda _: (1.0, 1.0)))
 
 
 def options(budget_nbytes: int) -> dict[str, object]:

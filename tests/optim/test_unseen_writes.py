@@ -11,6 +11,8 @@ from between_cases import ACTS, Between, UserAct, clip_in_the_step, nothing_but_
 from harness import array, differences
 from slot_cases import ADAMW, Subject, begun_groups
 
+from chunkc.ir.layout import GRAD
+from chunkc.runtime.store.checksums import ChecksumTable
 from chunkc.runtime.store.shadow_copies import ShadowCopies
 
 pytestmark = pytest.mark.timeout(120)
@@ -75,3 +77,37 @@ def test_nor_in_bf16(act: UserAct, more: dict[str, Any]) -> None:
     """Each write in one of the formats in the second tier, in all of them in the slow tests."""
     found, _ = trained("backward", act, torch.bfloat16, **more)
     assert not differences(found, trained("none", act, torch.bfloat16, **more)[0])
+
+
+def reads(act: UserAct) -> list[tuple[bool, bool]]:
+    """Of the reads of homes before commits after the act: whether of a gradient, and whether of a sample."""
+    made = Subject("backward", dtype=torch.float32, arguments={**ADAMW, "undoable": True}, codegen="eager")
+    now, found, compute = Between(made.model, made.optimizer, WEIGHT), [], ChecksumTable.compute
+
+    def noting(table: ChecksumTable, checksum: Any, kind: str, data: torch.Tensor, *, sample: bool) -> None:
+        found.append((kind == GRAD, sample))
+        compute(table, checksum, kind, data, sample=sample)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChecksumTable, "compute", noting)
+        for step in range(3):
+            made.backward(step)
+            act(now)
+            made.optimizer.clip_grad_norm_(1e9)
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+    return found
+
+
+def test_gradients_that_nobody_uses_are_read_in_part() -> None:
+    """chunkc's own clipping and step are no use."""
+    found = reads(lambda _: None)
+    assert (True, True) in found
+    assert (True, False) not in found
+    assert (False, True) not in found
+
+
+def test_gradients_that_somebody_has_read_are_read_in_whole() -> None:
+    found = reads(lambda now: now.grad.norm().item())
+    assert (True, False) in found
+    assert (True, True) in found
