@@ -22,7 +22,7 @@ from torch import fx
 import chunkc.ir
 from chunkc.ir.program import Estimate, MemoryStep, SegmentMemory
 from chunkc.machines.operators import operators_path
-from chunkc.passes.graphs.graphs import is_compute, module_path, placeholders, storage_key, tensors_of
+from chunkc.passes.graphs.graphs import is_compute, module_path, placeholders, tensors_of
 from chunkc.passes.graphs.shapes import AS_TRACED, Shapes
 from chunkc.passes.graphs.symbols import free_symbols
 from chunkc.passes.memory.scratch.declared import any_declared
@@ -111,14 +111,9 @@ def _input_text(node: fx.Node) -> str:
 
 
 def _graph_texts(graph: fx.Graph) -> Iterator[str]:
-    """Yield the operations of a graph, and the module and the storages of each."""
+    """Yield the operations of a graph with their storages, and the module of each."""
     yield canonical_text(graph)
-    numbers: dict[int, int] = {}
-    for node in graph.nodes:
-        yield module_path(node)
-        for tensor in tensors_of(node):
-            number = numbers.setdefault(storage_key(tensor), len(numbers))
-            yield f"{number} {tensor.untyped_storage().nbytes()} {tensor.is_conj()}"
+    yield from map(module_path, graph.nodes)
 
 
 def _digest(texts: Iterable[str | bytes]) -> str:

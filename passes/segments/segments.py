@@ -178,7 +178,10 @@ def _build(
 
 
 def canonical_text(graph: fx.Graph) -> str:
-    """Return a text that is equal for two segments exactly if the same code serves both."""
+    """Return a text that is equal for two segments exactly if the same code and the same predicted bytes serve both.
+
+    Bytes depend on more than code does: an operator may copy the whole storage of an input, or resolve its conjugate.
+    """
     names: dict[fx.Node, str] = {}
     shared: dict[int, str] = {}  # storage of an input -> the first input in it
     lines = []
@@ -197,7 +200,9 @@ def canonical_text(graph: fx.Graph) -> str:
 
 def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{tuple(value.shape)}{tuple(value.stride())}{value.storage_offset()}{value.device}"
+        lies = f"{tuple(value.shape)}{tuple(value.stride())}{value.storage_offset()}"
+        bits = f"{value.is_conj():d}{value.is_neg():d}"
+        return f"{value.dtype}{lies} {value.untyped_storage().nbytes()} {bits}{value.device}"
     if isinstance(value, (tuple, list)):
         return ",".join(_describe(item) for item in value)
     return repr(value)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from cut_cases import blocks_graph, mlp_graph, ops, run_pieces, trace
 from torch import fx
 
-from chunkc.passes.codegen import EagerSegment
+from chunkc.passes.codegen import EagerSegment, describe_segment
 from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned
 from chunkc.passes.segments.cuts import cut
 from chunkc.passes.segments.segments import SegmentTable, canonical_text, extract, recompute_pieces
@@ -159,6 +162,44 @@ def test_canonical_text_forgets_names_only() -> None:
 def test_canonical_text_tells_other_code_apart(other) -> None:
     one = trace(lambda x, y: (x + y * 2,), torch.ones(3), torch.ones(3)).graph
     assert canonical_text(one) != canonical_text(trace(other, torch.ones(3), torch.ones(3)).graph)
+
+
+def rows_of(num_rows: int) -> torch.Tensor:
+    """Eight rows in the storage of more."""
+    return torch.ones(num_rows, 8)[:8]
+
+
+COMPLEX = torch.ones(8, 8, dtype=torch.complex64)
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x, y: (torch.slice_scatter(x, y[:2], 0, 0, 2),), (rows_of(8), rows_of(64))),
+        (lambda x, y: (torch.mm(x, y),), (COMPLEX.clone(), COMPLEX.clone().conj())),
+    ],
+    ids=["bytes of a storage", "conjugated"],
+)
+def test_segments_of_other_bytes_share_no_prediction(function: Any, inputs: Sequence[torch.Tensor]) -> None:
+    def peaks_nbytes(tables: Sequence[SegmentTable]) -> list[int]:
+        found = []
+        for x, table in zip(inputs, tables, strict=True):
+            gm = trace(function, x, torch.ones_like(x))
+            (piece,) = extract(gm, cut(gm.graph, groups={}, gradient_groups={}), table)
+            found.append(max(step.nbytes for step in describe_segment(piece.segment, "eager", 2).steps))
+        return found
+
+    alone = peaks_nbytes([SegmentTable() for _ in inputs])
+    assert len(set(alone)) == len(inputs)
+    assert peaks_nbytes([SegmentTable()] * len(inputs)) == alone
+
+
+def test_canonical_text_tells_negated_inputs_apart() -> None:
+    negated = COMPLEX.conj().imag
+    inputs = negated, torch._neg_view(negated)
+    texts = {canonical_text(trace(lambda x: (x + 1,), x).graph) for x in inputs}
+    assert [x.is_neg() for x in inputs] == [True, False]
+    assert len(texts) == 2
 
 
 def test_canonical_text_tells_strides_and_offsets_apart() -> None:
