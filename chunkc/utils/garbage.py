@@ -1,4 +1,4 @@
-"""Switch Python's garbage collector off while graphs are traced and planned."""
+"""Switch Python's garbage collector off while modules are imported, and graphs are traced and planned."""
 
 from __future__ import annotations
 
