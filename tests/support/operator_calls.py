@@ -975,6 +975,11 @@ def decompositions(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten.cholesky.default, definite)
             yield call(aten.cholesky_inverse.default, definite)
             yield call(aten.cholesky_solve.default, x, definite)
+    many, wide = torch.randn(9, 61, 61, dtype=torch.complex128), torch.randn(9, 61, 150, dtype=torch.complex128)
+    for determinant in (aten._linalg_det, aten._linalg_slogdet):
+        yield call(determinant.default, many)
+    for driver in ("gels", "gelsy", "gelsd", "gelss"):
+        yield call(aten.linalg_lstsq.default, wide, many, driver=driver)
 
 
 @family

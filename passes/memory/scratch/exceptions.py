@@ -55,15 +55,15 @@ STATISTICS = Inexact(
 )
 LAPACK = Inexact(
     "always",
-    "LAPACK says only when it runs how much workspace it wants",
-    "a copy of the matrices, pivots, and LAPACK's usual block of 64 columns",
+    "LAPACK says only when it runs how much workspace it wants, and of small matrices it wants little",
+    "copies of the matrices, pivots, and for each row or column of one matrix the most that MKL was seen to want",
+    loose=True,
     measurable=True,
 )
-WORKSPACE = Inexact(
+FOURIER = Inexact(
     "always",
-    "LAPACK says only when it runs how much workspace it wants, and of small matrices it wants little",
-    "a copy of the matrices where there is one, and for each row or column of one matrix the most numbers that MKL was "
-    "seen to want",
+    "MKL copies what it transforms if the other dimensions are not one in memory",
+    "a copy, made or not; for real results two",
     loose=True,
     measurable=True,
 )

@@ -114,16 +114,6 @@ def search_casts(arguments: Mapping[str, Any]) -> tuple[int, list[int]]:
     return 0 if is_tensor else number_nbytes(values), casts
 
 
-def membership_rule(call: Call) -> int:
-    """Bound `isin`: both are sorted together, without duplicates; a few test elements are compared one by one."""
-    elements, test = call["elements"], call["test_elements"]
-    if test.numel() < 10:
-        return 0
-    sorting = 16 + 2 * elements.itemsize
-    finding = 0 if call["assume_unique"] else 8
-    return (sorting + finding) * elements.numel() + sorting * test.numel()
-
-
 def index_rule(call: Call) -> int:
     """Count indices that are not int64, broadcast and converted; and for a mask, one index per dimension.
 
@@ -179,20 +169,6 @@ def sparse_mask_rule(call: Call) -> int:
     """Bound `sparse_mask`: of each element a value, twice its position and where it is, and a boolean."""
     source = call["self"]
     return source.numel() * (source.itemsize + 8 * (2 * source.dim() + 1) + 1) + 32
-
-
-def unique_rule(call: Call) -> int:
-    """Bound `_unique`, `_unique2`: values sorted, their positions twice, and a contiguous copy."""
-    source = call["self"]
-    return nbytes_of(source) + 16 * source.numel() + contiguous_copy_nbytes(source) + 8 * call.num_threads + 16
-
-
-def unique_slices_rule(call: Call) -> int:
-    """Bound `unique_dim`, `unique_consecutive`: the slices, copied and sorted, with their positions."""
-    source, dim = call["self"], call.arguments["dim"]
-    if dim is None or not source.dim():
-        return contiguous_copy_nbytes(source) + 16
-    return 2 * nbytes_of(source) + contiguous_copy_nbytes(source) + 16 * source.shape[dim] + 16
 
 
 def masked_scatter_rule(call: Call) -> int:

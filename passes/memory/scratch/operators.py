@@ -18,7 +18,6 @@ from chunkc.passes.memory.scratch import (
     cuda_rules,
     cuda_sorting,
     exceptions,
-    fourier,
     images,
     indexing,
     linear_algebra,
@@ -27,6 +26,7 @@ from chunkc.passes.memory.scratch import (
     reductions,
     rules,
 )
+from chunkc.passes.memory.scratch.bounds import Bound
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION
 from chunkc.passes.memory.scratch.exceptions import BEYOND_OPERATORS, Inexact
 
@@ -162,9 +162,10 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         _segment_reduce_backward
         """,
     ),
-    (Operator(indexing.membership_rule, inexact=exceptions.REPEATED), "isin"),
-    (Operator(indexing.unique_rule, inexact=exceptions.REPEATED), "_unique _unique2"),
-    (Operator(indexing.unique_slices_rule, inexact=exceptions.REPEATED), "unique_dim unique_consecutive"),
+    (
+        Operator(Bound(copies=4, positions=5), inexact=exceptions.REPEATED),
+        "isin _unique _unique2 unique_dim unique_consecutive",
+    ),
     (Operator(indexing.masked_select_rule, inexact=exceptions.SELECTED), "masked_select"),
     (Operator(indexing.nonzero_static_rule, inexact=exceptions.SELECTED), "nonzero_static"),
     (Operator(indexing.to_sparse_rule, inexact=exceptions.SELECTED), "_to_sparse"),
@@ -177,7 +178,6 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(reductions.bin_edges_rule), "_histogramdd_bin_edges"),
     (Operator(rules.sparse_reduction_rule), "_sparse_mm_reduce_impl"),
     (Operator(rules.sparse_reduction_backward_rule, inexact=exceptions.STEPS), "_sparse_mm_reduce_impl_backward"),
-    (Operator(linear_algebra.least_squares_rule, inexact=exceptions.WORKSPACE), "linalg_lstsq"),
     (Operator(indexing.closeness_rule, inexact=exceptions.STEPS), "allclose"),
     (
         Operator(rules.pointwise_rule, cuda_rules.nothing),
@@ -397,28 +397,30 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.nothing_rule, cuda_rules.bernoulli), "bernoulli"),
     (Operator(random_numbers.randomised_relu_rule), "rrelu_with_noise_functional"),
     # --- linear algebra ---
+    (Operator(Bound(rows=32), inexact=exceptions.LAPACK), "_linalg_det _linalg_slogdet _linalg_solve_ex"),
     (
-        Operator(linear_algebra.copy_and_pivots_rule, inexact=exceptions.LAPACK),
-        "linalg_inv_ex linalg_solve_triangular linalg_lu_solve triangular_solve cholesky_solve",
+        Operator(Bound(copies=2, rows=16), inexact=exceptions.LAPACK),
+        """
+        linalg_inv_ex linalg_solve_triangular linalg_lu_solve triangular_solve cholesky_solve linalg_cholesky_ex
+        cholesky cholesky_inverse lu_unpack
+        """,
     ),
-    (Operator(linear_algebra.pivots_rule, inexact=exceptions.LAPACK), "_linalg_det _linalg_slogdet _linalg_solve_ex"),
-    (Operator(linear_algebra.decomposition_rule, inexact=exceptions.LAPACK), "_linalg_svd _linalg_eigh"),
-    (Operator(linear_algebra.qr_rule, inexact=exceptions.WORKSPACE), "linalg_qr"),
-    (Operator(linear_algebra.reflectors_rule, inexact=exceptions.WORKSPACE), "geqrf"),
-    (Operator(linear_algebra.householder_product_rule, inexact=exceptions.WORKSPACE), "linalg_householder_product"),
-    (Operator(linear_algebra.reflected_product_rule, inexact=exceptions.WORKSPACE), "ormqr"),
-    (Operator(linear_algebra.eigenvectors_rule, inexact=exceptions.WORKSPACE), "linalg_eig"),
-    (Operator(linear_algebra.eigenvalues_rule, inexact=exceptions.WORKSPACE), "_linalg_eigvals linalg_eigvals"),
-    (Operator(linear_algebra.pseudoinverse_rule, inexact=exceptions.LAPACK), "linalg_pinv"),
-    (Operator(linear_algebra.cholesky_rule, inexact=exceptions.WORKSPACE), "cholesky cholesky_inverse"),
-    (Operator(linear_algebra.cholesky_factor_rule, inexact=exceptions.LAPACK), "linalg_cholesky_ex"),
-    (Operator(linear_algebra.ldl_rule, inexact=exceptions.WORKSPACE), "linalg_ldl_factor_ex"),
-    (Operator(linear_algebra.lu_unpack_rule, inexact=exceptions.LAPACK), "lu_unpack"),
-    (Operator(linear_algebra.check_rule, cuda_rules.check), "_linalg_check_errors"),
-    (Operator(linear_algebra.lu_rule, inexact=exceptions.LAPACK), "linalg_lu"),
+    (Operator(Bound(copies=3, rows=24), inexact=exceptions.LAPACK), "linalg_lu"),
+    (Operator(Bound(copies=5, rows=32), inexact=exceptions.LAPACK), "linalg_pinv"),
+    (Operator(Bound(copies=2, work=64), inexact=exceptions.LAPACK), "_linalg_svd _linalg_eigh"),
+    (
+        Operator(Bound(work=97), inexact=exceptions.LAPACK),
+        "geqrf linalg_householder_product linalg_ldl_factor_ex",
+    ),
+    (Operator(Bound(copies=2, work=97), inexact=exceptions.LAPACK), "linalg_qr"),
+    (Operator(Bound(copies=1, work=97, numbers=13_500), inexact=exceptions.LAPACK), "ormqr"),
+    (Operator(Bound(copies=2, rows=16, work=396), inexact=exceptions.LAPACK), "linalg_eig"),
+    (Operator(Bound(copies=1, rows=16, work=40), inexact=exceptions.LAPACK), "_linalg_eigvals linalg_eigvals"),
+    (Operator(Bound(copies=2, rows=32, work=240, numbers=1024), inexact=exceptions.LAPACK), "linalg_lstsq"),
     (Operator(linear_algebra.matrix_exp_rule, inexact=exceptions.POWERS), "linalg_matrix_exp"),
-    (Operator(fourier.transform_rule), "_fft_r2c _fft_c2c"),
-    (Operator(fourier.to_real_rule), "_fft_c2r"),
+    (Operator(linear_algebra.check_rule, cuda_rules.check), "_linalg_check_errors"),
+    (Operator(Bound(copies=1), inexact=exceptions.FOURIER), "_fft_r2c _fft_c2c"),
+    (Operator(Bound(copies=2), inexact=exceptions.FOURIER), "_fft_c2r"),
     # --- elementwise operators on the CPU, which take more on CUDA devices ---
     (Operator(cuda=cuda_rules.is_finite), "isfinite"),
     # --- collectives of a model: on gloo, and on NCCL, which writes straight to where results are to be ---
