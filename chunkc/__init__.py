@@ -6,7 +6,7 @@ optimizer = chunkc.optim.AdamW(model.parameters(), lr=3e-4)
 
 from chunkc.utils.garbage import no_automatic_collection
 
-with no_automatic_collection():  # which would visit the objects of all modules several times: a fifth of the import
+with no_automatic_collection():  # which would visit the objects of all modules several times: an eighth of the import
     from chunkc import checkpoint, optim
     from chunkc.checkpoint.training import Checkpoint
     from chunkc.distribute import distribute
