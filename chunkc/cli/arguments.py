@@ -15,7 +15,7 @@ from chunkc.ir.text import one_line, short
 from chunkc.machines.datasheets import KNOWN_CLUSTERS
 from chunkc.machines.presets import PRESETS, default_hardware_path
 from chunkc.models import MODELS
-from chunkc.optim.update_mode import DEVICE, NONE, OVERLAP, UPDATE_ON
+from chunkc.optim.update_mode import AUTO, DEVICE, OVERLAP, UPDATE_ON
 
 BAD_INPUT = 2
 """Exit code for invalid input."""
@@ -137,7 +137,7 @@ def _add_optimizer_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--stochastic-rounding", action="store_true", help="of what is kept in bfloat16")
     group.add_argument("--momentum", type=float, help="of sgd; default: 0")
     group.add_argument("--update-on", choices=list(UPDATE_ON), default=DEVICE, help="default: device")
-    group.add_argument("--overlap", choices=list(OVERLAP), default=NONE, help="default: none")
+    group.add_argument("--overlap", choices=list(OVERLAP), default=AUTO, help="default: auto")
     group.add_argument("--undoable", action="store_true", help="step() can undo what the backward has updated")
 
 

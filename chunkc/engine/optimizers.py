@@ -31,7 +31,7 @@ class _Params(Section):
     weight_decay: float | None = Field(None, ge=0)
     maximize: StrictBool = False
     update_on: Literal["device", "cpu", "auto"] | None = None
-    overlap: Literal["auto", "none", "forward", "backward", "both"] = "none"
+    overlap: Literal["auto", "none", "forward", "backward", "both"] = "auto"
 
     def check(self) -> None:
         """Raise UnsupportedError for a parameter that asks for a feature chunkc's optimizer does not have."""

@@ -49,7 +49,7 @@ from chunkc.ir.simulate import step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.presets import load_hardware
-from chunkc.optim.update_mode import DEVICE, NONE
+from chunkc.optim.update_mode import AUTO, DEVICE
 from chunkc.options import LossTileRows, Options, parse_options, resolve_budget
 from chunkc.passes.planning.residency import everything
 from chunkc.session.declared_states import state_format_of
@@ -80,7 +80,7 @@ def explain(
     loss_tile_rows: LossTileRows | None = None,
     strict: bool | None = None,
     update_on: str = DEVICE,
-    overlap: str = NONE,
+    overlap: str = AUTO,
     undoable: bool = False,
     optimizer: str | None = None,
     moments_dtype: torch.dtype | str | None = None,

@@ -16,7 +16,7 @@ from chunkc.optim.lamb import LAMB
 from chunkc.optim.lion import Lion
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.optim.sgd import SGD
-from chunkc.optim.update_mode import DEVICE, NONE
+from chunkc.optim.update_mode import AUTO, DEVICE
 from chunkc.session.declared_states import Declared, declared, state_format_of
 
 OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {
@@ -61,7 +61,7 @@ class OptimizerChoice:
     """
 
     update_on: str = DEVICE
-    overlap: str = NONE
+    overlap: str = AUTO
     optimizer: str | None = None
     moments_dtype: torch.dtype | str | None = None
     master_weights: bool | str | None = None

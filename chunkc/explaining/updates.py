@@ -13,7 +13,7 @@ from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamS
 from chunkc.ir.simulate import RESIDENT_UPDATE, HostUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
 from chunkc.ir.updates import tile_traffic, update_traffic
-from chunkc.optim.update_mode import CPU, DEVICE, NONE, UpdateMode, resolved
+from chunkc.optim.update_mode import AUTO, CPU, DEVICE, NONE, UpdateMode, resolved
 from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 from chunkc.runtime.store.checksums import SAMPLED
@@ -29,7 +29,7 @@ class Updates:
     """
 
     update_on: str = DEVICE
-    overlap: str = NONE
+    overlap: str = AUTO
     optimizer: str = "AdamW"
     num_stages: int = 1
     undoable: bool = False

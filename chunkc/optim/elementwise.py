@@ -317,7 +317,7 @@ class Options:
 
     maximize: bool = False
     update_on: str = DEVICE
-    overlap: str = update_mode.NONE
+    overlap: str = update_mode.AUTO
     undoable: bool = False
     moments_dtype: torch.dtype | str = torch.float32
     master_weights: bool | str | None = None

@@ -40,7 +40,7 @@ from chunkc.optim.rule import (
     number,
 )
 from chunkc.optim.states import put_back
-from chunkc.optim.update_mode import DEVICE, NONE
+from chunkc.optim.update_mode import AUTO, DEVICE
 from chunkc.utils.recent import Recent
 
 
@@ -91,7 +91,7 @@ class LAMB(ChunkedOptimizer):
         max_coeff: float = math.inf,
         maximize: bool = False,
         update_on: str = DEVICE,
-        overlap: str = NONE,
+        overlap: str = AUTO,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "always_adapt": always_adapt}
         defaults |= {"min_coeff": min_coeff, "max_coeff": max_coeff}

@@ -32,7 +32,7 @@ from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, WITHOUT_EFFECT, Rule, Up
 from chunkc.optim.split_masters import NotedContents, has_master
 from chunkc.optim.states import Dtypes, has_states, make_states_on_tier, names_at_home
 from chunkc.optim.step import Due, prepare_step, take_over_changes, update_chunks
-from chunkc.optim.update_mode import DEVICE, NONE, UpdateMode
+from chunkc.optim.update_mode import AUTO, DEVICE, UpdateMode
 from chunkc.optim.update_scheduler import UpdateScheduler
 from chunkc.runtime.store.consumed_gradients import GradientPlaceholder
 from chunkc.runtime.store.gradient_sums import clock, request_sums
@@ -79,7 +79,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         *,
         maximize: bool = False,
         update_on: str = DEVICE,
-        overlap: str = NONE,
+        overlap: str = AUTO,
         undoable: bool = False,
         **as_in_torch: bool | None,
     ) -> None:
