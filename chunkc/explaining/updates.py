@@ -12,6 +12,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
 from chunkc.ir.simulate import RESIDENT_UPDATE, HostUpdateTimes
 from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
+from chunkc.ir.units import format_nbytes
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.update_mode import AUTO, CPU, DEVICE, NONE, UpdateMode, resolved
 from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes
@@ -127,7 +128,11 @@ class Updates:
                 + (f", and {num_resident} that stay" if num_resident else "")
             )
         if self.undoable:
-            yield "no update is undone; home has room for parameters and states twice"
+            more = shadow_copies_nbytes(step.layout, step.resident)
+            yield (
+                "no update is undone; home has room for parameters and states twice, "
+                f'{format_nbytes(more)} more than with overlap="none"'
+            )
         if step.cpu_updated:
             yield f"the CPU updates {len(step.cpu_updated)} of {len(step.layout.groups)} chunks at home"
         if step.cpu_updated and self.overlap != NONE and hardware.kind != "cuda":

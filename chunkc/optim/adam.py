@@ -83,7 +83,8 @@ class AdamW(Adam):
             the CPU, so that states never cross the link (only with `home="cpu"`); `"auto"`: on a CUDA device divided
             between both such that all is done the soonest, on the CPU in slots. The two kernels may differ in the
             last bit, so with `"auto"` results may depend on the budget.
-        overlap: during which other work updates by the CPU (`update_on="cpu"` or `"auto"`) run; the bits are the same.
+        overlap: during which other work updates run, too; the bits are the same.
+            `"auto"`: the backward, with `undoable=True`, for models where that loses nothing, on a GPU; else none.
             `"none"`: none; `step()` returns when everything is updated.
             `"forward"`: the next forward. `step()` returns at once, and the compiled model waits for each chunk when it
             needs it. Until then, any other code that reads or writes parameters or gradients must call `synchronize()`

@@ -27,7 +27,6 @@ from chunkc.runtime.store.checksums import KINDS, SAMPLED, words_of
 from chunkc.runtime.store.gradients import has_external_views
 from chunkc.runtime.store.shards import leaf_of
 from chunkc.runtime.store.store import ChunkStore
-from chunkc.runtime.store.watched_gradients import is_unused
 from chunkc.session.session import Session
 
 
@@ -70,7 +69,7 @@ def written_groups(session: Session, updates: Mapping[int, UpdateTask]) -> set[i
     """
     store, checksums = session.store, session.store.checksums
     reads = [
-        _Read(index, kind, kind == GRAD and all(is_unused(noted.gradient) for noted in update.noted))
+        _Read(index, kind, kind == GRAD and all(noted.has_unused_gradient for noted in update.noted))
         for index, update in updates.items()
         for kind in KINDS
     ]

@@ -23,6 +23,7 @@ for each group when it fetches it.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
@@ -57,6 +58,15 @@ from chunkc.session.session import Session, sessions_of
 
 _CPU = torch.device("cpu")
 
+logger = logging.getLogger(__name__)
+
+_UNDONE = (
+    "step() has undone what the backward had updated, since gradients, parameters, states or hyperparameters were "
+    "changed in between, or may have been. The bits are the same, but such a step is slower, and the next ones do not "
+    "try. Clip with the optimizer's own clip_grad_norm_, scale with chunkc.GradScaler, ask for optimizer.state after "
+    "step()"
+)
+
 _CHANGED_LATE = (
     'after its update had begun: overlap="backward" is for gradients that one compiled backward makes and nothing '
     'changes (no clipping, no unscaling, no use of the parameter outside compiled code); use overlap="forward"'
@@ -82,6 +92,7 @@ class SessionUpdates(BoundToSession):
         self._mode: tuple[object, UpdateMode] | None = None  # with the version of the layout that it is for
         self._has_no_room = self._has_shadow_copies = False
         self._pauses = Pauses()
+        self._has_told = False
 
     @property
     def mode(self) -> UpdateMode:
@@ -310,6 +321,9 @@ class SessionUpdates(BoundToSession):
         unchanged = [index for index in self.begun if is_as_assumed and self._stands(index)]
         self.take_back([index for index in self.begun if index not in unchanged], by_program=is_as_assumed)
         self.take_back(written_groups(self._session, {index: self.begun[index] for index in unchanged}))
+        if self._pauses.has_undone and not self._has_told:
+            self._has_told = True
+            logger.info(_UNDONE)
 
     def _stands(self, index: int) -> bool:
         """Whether nothing has changed since a staged update of a group began, and the update is complete."""
@@ -426,7 +440,8 @@ class SessionUpdates(BoundToSession):
     def _check_unchanged(self, noted: NotedParameter, task: Task | None) -> None:
         parameter, name, _ = noted.task
         gradient = parameter.grad
-        if task is None or gradient is not noted.gradient or gradient._version != noted.gradient_version:
+        is_same = gradient is noted.gradient and (self.undoable or gradient._version == noted.gradient_version)
+        if task is None or not is_same:  # of an update that can be undone, checksums tell whether a write changed any
             raise UnsupportedError(f"the gradient of {name} was changed {_CHANGED_LATE}")
         if parameter._version != noted.parameter_version:
             raise UnsupportedError(f"the parameter {name} was changed {_CHANGED_LATE}")

@@ -19,6 +19,7 @@ from chunkc.optim.states import Dtypes
 from chunkc.optim.update_mode import UpdateMode
 from chunkc.runtime.device.updates import HomeUpdate
 from chunkc.runtime.store.shards import local_shard_of
+from chunkc.runtime.store.watched_gradients import is_unused
 from chunkc.session.session import Session, owner
 
 
@@ -107,6 +108,11 @@ class NotedParameter:
     parameter_version: int
     hyper: Any
     states: Sequence[tuple[str, int, int]] = ()
+
+    @property
+    def has_unused_gradient(self) -> bool:
+        """Whether neither Python code nor autograd has used the gradient since; it must be watched."""
+        return is_unused(self.gradient) and self.gradient._version == self.gradient_version
 
 
 class Where(Enum):

@@ -107,7 +107,7 @@ def test_it_does_not_fit(here: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_host_is_too_small(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command = ("explain", "tiny.py:build", *FITS_A_GPU, "--hardware", "rtx3090")
+    command = ("explain", "tiny.py:build", *FITS_A_GPU, "--hardware", "rtx3090", "--overlap", "none")
     home_nbytes = json.loads(run(capsys, *command, "--format", "json")[1])["home_nbytes"]
     too_small = (*command, "--host-memory", str(home_nbytes * 3 // 4))
     code, out, _ = run(capsys, *too_small)

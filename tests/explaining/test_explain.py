@@ -238,7 +238,7 @@ def test_a_home_on_disk_is_as_slow_as_the_disk() -> None:
 def test_behind_a_gpu_only_states_are_on_disk() -> None:
     """As `runtime.staging` has it: parameters and gradients stay in pinned memory, and cross the link at its rate."""
     machine = with_slow_disk(load_hardware("rtx3090"))
-    budget = {"memory_budget": MLP_NBYTES + overhead_on(machine), "hardware": machine}
+    budget = {"memory_budget": MLP_NBYTES + overhead_on(machine), "hardware": machine, "overlap": "none"}
     ram, disk = explain("frozen_mlp", **budget), explain("frozen_mlp", home="disk", **budget)
     assert disk.home_nbytes == ram.home_nbytes
     assert 0 < disk.disk_nbytes < disk.home_nbytes

@@ -44,7 +44,7 @@ def test_in_ram_all_of_home_is_in_memory() -> None:
 
 
 def test_behind_a_gpu_the_host_has_home_alone() -> None:
-    found, host = explain(hardware="rtx3090")
+    found, host = explain(hardware="rtx3090", overlap="none")
     assert host.training == found.home_nbytes
     assert host.saving == found.home_nbytes + 2 * MATRIX_NBYTES
     on_disk, host_of_disk = explain(hardware="rtx3090", home="disk")

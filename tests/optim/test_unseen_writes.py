@@ -107,6 +107,16 @@ def test_gradients_that_nobody_uses_are_read_in_part() -> None:
     assert (False, True) not in found
 
 
+def test_clipping_by_pytorch_that_changes_no_bit_undoes_nothing() -> None:
+    def clip(now: Between) -> None:
+        torch.nn.utils.clip_grad_norm_(now.model.parameters(), 1e9)
+
+    expected, _ = trained("none", nothing_but_reading, torch.float32)
+    found, undone = trained("backward", clip, torch.float32)
+    assert undone == 0
+    assert not differences(found, expected)
+
+
 def test_gradients_that_somebody_has_read_are_read_in_whole() -> None:
     found = reads(lambda now: now.grad.norm().item())
     assert (True, False) in found
