@@ -125,7 +125,12 @@ def _captured(case: Case, dtype: torch.dtype, treatment: Treatment, has_kernels:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A case as `chunkc explain` predicts it. `budget_nbytes`: the case's."""
+    """A case as `chunkc explain` predicts it.
+
+    Attributes:
+        budget_nbytes: the case's.
+        updates: with what `overlap="auto"` is for the case.
+    """
 
     predicted: PredictedStep
     hardware: Hardware
@@ -147,10 +152,9 @@ def replayed(case: Case, overlap: str, activations: str, treatment: Treatment = 
         return _captured(any_machine, dtype, any_moves, torch.backends.cuda.flash_sdp_enabled())
 
     captured = on_hardware(machine_, captured_for(machine_, capture), options, 3)
-    hardware, updates = training_in(machine_, captured.graphs), Updates(overlap=overlap)
-    return Replayed(
-        PredictedStep(captured, options, hardware, updates), hardware, budget_of(options, machine_), updates
-    )
+    hardware = training_in(machine_, captured.graphs)
+    predicted = PredictedStep(captured, options, hardware, Updates(overlap=overlap))
+    return Replayed(predicted, hardware, budget_of(options, machine_), predicted.training.updates)
 
 
 def plan(case: Case, overlap: str, activations: str, treatment: Treatment = TREATMENTS[0]) -> Planned:
@@ -175,6 +179,7 @@ def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tup
         costs,
         planned.hardware,
         resident_update_s=nbytes[RESIDENT_UPDATE] / rate,
+        checksums_s=planned.updates.checksums_s(step, planned.hardware),
         host_updates=planned.updates.simulated(step.cpu_updated, step.layout, planned.hardware),
     )
     return step_time(events).total, sum(event.nbytes for event in events if event.stream in QUEUES)

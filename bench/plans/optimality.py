@@ -1,6 +1,6 @@
 """Compare chunkc's predicted step with a lower bound, and with other policies' plans.
 
-    python bench/plans/optimality.py [--small] [--only TEXT] [--overlap none|backward] [--out FILE.json]
+    python bench/plans/optimality.py [--small] [--only TEXT] [--overlap none|backward|auto] [--out FILE.json]
 
 For each case (a model, a machine, a batch size) the step is planned as `chunkc explain --activations auto` does, and
 timed by its simulator. The same calls, bytes and rates go to
@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from chunkc.optim.update_mode import NONE
+from chunkc.optim.update_mode import AUTO
 from plans.optimality_bound import lower_bound
 from plans.optimality_problem import problem_of
 
@@ -85,7 +85,7 @@ def examine(case: Case, overlap: str, *, exact: bool) -> Finding:
     """Plan a case, bound it, and hold other policies against it."""
     planned = plan(case, overlap, "auto")
     step = planned.step or planned.predicted.planned(planned.dry_run)
-    early, machine_ = overlap != NONE, planned.hardware
+    early, machine_ = planned.updates.in_backward, planned.hardware
     problem = problem_of(planned.captured, step, planned.updates, machine_, planned.budget_nbytes, early=early)
     bound = lower_bound(problem, exact=exact)
     fewest = lower_bound(problem, least_bytes=True, exact=exact)
@@ -136,7 +136,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="two small models, under a minute")
     parser.add_argument("--only", default="", metavar="TEXT", help="only cases with this text in 'model machine batch'")
-    parser.add_argument("--overlap", default=NONE, help="as the optimizer's argument (default: none)")
+    parser.add_argument("--overlap", default=AUTO, help="as the optimizer's argument (default: auto)")
     parser.add_argument("--exact", action="store_true", help="whole gaps, not parts: for small instances")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     options = parser.parse_args(arguments)

@@ -126,15 +126,14 @@ def resolved(
 
     The backward updates if a GPU computes and updates, one process trains the model, homes are in the host's memory,
     and half of that has room for parameters and states twice. The other half is for saved values, for batches and for
-    the system. A model with homes that the host does not even have room for once is planned for a host that has.
+    the system. A model with homes that the host does not even have room for once is planned for a host that has, and so
+    is one on a machine that does not state its memory.
     """
     if mode.mode != AUTO:
         return mode
     is_alone = hardware.kind == "cuda" and not over_ranks
     can = is_alone and home == "cpu" and mode.update_on == DEVICE and num_stages == 1
-    if not can or hardware.host_memory_nbytes is None:
-        return replace(mode, mode=NONE)
-    once_nbytes = home_nbytes(layout, frozenset())
+    host_nbytes, once_nbytes = hardware.host_memory_nbytes, home_nbytes(layout, frozenset())
     twice_nbytes = once_nbytes + shadow_copies_nbytes(layout, frozenset())
-    has_room = twice_nbytes <= hardware.host_memory_nbytes // 2 or once_nbytes > hardware.host_memory_nbytes
+    has_room = can and (host_nbytes is None or twice_nbytes <= host_nbytes // 2 or once_nbytes > host_nbytes)
     return replace(mode, mode=BACKWARD, undoable=True) if has_room else replace(mode, mode=NONE)

@@ -45,7 +45,7 @@ def test_auto_is_backward_where_half_of_the_host_has_room_twice() -> None:
     assert resolved_on(replace(gpu, host_memory_nbytes=enough)) == staged
     assert resolved_on(replace(gpu, host_memory_nbytes=enough - 2)) == UpdateMode("none")
     assert resolved_on(replace(gpu, host_memory_nbytes=once - 1)) == staged  # planned for a host that has room
-    assert resolved_on(replace(gpu, host_memory_nbytes=None)) == UpdateMode("none")
+    assert resolved_on(replace(gpu, host_memory_nbytes=None)) == staged
 
 
 @pytest.mark.parametrize(
