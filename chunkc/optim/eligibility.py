@@ -118,7 +118,7 @@ class Eligibility(BoundToSession):
         A caller may have put other groups, or other parameters, into `param_groups`.
         """
         session, layout = self._session, self._session.store.layout
-        groups = [entry for group in self._optimizer.param_groups for entry in (group, *group["params"])]
+        groups = [entry for group in self._optimizer.own_groups for entry in (group, *group["params"])]
         tasks_of_now = layout.version, session.store.resident
         are_same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
         if are_same and self._tasks_of == tasks_of_now:
@@ -169,7 +169,7 @@ class Eligibility(BoundToSession):
     def _have_right_arguments(self, tasks: Sequence[Task]) -> bool:
         """Whether states of the present format suffice, and all arguments are right; `step()` says what is wrong."""
         optimizer = self._optimizer
-        if not set(optimizer.rule.states(optimizer.param_groups).kinds) <= set(optimizer.states.kinds):
+        if not set(optimizer.rule.states(optimizer.own_groups).kinds) <= set(optimizer.states.kinds):
             return False
         try:
             for group in {id(task.group): task.group for task in tasks}.values():

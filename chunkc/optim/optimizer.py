@@ -434,6 +434,11 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def param_groups(self, groups: Any) -> None:
         self.__dict__["param_groups"] = groups
 
+    @property
+    def own_groups(self) -> Any:
+        """The parameter groups, for code of chunkc, which changes no gradient: does not count as reading them."""
+        return self.__dict__["param_groups"]
+
     @torch.compiler.disable
     @torch.no_grad()
     @unwatched()
@@ -569,7 +574,7 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return statuses == {SAME}
 
     def _all_parameters(self) -> Iterator[torch.Tensor]:
-        return local_shards_in(self.__dict__["param_groups"])  # does not count as reading them, see `param_groups`
+        return local_shards_in(self.own_groups)
 
     def _gradients(self, *, read: bool = True) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return the parameters that have a gradient, with it.

@@ -29,6 +29,9 @@ class ParameterGroups(Protocol):
     @property
     def param_groups(self) -> Any: ...
 
+    @property
+    def own_groups(self) -> Any: ...
+
 
 class Accumulating(Protocol):
     """The schedule of an optimizer's updates: whether more gradients will be added to those of a backward."""
@@ -88,7 +91,7 @@ def tasks_of(optimizer: ParameterGroups) -> Iterator[tuple[Session | None, Task]
 
     Of parameters that are sharded over ranks these are this rank's shards.
     """
-    for group in optimizer.param_groups:
+    for group in optimizer.own_groups:
         for parameter in map(local_shard_of, group["params"]):
             session, name = owner(parameter) or (None, "")
             yield session, Task(parameter, name, group)

@@ -69,7 +69,7 @@ from device_overhead import unused_nbytes
 dtype = {dtype}
 shape = MEDIUM | {{"layers": 2}}
 budget_nbytes = smallest_budget(shape, dtype, batch=4)
-report = train(shape, dtype, budget_nbytes, batch=4, keep=True, steps=2).report
+report = train(shape, dtype, budget_nbytes, batch=4, keep=True, steps=3).report
 assert torch.cuda.get_device_capability() == divmod({capability}, 10)
 assert report.predicted_peak_nbytes <= budget_nbytes
 print(*set(unused_nbytes(report).values()))

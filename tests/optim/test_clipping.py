@@ -304,3 +304,19 @@ def test_without_gradients_there_is_nothing_to_clip() -> None:
     optimizer: Any = OPTIMIZERS["AdamW"](model.parameters())
     assert float(optimizer.clip_grad_norm_(1.0)) == 0.0
     optimizer.step()
+
+
+def test_updates_in_the_backward_invalidate_no_sums() -> None:
+    """Whether clipping undoes the updates or not, gradients at home are read for the first norm only."""
+    for max_norm in (1e-3, 1e9):
+        model, compiled = build(tight=True)
+        optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, overlap="backward", undoable=True)
+        found = []
+        for step in range(4):
+            compiled(**case().batch(step)).backward()
+            optimizer.clip_grad_norm_(max_norm)
+            found.append(read_nbytes(model))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found == [found[0]] * 4
+        assert found[0] > 0
