@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from chunkc.runtime.store.gradients import has_external_views
 from chunkc.torch_private.engine import without_torch_function
 
 
@@ -35,8 +36,8 @@ class _WatchedGradient(torch.Tensor):
 
 
 def watch(gradient: torch.Tensor) -> None:
-    """Watch a gradient from now on; one of a class of the user's own is left as it is, so that it counts as used."""
-    if type(gradient) is torch.Tensor:
+    """Watch a gradient from now on; one with external views, or of a class of the user, is not, and counts as used."""
+    if type(gradient) is torch.Tensor and not has_external_views(gradient):
         gradient.__class__ = _WatchedGradient
 
 

@@ -81,6 +81,17 @@ def test_what_no_use_is() -> None:
     assert is_unused(gradient(p))
 
 
+def test_views_from_before_count_as_uses() -> None:
+    p = nn.Parameter(torch.ones(4))
+    p.grad = torch.arange(4.0)
+    view = p.grad.view(2, 2)
+    watch(p.grad)
+    assert not is_unused(p.grad)
+    del view
+    watch(p.grad)
+    assert is_unused(p.grad)
+
+
 def test_addition_by_autograd_counts_a_version() -> None:
     p = parameter()
     with unwatched():
