@@ -2,8 +2,7 @@
 
 LAPACK's workspaces come from torch's allocator, in sizes that LAPACK is asked for when it runs: so many numbers for
 each row or column of one matrix. The most that MKL wanted, for matrices up to 400 x 400, stands in
-`scratch.operators`. MKL's Fourier transforms copy an operand unless its other dimensions lie in memory as one. Sorted
-values come with their positions.
+`scratch.operators`. Sorted values come with their positions.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ LAPACK = Inexact(
 )
 FOURIER = Inexact(
     "always",
-    "MKL copies what it transforms if the other dimensions are not one in memory",
-    "a copy, made or not; for real results two",
+    "all dimensions but the last are transformed first, and what goes in may be copied",
+    "two copies, made or not",
     loose=True,
     measurable=True,
 )

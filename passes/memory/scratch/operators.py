@@ -18,6 +18,7 @@ from chunkc.passes.memory.scratch import (
     cuda_rules,
     cuda_sorting,
     exceptions,
+    fourier,
     images,
     indexing,
     linear_algebra,
@@ -419,7 +420,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(Bound(copies=2, rows=32, work=240, numbers=1024), inexact=exceptions.LAPACK), "linalg_lstsq"),
     (Operator(linear_algebra.matrix_exp_rule, inexact=exceptions.POWERS), "linalg_matrix_exp"),
     (Operator(linear_algebra.check_rule, cuda_rules.check), "_linalg_check_errors"),
-    (Operator(Bound(copies=1), inexact=exceptions.FOURIER), "_fft_r2c _fft_c2c"),
+    (Operator(fourier.transform_rule), "_fft_r2c _fft_c2c"),
     (Operator(Bound(copies=2), inexact=exceptions.FOURIER), "_fft_c2r"),
     # --- elementwise operators on the CPU, which take more on CUDA devices ---
     (Operator(cuda=cuda_rules.is_finite), "isfinite"),
