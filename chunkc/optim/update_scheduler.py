@@ -62,9 +62,9 @@ logger = logging.getLogger(__name__)
 
 _UNDONE = (
     "step() has undone what the backward had updated, since gradients, parameters, states or hyperparameters were "
-    "changed in between, or may have been. The bits are the same, but such a step is slower, and the next ones do not "
-    "try. Clip with the optimizer's own clip_grad_norm_, scale with chunkc.GradScaler, ask for optimizer.state after "
-    "step()"
+    "changed in between, or may have been. The bits are the same, but such steps are slower. Clip with the optimizer's "
+    "own clip_grad_norm_, scale with chunkc.GradScaler, run all but the last backward of a step inside `with "
+    "optimizer.accumulating():`, and ask for optimizer.state after step()"
 )
 
 _CHANGED_LATE = (
@@ -141,10 +141,11 @@ class SessionUpdates(BoundToSession):
             store.shadow_copies.reserve(store.layout, groups)
             store.checksums.reserve(store.layout.groups[index] for index in groups)
             self._has_shadow_copies |= bool(groups)
-        except HomeError:
+        except HomeError as error:
             if self._optimizer.overlap.mode != AUTO:
                 raise
             self._has_no_room = True
+            logger.info("no update runs in the backward: home has no room for parameters and states twice: %s", error)
 
     # --- which groups may be updated in the backward ---
 
@@ -334,7 +335,10 @@ class SessionUpdates(BoundToSession):
             return False
         try:
             for noted in update.noted:
-                self._check_unchanged(noted, tasks[id(noted.task.parameter)])
+                # An update in slots does not read home, so checksums tell whether a counted write changed a bit. One at
+                # home may have read between two writes, the second of which took the first one back.
+                counts = update.where is not Where.SLOTS
+                self._check_unchanged(noted, tasks[id(noted.task.parameter)], writes_count=counts)
             update.check_complete()
         except (UnsupportedError, OptionsError, StreamError):
             return False
@@ -437,11 +441,11 @@ class SessionUpdates(BoundToSession):
             return optimizer.hyper_at(task.group, int(optimizer.states_of(task.parameter)["step"]) + 1)
         return optimizer.hyper_now(task.group, task.parameter)
 
-    def _check_unchanged(self, noted: NotedParameter, task: Task | None) -> None:
+    def _check_unchanged(self, noted: NotedParameter, task: Task | None, *, writes_count: bool = True) -> None:
         parameter, name, _ = noted.task
         gradient = parameter.grad
-        is_same = gradient is noted.gradient and (self.undoable or gradient._version == noted.gradient_version)
-        if task is None or not is_same:  # of an update that can be undone, checksums tell whether a write changed any
+        was_written = gradient is not None and gradient._version != noted.gradient_version
+        if task is None or gradient is not noted.gradient or (writes_count and was_written):
             raise UnsupportedError(f"the gradient of {name} was changed {_CHANGED_LATE}")
         if parameter._version != noted.parameter_version:
             raise UnsupportedError(f"the parameter {name} was changed {_CHANGED_LATE}")

@@ -2,8 +2,8 @@
 
 A user may write home where no version counter sees it: through `.data`, an array, a kept view, a collective or a kernel
 of another library. Checksums of all rows see every such write. Of gradients that no Python code has used (see
-`watched_gradients`) a sample is enough: only a kernel can have written these. Tables and sums lie at home, as those of
-norms do, so that they take no room on the compute tier.
+`watched_gradients`) only a sample is compared: C code alone can have written these, and the sample sees what changes
+whole tensors. Tables and sums lie at home, as those of norms do, so that they take no room on the compute tier.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def sampled_first(extents: Sequence[tuple[int, int]]) -> tuple[np.ndarray, int]:
     first = number - number % SAMPLED
     last = np.minimum(first + SAMPLED, np.repeat(counts, counts)) - 1
     is_sampled = number == (first + last) // 2
+    # Begins and ends change places; the third column, the sums' places, stays in order.
     table[:, :2] = np.concatenate([table[is_sampled, :2], table[~is_sampled, :2]])
     return table, int(is_sampled.sum())
 

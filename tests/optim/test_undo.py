@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from typing import Any
 
 import pytest
@@ -201,3 +202,13 @@ def test_what_is_explained_is_what_happens() -> None:
     assert largest == {m.name: m.nbytes for m in plan.phases[1].moments}
     assert any(name.startswith("update.") for name in largest)
     assert any("home has room for parameters and states twice" in note for note in found.notes)
+
+
+def test_what_to_do_about_undone_steps_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "chunkc.optim.update_scheduler"):
+        trained("backward", nothing)
+        assert not caplog.records
+        trained("backward", change_a_gradient)
+    (record,) = caplog.records
+    assert "clip_grad_norm_" in record.getMessage()
+    assert "accumulating" in record.getMessage()

@@ -99,7 +99,7 @@ def reads(act: UserAct) -> list[tuple[bool, bool]]:
     return found
 
 
-def test_gradients_that_nobody_uses_are_read_in_part() -> None:
+def test_gradients_without_a_use_are_read_in_part() -> None:
     """chunkc's own clipping and step are no use."""
     found = reads(lambda _: None)
     assert (True, True) in found
@@ -107,17 +107,20 @@ def test_gradients_that_nobody_uses_are_read_in_part() -> None:
     assert (False, True) not in found
 
 
-def test_clipping_by_pytorch_that_changes_no_bit_undoes_nothing() -> None:
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+def test_writes_that_change_no_bit_undo_only_updates_at_home(update_on: str) -> None:
+    """The CPU reads gradients at home while it updates them, and may have read what a later write took back."""
+
     def clip(now: Between) -> None:
         torch.nn.utils.clip_grad_norm_(now.model.parameters(), 1e9)
 
-    expected, _ = trained("none", nothing_but_reading, torch.float32)
-    found, undone = trained("backward", clip, torch.float32)
-    assert undone == 0
+    expected, _ = trained("none", nothing_but_reading, torch.float32, update_on=update_on)
+    found, undone = trained("backward", clip, torch.float32, update_on=update_on)
+    assert (undone > 0) == (update_on == "cpu")
     assert not differences(found, expected)
 
 
-def test_gradients_that_somebody_has_read_are_read_in_whole() -> None:
+def test_gradients_that_were_read_are_read_in_whole() -> None:
     found = reads(lambda now: now.grad.norm().item())
     assert (True, False) in found
     assert (True, True) in found
