@@ -76,10 +76,6 @@ def test_models_of_one_name_are_equal_whatever_else(name: str):
     assert all(0.015 < weight.std().item() < 0.025 for weight in weights)
 
 
-def test_blocks_are_the_longest_list():
-    assert len(families.blocks_of(families.build(TINY))) == 2
-
-
 def test_bound_where_all_fits_is_arithmetic():
     sizes = families.sizes(TINY)
     bound = least_step_time.lower_bound(sizes, TINY, 2, 10**9, CPU, "cpu")

@@ -1,58 +1,20 @@
 """The demonstration: its command line, its verdicts, its figures, and its runs in processes of their own."""
 
-import io
 import json
 import sys
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import demo
-from demo import SIZES, RunFailed, RunResult, judge, parse_args, run_in_process, summarise
-from measuring.figures import draw_losses, draw_memory, loss_curves, results_table, sparkline
+from demo import SIZES, RunFailed, RunResult, judge, run_in_process, summarise
 from measuring.one_run import RunSpec
 from models.gpt import GPT
 
 from chunkc.models import num_parameters
-
-
-def test_command_line_defaults():
-    args = parse_args([])
-    assert (args.steps, args.size, args.fraction) == (30, "small", Fraction(1, 3))
-    assert (args.data, args.home, args.out, args.seed) == (None, "disk", Path("runs/demo"), 0)
-
-
-def test_command_line(tmp_path: Path):
-    data = tmp_path / "data"
-    data.write_text("x")
-    args = parse_args(["--steps", "5", "--fraction", "0.25", "--size", "tiny", "--data", str(data), "--out", "o"])
-    assert (args.steps, args.fraction, args.size) == (5, Fraction(1, 4), "tiny")
-    assert (args.data, args.out) == (data, Path("o"))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--steps", "2"], "at least 3"),
-        (["--steps", "many"], "many"),
-        (["--fraction", "0"], "above 0"),
-        (["--fraction", "1/0"], "above 0"),
-        (["--fraction", "4/3"], "at most 1"),
-        (["--fraction", "third"], "third"),
-        (["--size", "huge"], "small"),
-        (["--data", "no/such/file"], "no/such/file"),
-    ],
-)
-def test_command_line_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as caught:
-        parse_args(arguments)
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_model_has_at_least_twenty_million_parameters():
@@ -78,11 +40,6 @@ def test_the_model_is_causal_and_its_loss_starts_at_that_of_chance():
     assert not torch.equal(seen[0][:, -1], seen[1][:, -1])
 
 
-def test_a_spec_survives_the_command_line_of_its_process():
-    spec = RunSpec("chunkc", SIZES["tiny"][0], 2, 5, 0, 3e-4, data="a b", memory_budget_nbytes=7, is_limited=True)
-    assert RunSpec.from_json(spec.to_json()) == spec
-
-
 def _result(losses: tuple[float, ...] = (3.0, 2.0, 1.0, 0.5), **end: Any) -> RunResult:
     report = {
         "predicted_peak_nbytes": 95,
@@ -100,19 +57,6 @@ def _summary(limited: RunResult | None = None) -> dict[str, Any]:
     return summarise(plain, limited or _result(), _result(), 100)
 
 
-def test_summary_holds_what_it_must():
-    summary = json.loads(json.dumps(_summary()))
-    assert summary["plain_peak_nbytes"] == 300
-    assert summary["memory_budget_nbytes"] == 100
-    assert summary["predicted_peak_nbytes"] == 95
-    assert summary["measured_peak_nbytes"] == 90
-    assert summary["plain_losses"] == [3.0, 2.0, 1.0, 0.5005]
-    assert summary["losses"] == summary["unlimited_budget_losses"] == [3.0, 2.0, 1.0, 0.5]
-    assert (summary["step_time_s"], summary["plain_step_time_s"]) == (1.5, 1.0)
-    assert (summary["compile_time_s"], summary["plain_compile_time_s"]) == (10.0, 8.0)
-    assert summary["max_loss_difference"] == pytest.approx(5e-4)
-
-
 @pytest.mark.parametrize(
     ("limited", "broken"),
     [
@@ -128,40 +72,6 @@ def test_summary_holds_what_it_must():
 def test_each_broken_promise_is_noticed(limited: RunResult, broken: tuple[int, ...]):
     kept = list(judge(_summary(limited)).values())
     assert [index for index, ok in enumerate(kept) if not ok] == list(broken)
-
-
-def test_the_table_shows_memory_times_and_losses():
-    console = Console(file=io.StringIO(), width=140)
-    console.print(results_table(_summary()))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "22.0M" in shown
-    assert "3 x 0.0 MiB" in shown
-    assert "1.50 s" in shown
-    assert "0.500500" in shown
-
-
-def test_both_curves_are_drawn_on_one_scale():
-    assert loss_curves(_summary(_result((3.0, 3.0, 3.0, 0.5)))).splitlines() == [
-        "loss, 3.00 to 0.50:",
-        "█▅▂▁  plain",
-        "███▁  chunkc under the budget",
-        "█▅▂▁  no limit",
-    ]
-
-
-def test_sparkline():
-    assert sparkline([0.0, 0.5, 1.0], low=0, high=1) == "▁▅█"
-    assert sparkline([1.0, float("nan"), float("inf")], low=1, high=1) == "▁??"
-    assert sparkline([0.0] * 30 + [1.0] * 30, low=0, high=1) == "▁" * 15 + "█" * 15
-
-
-def test_figures_are_written(tmp_path: Path):
-    draw_losses(tmp_path / "losses.png", {"a": [3.0, 2.0], "b": [3.0, 2.0]})
-    moments = [("forward", 10, 9), ("backward", 20, None)]
-    draw_memory(tmp_path / "memory.png", moments, budget_nbytes=25, plain_peak_nbytes=75)
-    draw_memory(tmp_path / "unmetered.png", [("forward", 1, None)], budget_nbytes=2, plain_peak_nbytes=3)
-    for name in ("losses.png", "memory.png", "unmetered.png"):
-        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.second_tier

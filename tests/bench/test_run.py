@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import report
 import run
-from measuring import machine, subject_process
+from measuring import subject_process
 from measuring.context import Context
 from measuring.metrics import Metric, Row, Section, flat, one, paired_ratios
-from measuring.subject_process import DoesNotFit, SubjectFailed, SubjectProcess, Turn, interleave, rotated
+from measuring.subject_process import SubjectFailed, SubjectProcess, Turn, interleave, rotated
 from models.gpt import GPTConfig
 from peers.specs import CHUNKC, SubjectSpec
 from peers.subject import serve
-from suites import disk, disk_reads, fits
+from suites import disk, fits
 
 TINY = GPTConfig(num_layers=1, width=32, num_heads=2, length=16)
 NOW = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
@@ -28,21 +27,6 @@ NOW = datetime(2026, 1, 31, 12, 5, tzinfo=UTC)
 
 def _turn(*step_s: float, losses: tuple[float, ...] = (3.0,), counters: dict[str, float] | None = None) -> Turn:
     return Turn(step_s, step_s, step_s, losses, counters or {})
-
-
-def test_command_line_defaults_to_every_suite():
-    args = run.parse_args([])
-    assert args.suites == ["fits", "disk", "adam", "budget", "bound", "scale", "prediction", "checkpoint", "ranks"]
-    assert (args.small, args.out, args.time_limit, args.case, args.systems) == (False, None, None, "*", ())
-    assert args.device in ("cpu", "cuda")
-
-
-def test_command_line():
-    args = run.parse_args(["disk", "--small", "--out", "a.json"])
-    assert (args.suites, args.small, args.out) == (["disk"], True, Path("a.json"))
-    assert run.parse_args(["disk", "disk"]).suites == ["disk"]
-    args = run.parse_args(["budget", "--case", "gpt-*", "--systems", "chunkc, plain", "--time-limit", "9.5"])
-    assert (args.case, args.systems, args.time_limit) == ("gpt-*", ("chunkc", "plain"), 9.5)
 
 
 def test_systems_are_picked_by_pattern():
@@ -135,60 +119,6 @@ def test_budgets_are_parts_of_plain_memory():
     }
 
 
-class _FakeProcess:
-    """Stands for a subject's process in the suite `disk`: the minimum is 350 bytes, plain takes 1000."""
-
-    def __init__(self, spec: SubjectSpec, _cache: Path, *, timeout_s: Callable[[], float]) -> None:
-        assert timeout_s() > 0
-        self.spec = spec
-        self.ready = {"num_parameters": 1, "num_threads": 2}
-
-    def __enter__(self) -> "_FakeProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def step(self, num_steps: int) -> Turn:
-        if self.spec.options is None:
-            return _turn(*[1.0] * num_steps)
-        if self.spec.options["memory_budget"] < 350:
-            raise DoesNotFit(350)
-        assert self.spec.limit_nbytes == self.spec.options["memory_budget"]
-        return _turn(*[2.0] * num_steps, counters={"to_device_nbytes": 5, "to_home_nbytes": 6, "wait_s": 7})
-
-    def report(self) -> dict[str, Any]:
-        if self.spec.options is None:
-            return {"measured_peak_nbytes": 1000}
-        return {"measured_peak_nbytes": 90, "predicted_peak_nbytes": 95}
-
-
-def test_the_disk_suite_covers_every_budget_and_home(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(disk, "SubjectProcess", _FakeProcess)
-    monkeypatch.setattr(disk, "SMALL", replace(disk.SMALL, fractions=disk.FRACTIONS))
-    shown: list[tuple[int, int]] = []
-    show = lambda _what, num_done, num_parts: shown.append((num_done, num_parts))  # noqa: E731
-    reads, *sections = disk.run(Context(is_small=True, device="cpu", show=show))
-    assert {row.labels["home is"] for row in reads.rows} == set(disk_reads.STATES)
-    assert all(row.metrics["read"].median > 0 for row in reads.rows)
-    assert [section.setting["home"] for section in sections] == ["cpu", "disk"]
-    plain, *limited = sections[1].rows
-    assert "bytes" not in plain.metrics
-    assert {row.labels["budget"]: row.metrics["bytes"].median for row in limited} == {
-        "100 %": 1000,
-        "60 %": 600,
-        "40 %": 400,
-        "33 %": 333,
-        "minimum": 350,
-    }
-    assert limited[0].metrics["to plain"].median == 2
-    assert limited[0].metrics["waited"].median == 7
-    assert limited[3].note.startswith("does not fit")
-    assert "step" not in limited[3].metrics
-    assert shown[0][0] == 0
-    assert all(num_done < num_parts for num_done, num_parts in shown)
-
-
 def test_cells():
     def shown(unit: str, *samples: float) -> str:
         return report.cell(Metric(unit, samples).to_json())  # type: ignore[arg-type]
@@ -266,24 +196,6 @@ def test_a_run_cut_short_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.M
     assert [section["title"] for section in result["sections"]] == ["First"]
     assert result["is_complete"] is False
     assert "sections are missing" in report.markdown(result)
-
-
-def test_report_names_a_missing_file(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        report.main(["no/such.json"])
-    assert "no/such.json" in capsys.readouterr().err
-
-
-def test_the_processor_has_a_name(tmp_path: Path):
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU\n")
-    assert machine.cpu_name(cpuinfo) == "Some CPU"
-    assert machine.cpu_name(tmp_path / "none")
-
-
-def test_a_spec_survives_the_command_line_of_its_process():
-    spec = SubjectSpec(TINY, 2, CHUNKC, {"memory_budget": 7, "home": "disk"}, is_metered=True, seed=3)
-    assert SubjectSpec.from_json(spec.to_json()) == spec
 
 
 def test_a_subject_obeys():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-from models.text import batches, file_text, stdlib_text
+from models.text import batches, stdlib_text
 
 TEXT = np.arange(256, dtype=np.uint8)
 
@@ -25,23 +25,6 @@ def test_files_come_in_order_of_their_paths_without_installed_packages(tmp_path:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"<{name}>")
     assert stdlib_text(tmp_path).tobytes() == b"<a.py><a/z.py><b.py>"
-
-
-def test_a_library_inside_a_folder_named_site_packages_is_still_one(tmp_path: Path):
-    root = tmp_path / "site-packages"
-    root.mkdir()
-    (root / "a.py").write_text("x")
-    assert stdlib_text(root).tobytes() == b"x"
-
-
-def test_no_files_is_an_error_that_names_the_way_out(tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="--data FILE"):
-        stdlib_text(tmp_path)
-
-
-def test_file_text_is_the_bytes(tmp_path: Path):
-    (tmp_path / "t").write_bytes(b"\x00\xff\n")
-    assert file_text(tmp_path / "t").tolist() == [0, 255, 10]
 
 
 def test_y_is_the_next_byte_and_all_fits_a_crop():

@@ -19,13 +19,6 @@ from train import Trained, judge, latest_model, parse_args, sample
 TRAIN = train.__file__ or ""
 
 
-def test_the_command_line():
-    args = parse_args([])
-    assert (args.steps, args.size, args.out, args.prompt) == (1500, "small", Path("runs/train"), "def ")
-    with pytest.raises(SystemExit):
-        parse_args(["--steps", "1"])
-
-
 def test_a_folder_of_other_runs_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Their losses would be taken for those of this command."""
     arguments = ["--steps", "100", "--out", str(tmp_path)]

@@ -787,7 +787,10 @@ def weight_norms(dtype: torch.dtype) -> Iterator[Call]:
 @family
 def assertions(dtype: torch.dtype) -> Iterator[Call]:
     true = torch.ones((), dtype=torch.bool)
+    yield call(aten._assert_async.default, true)
     yield call(aten._assert_async.msg, true, "no")
+    yield call(aten._assert_scalar.default, True, "no")
+    yield call(aten._assert_tensor_metadata.default, torch.ones(3, dtype=dtype), [3])
     yield call(aten._functional_assert_async.msg, true, "no", torch.ones(()))
 
 

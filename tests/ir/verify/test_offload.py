@@ -82,7 +82,30 @@ def test_with_room_copies_are_spread_and_with_none_they_are_waited_for_at_once()
 
 
 Sabotage = Callable[[Case], Any]
-SABOTAGES: dict[str, tuple[str, str, Sabotage]] = {}
+BY_RULE: dict[tuple[str, str], dict[str, Sabotage]] = {
+    ("saved", "forward"): {
+        "it_is_copied_before_its_last_reader": lambda c: c.call("forward.1").prepend(c.the(OFFLOAD, FIRST)),
+        "it_is_given_up_without_a_copy": lambda c: c.erase(OFFLOAD, FIRST),
+        "it_is_given_up_before_its_copy": lambda c: c.the(OFFLOAD, FIRST).prepend(c.the(LEAVE, FIRST)),
+        "it_leaves_twice": lambda c: again(c, c.the(OFFLOAD, FIRST)),
+        "only_a_part_of_it_is_copied": lambda c: change(c.the(OFFLOAD, FIRST), nbytes=99),
+    },
+    ("link", "forward"): {
+        "it_goes_home_by_another_link": lambda c: change(c.the(OFFLOAD, FIRST), link=TO_DISK),
+    },
+    ("saved", "backward"): {
+        "it_is_waited_for_twice": lambda c: again(c, c.the(ARRIVE, FIRST)),
+        "another_one_arrives_in_its_place": lambda c: change(c.the(ARRIVE, FIRST), storage=SECOND),
+        "it_comes_back_twice": lambda c: again(c, c.the(RELOAD, FIRST)),
+        "it_has_too_little_room": lambda c: change(c.the(RELOAD, FIRST), nbytes=60),
+    },
+    ("link", "backward"): {
+        "it_comes_back_by_another_link": lambda c: change(c.the(RELOAD, FIRST), link=FROM_DISK),
+    },
+}
+SABOTAGES: dict[str, tuple[str, str, Sabotage]] = {
+    name: (*rule, break_it) for rule, rows in BY_RULE.items() for name, break_it in rows.items()
+}
 
 
 def sabotage(rule: str, phase: str) -> Callable[[Sabotage], Sabotage]:
@@ -109,35 +132,10 @@ def change(node: fx.Node, **arguments: Any) -> None:
 
 
 @sabotage("saved", "forward")
-def it_is_copied_before_its_last_reader(c: Case) -> None:
-    c.call("forward.1").prepend(c.the(OFFLOAD, FIRST))
-
-
-@sabotage("saved", "forward")
-def it_is_given_up_without_a_copy(c: Case) -> None:
-    c.erase(OFFLOAD, FIRST)
-
-
-@sabotage("saved", "forward")
-def it_is_given_up_before_its_copy(c: Case) -> None:
-    c.the(OFFLOAD, FIRST).prepend(c.the(LEAVE, FIRST))
-
-
-@sabotage("saved", "forward")
 def it_is_returned_as_well(c: Case) -> None:
     output = next(iter(reversed(c.graph.nodes)))
     value = c.the(LEAVE, FIRST).args[2]
     output.args = ((*output.args[0], value),)
-
-
-@sabotage("saved", "forward")
-def it_leaves_twice(c: Case) -> None:
-    again(c, c.the(OFFLOAD, FIRST))
-
-
-@sabotage("saved", "forward")
-def only_a_part_of_it_is_copied(c: Case) -> None:
-    change(c.the(OFFLOAD, FIRST), nbytes=99)
 
 
 @sabotage("saved", "forward")
@@ -164,11 +162,6 @@ def one_that_leaves_stays(c: Case) -> None:
     c.options["offloaded"] = AWAY | {"forward.2:0"}
 
 
-@sabotage("link", "forward")
-def it_goes_home_by_another_link(c: Case) -> None:
-    change(c.the(OFFLOAD, FIRST), link=TO_DISK)
-
-
 @sabotage("end", "forward")
 def it_is_never_waited_for(c: Case) -> None:
     left = c.the(LEAVE, FIRST)
@@ -187,34 +180,9 @@ def it_is_read_without_a_copy(c: Case) -> None:
 
 
 @sabotage("saved", "backward")
-def it_is_waited_for_twice(c: Case) -> None:
-    again(c, c.the(ARRIVE, FIRST))
-
-
-@sabotage("saved", "backward")
-def another_one_arrives_in_its_place(c: Case) -> None:
-    change(c.the(ARRIVE, FIRST), storage=SECOND)
-
-
-@sabotage("saved", "backward")
-def it_comes_back_twice(c: Case) -> None:
-    again(c, c.the(RELOAD, FIRST))
-
-
-@sabotage("saved", "backward")
-def it_has_too_little_room(c: Case) -> None:
-    change(c.the(RELOAD, FIRST), nbytes=60)
-
-
-@sabotage("saved", "backward")
 def it_comes_back_from_what_stands_for_another(c: Case) -> None:
     one, other = c.the(RELOAD, FIRST), c.the(RELOAD, SECOND)
     one.args, other.args = (*one.args[:3], *other.args[3:]), (*other.args[:3], *one.args[3:])
-
-
-@sabotage("link", "backward")
-def it_comes_back_by_another_link(c: Case) -> None:
-    change(c.the(RELOAD, FIRST), link=FROM_DISK)
 
 
 @sabotage("end", "backward")

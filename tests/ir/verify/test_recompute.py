@@ -144,7 +144,56 @@ def test_what_makes_the_same_of_the_same_values_may_be_called_instead() -> None:
 
 
 Sabotage = Callable[[Step], Any]
-SABOTAGES: dict[str, tuple[str, Sabotage]] = {}
+BY_RULE: dict[str, dict[str, Sabotage]] = {
+    "draws random numbers": {
+        "a_segment_that_draws_is_called_again": lambda s: s.graphs["backward"].set_submodule(
+            "layer", layer(aten.mm.default, aten.bernoulli.default)
+        ),
+        "a_segment_that_changes_its_input_is_called_again": lambda s: s.graphs["backward"].set_submodule(
+            "layer", layer(aten.relu_.default)
+        ),
+        "a_segment_in_which_ranks_meet_is_called_again": lambda s: s.graphs["backward"].set_submodule(
+            "layer", layer(torch.ops._c10d_functional.wait_tensor.default)
+        ),
+        "a_segment_that_nobody_can_look_into_is_called_again": lambda s: s.graphs["backward"].set_submodule(
+            "layer", torch.nn.Identity()
+        ),
+    },
+    "only the placeholder of": {
+        "a_repeated_call_reads_what_is_not_there": lambda s: s.change(
+            s.call("backward", "rerun.1"), 0, s.placeholder("backward", "x1")
+        ),
+        "what_was_dropped_is_read_without_a_rerun": lambda s: s.change(
+            s.call("backward", "backward.0"), 1, s.placeholder("backward", "x3")
+        ),
+    },
+    "should be read": {
+        "a_repeated_call_reads_another_value": lambda s: s.change(
+            s.call("backward", "rerun.1"), 0, s.placeholder("backward", "x0")
+        ),
+        "a_repeated_call_reads_another_parameter": lambda s: s.change(
+            s.call("backward", "rerun.1"), 1, s.call("backward", "rerun.0").args[1]
+        ),
+    },
+    "was not recomputed in": {
+        "what_was_there_before_is_taken_for_what_was_made_again": lambda s: s.change(
+            s.node("backward", chunk_ops.again), 1, s.placeholder("backward", "x0")
+        ),
+    },
+    "not all placeholders are of values": {
+        "what_stands_for_another_value_is_taken_for_it": lambda s: s.change(
+            s.node("backward", chunk_ops.again), 2, s.placeholder("backward", "x2")
+        ),
+    },
+    "is dropped with other values": {
+        "another_value_is_dropped": lambda s: s.change(
+            s.node("forward", chunk_ops.forget), 1, s.node("forward", chunk_ops.forget, 1).args[1]
+        ),
+    },
+}
+SABOTAGES: dict[str, tuple[str, Sabotage]] = {
+    name: (rule, break_it) for rule, rows in BY_RULE.items() for name, break_it in rows.items()
+}
 
 
 def sabotage(says: str) -> Callable[[Sabotage], Sabotage]:
@@ -155,49 +204,9 @@ def sabotage(says: str) -> Callable[[Sabotage], Sabotage]:
     return register
 
 
-@sabotage("draws random numbers")
-def a_segment_that_draws_is_called_again(s: Step) -> None:
-    s.graphs["backward"].set_submodule("layer", layer(aten.mm.default, aten.bernoulli.default))
-
-
-@sabotage("draws random numbers")
-def a_segment_that_changes_its_input_is_called_again(s: Step) -> None:
-    s.graphs["backward"].set_submodule("layer", layer(aten.relu_.default))
-
-
-@sabotage("draws random numbers")
-def a_segment_in_which_ranks_meet_is_called_again(s: Step) -> None:
-    s.graphs["backward"].set_submodule("layer", layer(torch.ops._c10d_functional.wait_tensor.default))
-
-
-@sabotage("draws random numbers")
-def a_segment_that_nobody_can_look_into_is_called_again(s: Step) -> None:
-    s.graphs["backward"].set_submodule("layer", torch.nn.Identity())
-
-
 @sabotage("has changed since")
 def a_buffer_that_has_changed_is_read_again(s: Step) -> None:
     s.programs["forward"] = replace(s.programs["forward"], changing=frozenset({"x0"}))
-
-
-@sabotage("only the placeholder of")
-def a_repeated_call_reads_what_is_not_there(s: Step) -> None:
-    s.change(s.call("backward", "rerun.1"), 0, s.placeholder("backward", "x1"))
-
-
-@sabotage("should be read")
-def a_repeated_call_reads_another_value(s: Step) -> None:
-    s.change(s.call("backward", "rerun.1"), 0, s.placeholder("backward", "x0"))
-
-
-@sabotage("should be read")
-def a_repeated_call_reads_another_parameter(s: Step) -> None:
-    s.change(s.call("backward", "rerun.1"), 1, s.call("backward", "rerun.0").args[1])
-
-
-@sabotage("only the placeholder of")
-def what_was_dropped_is_read_without_a_rerun(s: Step) -> None:
-    s.change(s.call("backward", "backward.0"), 1, s.placeholder("backward", "x3"))
 
 
 @sabotage("should be read")
@@ -212,19 +221,9 @@ def what_was_dropped_is_taken_for_a_value(s: Step) -> None:
 
 
 @sabotage("was not recomputed in")
-def what_was_there_before_is_taken_for_what_was_made_again(s: Step) -> None:
-    s.change(s.node("backward", chunk_ops.again), 1, s.placeholder("backward", "x0"))
-
-
-@sabotage("was not recomputed in")
 def another_storage_is_taken_for_it(s: Step) -> None:
     one, other = s.node("backward", chunk_ops.again), s.node("backward", chunk_ops.again, 1)
     s.change(other, 1, one.args[1])
-
-
-@sabotage("not all placeholders are of values")
-def what_stands_for_another_value_is_taken_for_it(s: Step) -> None:
-    s.change(s.node("backward", chunk_ops.again), 2, s.placeholder("backward", "x2"))
 
 
 @sabotage("is no call of the captured programs")
@@ -253,11 +252,6 @@ def a_part_of_other_values_is_called(s: Step) -> None:
     s.graphs["backward"].add_submodule("part", layer(aten.mm.default, aten.relu.default))
     call = s.call("backward", "rerun.0")
     call.target, call.args = "part", call.args[::-1]
-
-
-@sabotage("is dropped with other values")
-def another_value_is_dropped(s: Step) -> None:
-    s.change(s.node("forward", chunk_ops.forget), 1, s.node("forward", chunk_ops.forget, 1).args[1])
 
 
 @sabotage("is returned as x0")

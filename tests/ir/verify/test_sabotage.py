@@ -18,9 +18,101 @@ from chunkc.ir.program import MemoryStep, SegmentMemory
 from chunkc.ir.verify.verifier import verify_phase
 
 Sabotage = Callable[[Case], Any]
+P0, P1, G0, G1 = (Chunk(kind, group) for kind in ("param", "grad") for group in (0, 1))
+ROOMY = 1 << 20
+"""Bytes beside the smallest budget with which the backward of four layers updates all of them."""
 
 
-SABOTAGES: dict[str, tuple[str, str, int, Sabotage]] = {}
+BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
+    ("read", "forward", 0): {
+        "a_load_is_not_waited_for": lambda c: c.erase(WAIT, P1),
+        "a_load_is_waited_for_too_late": lambda c: move_after(c.the(WAIT, P1), c.call("forward.1")),
+        "a_slot_goes_before_its_reader": lambda c: move_before(c.the(EVICT, P1), c.call("forward.1")),
+        "a_slot_goes_before_its_view_is_made": lambda c: move_before(c.the(EVICT, P1), c.the("parameter", P1)),
+    },
+    ("read", "update", 0): {
+        "an_update_before_its_gradients_have_arrived": lambda c: c.erase(
+            WAIT, next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == G1)
+        ),
+    },
+    ("read", "casting", 0): {
+        "a_cast_is_not_waited_for": lambda c: c.erase(WAIT, Chunk("param_bf16", 1)),
+    },
+    ("write", "casting", 0): {
+        "a_cast_is_written_back": lambda c: c.add_before(
+            c.the(EVICT, Chunk("param_bf16", 1)), (WRITE_BACK, Chunk("param_bf16", 1))
+        ),
+    },
+    ("end", "casting", 1 << 20): {
+        "a_cast_is_left_in_its_slot": lambda c: c.erase(EVICT, Chunk("param_bf16", 1)),
+    },
+    ("update", "updating", ROOMY): {
+        "an_update_comes_before_the_gradient": lambda c: move_before(update_of(c, 1), c.the("sink", G1)),
+        "a_gradient_that_was_used_up_is_fetched": lambda c: c.add_after(c.the(EVICT, G1), (PREFETCH, G1), (WAIT, G1)),
+    },
+    ("dirty", "updating", ROOMY): {
+        "a_gradient_is_given_up_before_the_update": lambda c: move_before(c.the(EVICT, G1), update_of(c, 1)),
+    },
+    ("write", "updating", ROOMY): {
+        "a_group_is_not_updated": lambda c: c.graph.erase_node(update_of(c, 1)),
+        "states_are_not_waited_for": lambda c: c.erase(WAIT, Chunk("exp_avg", 1, (0, 1024))),
+    },
+    ("read", "updating", ROOMY): {
+        "the_gradients_slot_goes_before_its_update": lambda c: move_before(c.the(EVICT, G1), update_of(c, 1)),
+    },
+    ("write", "backward", 0): {
+        "a_gradient_goes_into_a_slot_that_is_not_ready": lambda c: c.erase(WAIT, G1),
+        "a_gradient_is_sunk_before_the_wait": lambda c: move_after(c.the(WAIT, G1), c.the("sink", G1)),
+        "a_gradient_is_sunk_after_its_slot_went": lambda c: move_after(c.the("sink", G1), c.the(EVICT, G1)),
+        "a_gradient_is_sunk_during_the_write_back": lambda c: move_before(c.the(WRITE_BACK, G1), c.the("sink", G1)),
+    },
+    ("slot", "forward", 4096): {
+        "a_slot_goes_while_its_load_is_under_way": lambda c: move_before(c.the(EVICT, P1), c.the(WAIT, P1)),
+    },
+    ("slot", "backward", 0): {
+        "a_slot_goes_while_its_write_back_is_under_way": lambda c: c.erase(WAIT, G1, 1),
+    },
+    ("dirty", "backward", 0): {
+        "a_gradient_is_never_written_back": lambda c: c.erase(WRITE_BACK, G1),
+    },
+    ("dirty", "update", 0): {
+        "new_parameters_are_never_written_back": lambda c: c.graph.erase_node(
+            next(n for n in c.all(WRITE_BACK) if n.args[0].whole == P1)
+        ),
+    },
+    ("state", "forward", 1 << 20): {
+        "a_chunk_is_loaded_twice": lambda c: c.add_after(c.the(PREFETCH, P1), (PREFETCH, P1)),
+    },
+    ("state", "backward", 0): {
+        "a_chunk_that_the_forward_kept_is_loaded_again": lambda c: c.add_before(
+            next(iter(c.graph.nodes)), (PREFETCH, next(iter(c.options["present"])))
+        ),
+        "a_write_back_of_nothing": lambda c: c.add_after(c.the(EVICT, G1), (WRITE_BACK, G1)),
+        "two_write_backs_at_once": lambda c: c.add_after(c.the(WRITE_BACK, G1), (WRITE_BACK, G1)),
+    },
+    ("state", "forward", 0): {
+        "a_wait_for_nothing": lambda c: c.add_after(c.the(EVICT, P0), (WAIT, P0)),
+        "a_wait_before_its_load": lambda c: move_before(c.the(WAIT, P1), c.the(PREFETCH, P1)),
+        "a_slot_goes_twice": lambda c: c.add_after(c.the(EVICT, P0), (EVICT, P0)),
+        "a_write_back_of_a_slot_that_is_still_loading": lambda c: c.add_after(c.the(PREFETCH, P1), (WRITE_BACK, P1)),
+    },
+    ("link", "forward", 0): {
+        "a_wait_for_a_copy_that_was_waited_for": lambda c: c.add_after(c.the(WAIT, P1), (WAIT, P1)),
+    },
+    ("end", "backward", 0): {
+        "the_last_slot_is_not_given_back": lambda c: c.graph.erase_node(c.all(EVICT)[-1]),
+    },
+    ("home", "settling", 0): {
+        "a_group_is_settled_before_its_gradient_is_made": lambda c: move_before(settled(c, 1), c.call("backward.1")),
+        "a_group_is_settled_before_its_gradient_leaves": lambda c: move_before(settled(c, 1), c.the(WRITE_BACK, G1)),
+        "a_parameter_is_fetched_after_its_group_was_settled": lambda c: c.add_after(
+            settled(c, 1), (PREFETCH, P1), (WAIT, P1), (EVICT, P1)
+        ),
+    },
+}
+SABOTAGES: dict[str, tuple[str, str, int, Sabotage]] = {
+    name: (*rule, break_it) for rule, rows in BY_RULE.items() for name, break_it in rows.items()
+}
 
 
 def sabotage(rule: str, phase: str, spare: int = 0) -> Callable[[Sabotage], Sabotage]:
@@ -39,55 +131,35 @@ def move_after(node: fx.Node, other: fx.Node) -> None:
     other.append(node)
 
 
-@sabotage("read", "forward")
-def a_load_is_not_waited_for(c: Case) -> None:
-    c.erase(WAIT, Chunk("param", 1))
-
-
 @sabotage("link", "forward")
 def a_load_names_no_link(c: Case) -> None:
-    node = c.the(PREFETCH, Chunk("param", 1))
+    node = c.the(PREFETCH, P1)
     node.args = node.args[:1]
-
-
-@sabotage("read", "forward")
-def a_load_is_waited_for_too_late(c: Case) -> None:
-    move_after(c.the(WAIT, Chunk("param", 1)), c.call("forward.1"))
 
 
 @sabotage("read", "forward")
 def a_chunk_is_never_loaded(c: Case) -> None:
     for kind in (PREFETCH, WAIT, EVICT):
-        c.erase(kind, Chunk("param", 1))
-
-
-@sabotage("read", "forward")
-def a_slot_goes_before_its_reader(c: Case) -> None:
-    move_before(c.the(EVICT, Chunk("param", 1)), c.call("forward.1"))
-
-
-@sabotage("read", "forward")
-def a_slot_goes_before_its_view_is_made(c: Case) -> None:
-    move_before(c.the(EVICT, Chunk("param", 1)), c.the("parameter", Chunk("param", 1)))
+        c.erase(kind, P1)
 
 
 @sabotage("read", "forward", 1 << 20)
 def a_view_is_read_after_its_chunk_came_back_into_another_slot(c: Case) -> None:
     call = c.call("forward.1")
-    c.add_before(call, (EVICT, Chunk("param", 1)), (PREFETCH, Chunk("param", 1)), (WAIT, Chunk("param", 1)))
+    c.add_before(call, (EVICT, P1), (PREFETCH, P1), (WAIT, P1))
 
 
 @sabotage("read", "forward", 1 << 20)
 def an_old_view_is_read_again_later(c: Case) -> None:
     late = c.call("forward.3")
-    early = c.the("parameter", Chunk("param", 0))
-    c.add_before(late, (EVICT, Chunk("param", 0)), (PREFETCH, Chunk("param", 0)), (WAIT, Chunk("param", 0)))
+    early = c.the("parameter", P0)
+    c.add_before(late, (EVICT, P0), (PREFETCH, P0), (WAIT, P0))
     late.args = (late.args[0], early)
 
 
 @sabotage("read", "forward")
 def two_loads_change_places(c: Case) -> None:
-    one, two = c.the(PREFETCH, Chunk("param", 0)), c.the(PREFETCH, Chunk("param", 3))
+    one, two = c.the(PREFETCH, P0), c.the(PREFETCH, Chunk("param", 3))
     one.args, two.args = two.args, one.args
 
 
@@ -99,14 +171,9 @@ def what_the_forward_kept_is_not_there(c: Case) -> None:
 
 @sabotage("read", "update")
 def an_update_without_gradients(c: Case) -> None:
-    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == Chunk("grad", 1))
+    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == G1)
     for kind in (PREFETCH, WAIT, EVICT):
         c.erase(kind, chunk)
-
-
-@sabotage("read", "update")
-def an_update_before_its_gradients_have_arrived(c: Case) -> None:
-    c.erase(WAIT, next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == Chunk("grad", 1)))
 
 
 @sabotage("read", "forward")
@@ -118,13 +185,8 @@ def a_result_is_a_view_of_a_slot(c: Case) -> None:
 
 @sabotage("read", "forward")
 def a_parameter_is_read_from_the_chunk_of_another(c: Case) -> None:
-    node = c.the("parameter", Chunk("param", 1))
-    node.args = (Chunk("param", 1), "h.2.w")
-
-
-@sabotage("read", "casting")
-def a_cast_is_not_waited_for(c: Case) -> None:
-    c.erase(WAIT, Chunk("param_bf16", 1))
+    node = c.the("parameter", P1)
+    node.args = (P1, "h.2.w")
 
 
 @sabotage("read", "casting")
@@ -132,43 +194,14 @@ def a_cast_is_read_from_the_chunk_of_another(c: Case) -> None:
     c.the("parameter", Chunk("param_bf16", 1)).args = (Chunk("param_bf16", 1), "h.2.w")
 
 
-@sabotage("write", "casting")
-def a_cast_is_written_back(c: Case) -> None:
-    c.add_before(c.the(EVICT, Chunk("param_bf16", 1)), (WRITE_BACK, Chunk("param_bf16", 1)))
-
-
-@sabotage("end", "casting", 1 << 20)
-def a_cast_is_left_in_its_slot(c: Case) -> None:
-    c.erase(EVICT, Chunk("param_bf16", 1))
-
-
-ROOMY = 1 << 20
-"""Bytes beside the smallest budget with which the backward of four layers updates all of them."""
-
-
 def update_of(c: Case, group: int) -> fx.Node:
     return next(n for n in c.all("update") if n.args[0] == group)
 
 
 @sabotage("update", "updating", ROOMY)
-def an_update_comes_before_the_gradient(c: Case) -> None:
-    move_before(update_of(c, 1), c.the("sink", Chunk("grad", 1)))
-
-
-@sabotage("update", "updating", ROOMY)
 def a_call_reads_what_was_updated(c: Case) -> None:
     call = c.call("backward.3")
-    call.args = (*call.args[:2], c.the("parameter", Chunk("param", 1)))
-
-
-@sabotage("update", "updating", ROOMY)
-def a_gradient_that_was_used_up_is_fetched(c: Case) -> None:
-    c.add_after(c.the(EVICT, Chunk("grad", 1)), (PREFETCH, Chunk("grad", 1)), (WAIT, Chunk("grad", 1)))
-
-
-@sabotage("dirty", "updating", ROOMY)
-def a_gradient_is_given_up_before_the_update(c: Case) -> None:
-    move_before(c.the(EVICT, Chunk("grad", 1)), update_of(c, 1))
+    call.args = (*call.args[:2], c.the("parameter", P1))
 
 
 @sabotage("dirty", "updating", ROOMY)
@@ -183,11 +216,6 @@ def a_gradient_that_an_update_may_need_again_does_not_go_home(c: Case) -> None:
 
 
 @sabotage("write", "updating", ROOMY)
-def a_group_is_not_updated(c: Case) -> None:
-    c.graph.erase_node(update_of(c, 1))
-
-
-@sabotage("write", "updating", ROOMY)
 def a_group_is_updated_twice(c: Case) -> None:
     node = update_of(c, 1)
     with c.graph.inserting_after(node):
@@ -196,51 +224,21 @@ def a_group_is_updated_twice(c: Case) -> None:
 
 @sabotage("dirty", "updating", ROOMY)
 def updated_parameters_do_not_go_home(c: Case) -> None:
-    chunk = Chunk("param", 1)
+    chunk = P1
     waits = c.all(WAIT, chunk)
     c.erase(WRITE_BACK, chunk)
     c.graph.erase_node(waits[-1])
 
 
-@sabotage("write", "updating", ROOMY)
-def states_are_not_waited_for(c: Case) -> None:
-    c.erase(WAIT, Chunk("exp_avg", 1, (0, 1024)))
-
-
-@sabotage("read", "updating", ROOMY)
-def the_gradients_slot_goes_before_its_update(c: Case) -> None:
-    move_before(c.the(EVICT, Chunk("grad", 1)), update_of(c, 1))
-
-
 @sabotage("write", "backward")
 def a_gradient_goes_into_a_slot_that_is_not_there(c: Case) -> None:
     for kind in (PREFETCH, WAIT):
-        c.erase(kind, Chunk("grad", 1))
-
-
-@sabotage("write", "backward")
-def a_gradient_goes_into_a_slot_that_is_not_ready(c: Case) -> None:
-    c.erase(WAIT, Chunk("grad", 1))
-
-
-@sabotage("write", "backward")
-def a_gradient_is_sunk_before_the_wait(c: Case) -> None:
-    move_after(c.the(WAIT, Chunk("grad", 1)), c.the("sink", Chunk("grad", 1)))
-
-
-@sabotage("write", "backward")
-def a_gradient_is_sunk_after_its_slot_went(c: Case) -> None:
-    move_after(c.the("sink", Chunk("grad", 1)), c.the(EVICT, Chunk("grad", 1)))
-
-
-@sabotage("write", "backward")
-def a_gradient_is_sunk_during_the_write_back(c: Case) -> None:
-    move_before(c.the(WRITE_BACK, Chunk("grad", 1)), c.the("sink", Chunk("grad", 1)))
+        c.erase(kind, G1)
 
 
 @sabotage("write", "backward")
 def a_gradient_goes_into_the_chunk_of_another(c: Case) -> None:
-    node = c.the("sink", Chunk("grad", 1))
+    node = c.the("sink", G1)
     node.args = ("h.2.w", *node.args[1:])
 
 
@@ -253,7 +251,7 @@ def an_update_during_the_write_back_of_a_state(c: Case) -> None:
 
 @sabotage("write", "update")
 def an_update_without_its_parameters(c: Case) -> None:
-    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == Chunk("param", 1))
+    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == P1)
     for node in [n for kind in (PREFETCH, WAIT, WRITE_BACK, EVICT) for n in c.all(kind, chunk)]:
         c.graph.erase_node(node)
 
@@ -264,16 +262,6 @@ def an_update_of_other_elements(c: Case) -> None:
     node.args = (node.args[0], 0, 512)
 
 
-@sabotage("slot", "forward", 4096)
-def a_slot_goes_while_its_load_is_under_way(c: Case) -> None:
-    move_before(c.the(EVICT, Chunk("param", 1)), c.the(WAIT, Chunk("param", 1)))
-
-
-@sabotage("slot", "backward")
-def a_slot_goes_while_its_write_back_is_under_way(c: Case) -> None:
-    c.erase(WAIT, Chunk("grad", 1), 1)
-
-
 @sabotage("slot", "update")
 def a_states_slot_goes_while_its_write_back_is_under_way(c: Case) -> None:
     chunk = next(n.args[0] for n in c.all(WRITE_BACK) if n.args[0].whole == Chunk("exp_avg_sq", 2))
@@ -281,58 +269,23 @@ def a_states_slot_goes_while_its_write_back_is_under_way(c: Case) -> None:
 
 
 @sabotage("dirty", "backward")
-def a_gradient_is_never_written_back(c: Case) -> None:
-    c.erase(WRITE_BACK, Chunk("grad", 1))
-
-
-@sabotage("dirty", "backward")
 def a_gradient_is_written_back_before_it_is_there(c: Case) -> None:
-    sink = c.the("sink", Chunk("grad", 1))
-    move_before(c.the(WRITE_BACK, Chunk("grad", 1)), sink)
-    move_before(c.the(WAIT, Chunk("grad", 1), 1), sink)
+    sink = c.the("sink", G1)
+    move_before(c.the(WRITE_BACK, G1), sink)
+    move_before(c.the(WAIT, G1, 1), sink)
 
 
 @sabotage("dirty", "backward")
 def a_second_gradient_comes_after_the_write_back(c: Case) -> None:
-    sink, evict = c.the("sink", Chunk("grad", 1)), c.the(EVICT, Chunk("grad", 1))
+    sink, evict = c.the("sink", G1), c.the(EVICT, G1)
     with c.graph.inserting_before(evict):
         c.graph.call_function(chunk_ops.sink, sink.args)
-
-
-@sabotage("dirty", "update")
-def new_parameters_are_never_written_back(c: Case) -> None:
-    c.graph.erase_node(next(n for n in c.all(WRITE_BACK) if n.args[0].whole == Chunk("param", 1)))
-
-
-@sabotage("state", "forward", 1 << 20)
-def a_chunk_is_loaded_twice(c: Case) -> None:
-    c.add_after(c.the(PREFETCH, Chunk("param", 1)), (PREFETCH, Chunk("param", 1)))
-
-
-@sabotage("state", "backward")
-def a_chunk_that_the_forward_kept_is_loaded_again(c: Case) -> None:
-    c.add_before(next(iter(c.graph.nodes)), (PREFETCH, next(iter(c.options["present"]))))
-
-
-@sabotage("state", "forward")
-def a_wait_for_nothing(c: Case) -> None:
-    c.add_after(c.the(EVICT, Chunk("param", 0)), (WAIT, Chunk("param", 0)))
-
-
-@sabotage("state", "forward")
-def a_wait_before_its_load(c: Case) -> None:
-    move_before(c.the(WAIT, Chunk("param", 1)), c.the(PREFETCH, Chunk("param", 1)))
-
-
-@sabotage("link", "forward")
-def a_wait_for_a_copy_that_was_waited_for(c: Case) -> None:
-    c.add_after(c.the(WAIT, Chunk("param", 1)), (WAIT, Chunk("param", 1)))
 
 
 @sabotage("overlap", "forward", 1 << 20)
 def a_part_of_a_chunk_is_loaded_beside_the_whole(c: Case) -> None:
     part = Chunk("param", 1, (0, 8))
-    c.add_after(c.the(WAIT, Chunk("param", 1)), (PREFETCH, part), (WAIT, part), (EVICT, part))
+    c.add_after(c.the(WAIT, P1), (PREFETCH, part), (WAIT, part), (EVICT, part))
 
 
 @sabotage("overlap", "update", 1 << 20)
@@ -346,54 +299,34 @@ def two_parts_that_overlap_are_there_at_once(c: Case) -> None:
 @sabotage("link", "forward")
 def a_load_by_the_link_that_leads_home(c: Case) -> None:
     for kind in (PREFETCH, WAIT):
-        c.the(kind, Chunk("param", 1)).args = (Chunk("param", 1), TO_HOME)
+        c.the(kind, P1).args = (P1, TO_HOME)
 
 
 @sabotage("link", "forward")
 def a_load_by_the_disk_s_link_of_what_is_in_ram(c: Case) -> None:
     for kind in (PREFETCH, WAIT):
-        c.the(kind, Chunk("param", 1)).args = (Chunk("param", 1), FROM_DISK)
+        c.the(kind, P1).args = (P1, FROM_DISK)
 
 
 @sabotage("link", "backward")
 def a_gradient_is_written_to_a_disk_that_is_not_its_home(c: Case) -> None:
-    c.the(WRITE_BACK, Chunk("grad", 1)).args = (Chunk("grad", 1), TO_DISK)
+    c.the(WRITE_BACK, G1).args = (G1, TO_DISK)
 
 
 @sabotage("link", "forward")
 def a_load_is_waited_for_on_another_link(c: Case) -> None:
-    c.the(WAIT, Chunk("param", 1)).args = (Chunk("param", 1), TO_HOME)
+    c.the(WAIT, P1).args = (P1, TO_HOME)
 
 
 @sabotage("slot", "backward")
 def a_write_back_is_waited_for_as_if_it_were_a_load(c: Case) -> None:
-    c.all(WAIT, Chunk("grad", 1))[-1].args = (Chunk("grad", 1), TO_DEVICE)
+    c.all(WAIT, G1)[-1].args = (G1, TO_DEVICE)
 
 
 @sabotage("link", "forward")
 def a_link_that_there_is_not(c: Case) -> None:
     for kind in (PREFETCH, WAIT):
-        c.the(kind, Chunk("param", 1)).args = (Chunk("param", 1), "moon")
-
-
-@sabotage("state", "forward")
-def a_slot_goes_twice(c: Case) -> None:
-    c.add_after(c.the(EVICT, Chunk("param", 0)), (EVICT, Chunk("param", 0)))
-
-
-@sabotage("state", "backward")
-def a_write_back_of_nothing(c: Case) -> None:
-    c.add_after(c.the(EVICT, Chunk("grad", 1)), (WRITE_BACK, Chunk("grad", 1)))
-
-
-@sabotage("state", "backward")
-def two_write_backs_at_once(c: Case) -> None:
-    c.add_after(c.the(WRITE_BACK, Chunk("grad", 1)), (WRITE_BACK, Chunk("grad", 1)))
-
-
-@sabotage("state", "forward")
-def a_write_back_of_a_slot_that_is_still_loading(c: Case) -> None:
-    c.add_after(c.the(PREFETCH, Chunk("param", 1)), (WRITE_BACK, Chunk("param", 1)))
+        c.the(kind, P1).args = (P1, "moon")
 
 
 @sabotage("state", "forward")
@@ -419,15 +352,15 @@ def a_resident_that_nobody_counted(c: Case) -> None:
 
 @sabotage("budget", "update")
 def a_slot_stays_too_long(c: Case) -> None:
-    evict = next(n for n in c.all(EVICT) if n.args[0].whole == Chunk("grad", 0))
+    evict = next(n for n in c.all(EVICT) if n.args[0].whole == G0)
     move_before(evict, next(iter(reversed(c.graph.nodes))))
 
 
 @sabotage("budget", "backward")
 def a_load_starts_too_early(c: Case) -> None:
     early = c.call("backward.0")
-    move_before(c.the(PREFETCH, Chunk("param", 0)), early)
-    move_before(c.the(PREFETCH, Chunk("grad", 0)), early)
+    move_before(c.the(PREFETCH, P0), early)
+    move_before(c.the(PREFETCH, G0), early)
 
 
 @sabotage("budget", "backward")
@@ -444,11 +377,6 @@ def a_call_needs_more_than_planned(c: Case) -> None:
     c.names["layer_backward"] = SegmentMemory(more, memory.input_released, memory.outputs, memory.storage_nbytes)  # type: ignore[assignment]
 
 
-@sabotage("end", "backward")
-def the_last_slot_is_not_given_back(c: Case) -> None:
-    c.graph.erase_node(c.all(EVICT)[-1])
-
-
 @sabotage("end", "forward")
 def what_should_be_kept_is_given_back(c: Case) -> None:
     kept = next(iter(c.options["kept"]))
@@ -462,22 +390,22 @@ def more_is_kept_than_should_be(c: Case) -> None:
 
 @sabotage("end", "backward", 1 << 20)
 def the_end_comes_during_a_write_back(c: Case) -> None:
-    c.options["kept"] = {Chunk("grad", 0)}
-    c.erase(EVICT, Chunk("grad", 0))
-    c.erase(WAIT, Chunk("grad", 0), 1)
+    c.options["kept"] = {G0}
+    c.erase(EVICT, G0)
+    c.erase(WAIT, G0, 1)
 
 
 @sabotage("end", "backward", 1 << 20)
 def the_end_leaves_a_dirty_chunk(c: Case) -> None:
-    c.options["kept"] = {Chunk("grad", 0)}
-    for node in (c.the(EVICT, Chunk("grad", 0)), c.the(WAIT, Chunk("grad", 0), 1), c.the(WRITE_BACK, Chunk("grad", 0))):
+    c.options["kept"] = {G0}
+    for node in (c.the(EVICT, G0), c.the(WAIT, G0, 1), c.the(WRITE_BACK, G0)):
         c.graph.erase_node(node)
 
 
 @sabotage("end", "forward", 1 << 20)
 def the_end_comes_during_a_load(c: Case) -> None:
-    c.options["kept"] = {*c.options["kept"], Chunk("grad", 0)}
-    c.add_before(next(iter(reversed(c.graph.nodes))), (PREFETCH, Chunk("grad", 0)))
+    c.options["kept"] = {*c.options["kept"], G0}
+    c.add_before(next(iter(reversed(c.graph.nodes))), (PREFETCH, G0))
 
 
 def settled(c: Case, group: int) -> fx.Node:
@@ -485,24 +413,9 @@ def settled(c: Case, group: int) -> fx.Node:
 
 
 @sabotage("home", "settling")
-def a_group_is_settled_before_its_gradient_is_made(c: Case) -> None:
-    move_before(settled(c, 1), c.call("backward.1"))
-
-
-@sabotage("home", "settling")
-def a_group_is_settled_before_its_gradient_leaves(c: Case) -> None:
-    move_before(settled(c, 1), c.the(WRITE_BACK, Chunk("grad", 1)))
-
-
-@sabotage("home", "settling")
-def a_parameter_is_fetched_after_its_group_was_settled(c: Case) -> None:
-    c.add_after(settled(c, 1), (PREFETCH, Chunk("param", 1)), (WAIT, Chunk("param", 1)), (EVICT, Chunk("param", 1)))
-
-
-@sabotage("home", "settling")
 def a_gradient_comes_back_after_its_group_was_settled(c: Case) -> None:
-    wait = next(n for n in c.graph.nodes if n.target is chunk_ops.evict and n.args == (Chunk("grad", 1),))
-    c.add_after(wait, (PREFETCH, Chunk("grad", 1)), (WAIT, Chunk("grad", 1)), (EVICT, Chunk("grad", 1)))
+    wait = next(n for n in c.graph.nodes if n.target is chunk_ops.evict and n.args == (G1,))
+    c.add_after(wait, (PREFETCH, G1), (WAIT, G1), (EVICT, G1))
 
 
 @pytest.mark.parametrize("name", SABOTAGES)

@@ -79,22 +79,6 @@ def rules(c: Case, **changes: object) -> set[str]:
 # --- what waits ---
 
 
-def test_a_gradient_waits_from_its_call_to_the_last_that_reads_its_parameters() -> None:
-    _, backward = step_positions()
-    tied = (*backward[:-1], replace(backward[-1], reads=backward[-1].reads | {Chunk(PARAM, 2)}))
-    found = waiting(tied)
-    assert [2 in one for one in found] == [False, True, True, True], "made by the second call, updated behind the last"
-    assert found[2][2] == found[3][2] == GRADIENT_NBYTES
-
-
-def test_what_is_copied_waits_while_its_call_runs_and_what_is_handed_over_does_not() -> None:
-    _, backward = step_positions()
-    copied = tuple(replace(p, sunk=tuple((name, False) for name, _ in p.sunk)) for p in backward)
-    assert [sum(one.values()) for one in waiting(copied)] == [GRADIENT_NBYTES] * 4
-    handed = tuple(replace(p, sunk=tuple((name, True) for name, _ in p.sunk)) for p in backward)
-    assert [sum(one.values()) for one in waiting(handed)] == [0] * 4
-
-
 def test_a_group_of_which_a_gradient_is_returned_does_not_wait() -> None:
     _, backward = step_positions()
     hooked = tuple(replace(p, sunk=()) if p.name == "backward.1" else p for p in backward)

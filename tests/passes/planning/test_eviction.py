@@ -23,6 +23,7 @@ INSTANT = Hardware(1.0, 1.0, host_links(1e12, 1e12))
 ONE_PER_CALL = Hardware(1.0, 1.0, host_links(1.0, 1.0))
 """A copy of a chunk of one byte takes as long as a call of one second."""
 NEVER = Hardware(1.0, 1.0, host_links(1e-12, 1e-12))
+LATE = Hardware(1.0, 1.0, (LinkSpec(TO_DEVICE, 1.0, 1.5), LinkSpec(TO_HOME, 1.0, 1.5)))
 
 
 def required_nbytes(position: Position, sizes: Mapping[Any, int]) -> int:
@@ -133,54 +134,32 @@ def place(stops: Stops, kind: str, chunk: str) -> list[int]:
     return [i for i, stop in enumerate(stops) for event in stop if (event.kind, event.item) == (kind, chunk)]
 
 
-def test_nothing_to_do() -> None:
-    assert scheduled([], {}, [], INSTANT) == (((),), ())
-    assert scheduled(calls("+"), {}, [0], INSTANT) == (((), ()), (0,))
+TIMES: dict[str, tuple[str, int, Hardware, tuple[int, ...], dict[tuple[str, str], list[int]]]] = {
+    # Calls, chunks that there is room for, the machine, barriers; and the stops at which copies must be.
+    "a slot goes after the last use": ("a b b", 3, INSTANT, (), {(EVICT, "a"): [1]}),
+    "behind the call before": ("a b", 2, ONE_PER_CALL, (), {(PREFETCH, "b"): [0], (WAIT, "b"): [1]}),
+    "no earlier than it has to": ("a a a b", 2, ONE_PER_CALL, (), {(PREFETCH, "b"): [2]}),
+    "waiting for room": ("a b", 1, ONE_PER_CALL, (), {(PREFETCH, "b"): [1]}),
+    "queued on the link": ("a a a b+c", 3, ONE_PER_CALL, (), {(PREFETCH, "b"): [1], (PREFETCH, "c"): [2]}),
+    "a link that takes long to start": (
+        "a a a a A b b b b", 3, LATE, (), {(PREFETCH, "b"): [2], (EVICT, "A"): [8]}
+    ),
+    "a slow link: what is needed next has the room": (
+        "a a b c", 2, NEVER, (), {(PREFETCH, "b"): [0], (PREFETCH, "c"): [2]}
+    ),
+    "a write-back that is hidden": ("A b b", 2, ONE_PER_CALL, (), {(WRITE_BACK, "A"): [1], (EVICT, "A"): [2]}),
+    "a write-back without room": ("A b b", 1, ONE_PER_CALL, (), {(WRITE_BACK, "A"): [1], (EVICT, "A"): [1]}),
+    "a load stays behind a barrier": ("a a b", 3, NEVER, (0, 2), {(PREFETCH, "b"): [2]}),
+    "a write-back stays before one": ("A b c c", 3, NEVER, (0, 2), {(EVICT, "A"): [2]}),
+    "a chunk may stay over a barrier": ("a b b a", 2, INSTANT, (0, 2), {(PREFETCH, "a"): [0]}),
+}  # fmt: skip
 
 
-def test_where_all_fits_each_chunk_is_loaded_once() -> None:
-    stops, num_loads = plan("a b c b a c", 3)
-    assert num_loads == 3
-    assert place(stops, WRITE_BACK, "a") == []
-
-
-def test_the_chunk_whose_next_use_is_furthest_goes() -> None:
-    # At c, a is next used at 3 and b at 4: b goes.
-    stops, num_loads = plan("a b c a b", 2)
-    assert place(stops, EVICT, "b")[0] == 2
-    assert len(place(stops, PREFETCH, "a")) == 1
-    assert num_loads == 4
-
-
-def test_a_chunk_that_is_not_needed_again_goes_first() -> None:
-    stops, _ = plan("a b c b c", 2)
-    assert len(place(stops, PREFETCH, "b")) == len(place(stops, PREFETCH, "c")) == 1
-
-
-def test_a_slot_is_given_back_after_the_last_use_though_there_is_room() -> None:
-    stops, _ = plan("a b b", 3)
-    assert place(stops, EVICT, "a") == [1]
-
-
-def test_a_load_is_hidden_behind_the_call_before() -> None:
-    stops, _ = plan("a b", 2, ONE_PER_CALL)
-    assert place(stops, PREFETCH, "b") == [0]
-    assert place(stops, WAIT, "b") == [1]
-
-
-def test_a_load_starts_no_earlier_than_it_has_to() -> None:
-    stops, _ = plan("a a a b", 2, ONE_PER_CALL)
-    assert place(stops, PREFETCH, "b") == [2]
-
-
-def test_a_load_waits_for_room() -> None:
-    stops, _ = plan("a b", 1, ONE_PER_CALL)
-    assert place(stops, PREFETCH, "b") == [1]
-
-
-def test_loads_queue_on_the_link() -> None:
-    stops, _ = plan("a a a b+c", 3, ONE_PER_CALL)
-    assert sorted([*place(stops, PREFETCH, "b"), *place(stops, PREFETCH, "c")]) == [1, 2]
+@pytest.mark.parametrize("name", TIMES)
+def test_copies_come_when_they_are_needed_and_no_sooner(name: str) -> None:
+    text, capacity, hardware, barriers, expected = TIMES[name]
+    stops, _ = plan(text, capacity, hardware, barriers)
+    assert {what: place(stops, *what) for what in expected} == expected
 
 
 def test_links_have_queues_of_their_own() -> None:
@@ -195,63 +174,12 @@ def test_links_have_queues_of_their_own() -> None:
     assert place(stops, PREFETCH, "b") == [2]  # two seconds from the disk
 
 
-def test_a_load_starts_as_much_earlier_as_its_link_takes_to_start() -> None:
-    machine = Hardware(1.0, 1.0, (LinkSpec(TO_DEVICE, 1.0, 1.5), LinkSpec(TO_HOME, 1.0, 1.5)))
-    stops, _ = plan("a a a a A b b b b", 3, machine)
-    assert place(stops, PREFETCH, "b") == [2]
-    assert place(stops, EVICT, "A") == [8]
-
-
 def test_a_write_back_to_a_slower_disk_keeps_its_slot_for_longer() -> None:
     machine = Hardware(1.0, 1.0, host_links(1.0, 1.0, to_disk=1 / 3))
     for link, end in ((TO_HOME, 2), (TO_DISK, 4)):
         items = items_of({"b": 1}) | {"A": Item(1, Copy(TO_DEVICE), Copy(link))}
         stops, _ = scheduled(calls("A b b b b"), items, [2] * 5, machine)
         assert place(stops, EVICT, "A") == [end]
-
-
-def test_what_is_needed_next_gets_the_room_when_the_link_is_slow() -> None:
-    stops, _ = plan("a a b c", 2, NEVER)
-    assert place(stops, PREFETCH, "b") == [0]
-    assert place(stops, PREFETCH, "c")[0] >= 2
-
-
-def test_a_write_back_keeps_its_slot_until_it_is_hidden() -> None:
-    stops, _ = plan("A b b", 2, ONE_PER_CALL)
-    assert place(stops, WRITE_BACK, "A") == [1]
-    assert place(stops, EVICT, "A") == [2]
-
-
-def test_a_write_back_holds_up_what_there_is_no_room_for() -> None:
-    stops, _ = plan("A b b", 1, ONE_PER_CALL)
-    assert place(stops, WRITE_BACK, "A") == place(stops, EVICT, "A") == [1]
-
-
-def test_no_load_crosses_a_barrier() -> None:
-    stops, _ = plan("a a b", 3, NEVER, barriers=(0, 2))
-    assert place(stops, PREFETCH, "b") == [2]
-
-
-def test_no_write_back_crosses_a_barrier() -> None:
-    stops, _ = plan("A b c c", 3, NEVER, barriers=(0, 2))
-    assert max(place(stops, EVICT, "A")) <= 2
-
-
-def test_a_chunk_may_stay_over_a_barrier() -> None:
-    _, num_loads = plan("a b b a", 2, INSTANT, barriers=(0, 2))
-    assert num_loads == 2
-
-
-def test_capacity_may_change_from_call_to_call() -> None:
-    positions, sizes, capacity = calls("a b + a b"), {"a": 1, "b": 1}, [2, 2, 0, 2, 2]
-    stops, occupancy = scheduled(positions, items_of(sizes), capacity, INSTANT)
-    assert replay(positions, sizes, capacity, stops, occupancy) == 4
-    assert occupancy[2] == 0
-
-
-def test_a_call_that_does_not_fit_is_a_bug_of_the_caller() -> None:
-    with pytest.raises(AssertionError):
-        schedule(calls("a+b"), items_of({"a": 1, "b": 1}), [1], INSTANT)
 
 
 def test_what_a_call_reads_and_writes_takes_room_once() -> None:
@@ -327,18 +255,6 @@ def test_sizes_and_links_that_differ_cost_hardly_more_seconds_than_they_must() -
     assert taken / least < 1.01
 
 
-def lru_loads(positions: Sequence[Position], slots: Sequence[int]) -> int:
-    """Loads of a least-recently-used policy with chunks of one size."""
-    recent: list[str] = []
-    num_loads = 0
-    for position, room in zip(positions, slots):
-        num_loads += len(position.items - set(recent))
-        others = [chunk for chunk in recent if chunk not in position.items]
-        room -= len(position.items)
-        recent = [*(others[-room:] if room else []), *sorted(position.items)]
-    return num_loads
-
-
 def least_cost(
     positions: Sequence[Position], sizes: Mapping[str, int], cost: Mapping[str, float], capacity: Sequence[int]
 ) -> float:
@@ -364,13 +280,6 @@ def _subsets(items: Sequence[str]) -> Iterator[frozenset[str]]:
 def num_loads(positions: Sequence[Position], items: Mapping[str, Item], capacity: Sequence[int]) -> int:
     stops, _ = scheduled(positions, items, capacity, INSTANT)
     return sum(event.kind == PREFETCH for stop in stops for event in stop)
-
-
-@settings(deadline=None, max_examples=200)
-@given(instances(uniform=True, max_calls=30))
-def test_never_more_loads_than_least_recently_used(instance) -> None:
-    positions, items, capacity, _, _ = instance
-    assert num_loads(positions, items, capacity) <= lru_loads(positions, capacity)
 
 
 @settings(deadline=None, max_examples=200)

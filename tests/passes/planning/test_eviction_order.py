@@ -88,30 +88,6 @@ def test_as_by_looking_at_every_item(seed: int, machine: Hardware) -> None:
     assert found == by_looking(positions, items, capacity, machine)
 
 
-def left_at(items: Sequence[Item], uses: Sequence[Sequence[int]], capacity: int, call: int) -> set[int]:
-    """The items, by index, that are no longer there at a call; each is used at the calls given for it."""
-    chunks = [Chunk("param", index) for index in range(len(items))]
-    num_calls = 1 + max(max(of_item) for of_item in uses)
-    positions = [position(frozenset(c for c, of in zip(chunks, uses) if call in of)) for call in range(num_calls)]
-    found = residency(positions, dict(zip(chunks, items)), [capacity] * num_calls, MACHINE)
-    there = {i.item.group for i in found if i.first <= call and i.last >= call}
-    return {index for index in range(len(items)) if uses[index][0] < call} - there
-
-
-def test_of_items_alike_the_furthest_next_use_leaves() -> None:
-    assert left_at([in_ram(1)] * 3, [[0, 3], [1, 4], [2]], 2, 2) == {1}
-
-
-def test_what_is_cheap_to_bring_back_leaves_though_it_is_needed_sooner() -> None:
-    assert left_at([in_ram(1), on_disk(1), in_ram(1)], [[0, 3], [1, 4], [2]], 2, 2) == {0}
-    assert left_at([in_ram(1), on_disk(1), in_ram(1)], [[0, 3], [1, 30], [2]], 2, 2) == {1}  # but not by so much
-
-
-def test_a_small_item_stays_where_a_large_one_has_to_leave_anyway() -> None:
-    # At call 3 four bytes are needed: the one byte, needed last, would leave first, and the four all the same.
-    assert left_at([in_ram(1), in_ram(4), in_ram(1), in_ram(4)], [[0, 6], [1, 5], [2, 4], [3]], 6, 3) == {1}
-
-
 def test_time_grows_with_the_calls_not_with_their_square() -> None:
     """Items that stay throughout must not be looked at again at every call."""
 

@@ -82,27 +82,6 @@ def test_what_follows_a_torn_block_does_not_join_its_rest() -> None:
     assert names(lay_out(specs, 1280 * 4)) == [["h.0.a"], ["h.0.b"], ["h.1.a"]]
 
 
-def test_a_tensor_larger_than_a_chunk_gets_one_of_its_own_size() -> None:
-    specs = [spec("a.weight", 64), spec("big.weight", 100_000), spec("b.weight", 64)]
-    layout = lay_out(specs, 4096)
-    check_invariants(layout, specs)
-    group = next(g for g in layout.groups if g.slices[0].spec.name == "big.weight")
-    assert len(group.slices) == 1
-    assert group.nbytes("param") >= 400_000
-
-
-def test_frozen_parameters_and_dtypes_never_share_a_chunk() -> None:
-    specs = [
-        spec("h.0.a", 640),
-        spec("h.0.b", 640, torch.bfloat16),
-        spec("h.0.c", 640, trainable=False),
-        spec("h.0.d", 640),
-    ]
-    layout = lay_out(specs, 1 << 16)
-    check_invariants(layout, specs)
-    assert names(layout) == [["h.0.a", "h.0.d"], ["h.0.b"], ["h.0.c"]]
-
-
 def test_parameters_below_a_share_of_a_chunk_stay() -> None:
     chunk_nbytes = 4096 * SMALL_FRACTION
     layout = lay_out([spec("a.bias", 1024), spec("a.weight", 1025)], chunk_nbytes)
@@ -155,11 +134,6 @@ def test_extending_leaves_what_is_there() -> None:
     assert more.groups[: len(first.groups)] == first.groups
     assert more.small[: len(first.small)] == first.small
     check_invariants(more, [spec(f"h.{i}.{p}", n) for i in (0, 1) for p, n in (("a", 640), ("bias", 1))])
-
-
-def test_extending_by_nothing_changes_nothing() -> None:
-    first = lay_out([spec("h.0.a", 640)], 4096)
-    assert lay_out([], extending=first) == first
 
 
 SPECS = st.lists(

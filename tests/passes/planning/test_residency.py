@@ -15,7 +15,7 @@ from chunkc.ir.errors import BudgetError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import STEP_NBYTES, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.links import host_links
-from chunkc.ir.plan import EVICT, PREFETCH, Plan, Position, gradients_at
+from chunkc.ir.plan import Plan, Position, gradients_at
 from chunkc.passes.planning.layout import lay_out
 from chunkc.passes.planning.residency import (
     StepProfile,
@@ -92,21 +92,6 @@ def test_the_minimum_is_the_fullest_call() -> None:
     assert check_minimum((), LAYOUT, HUGE, 55) == fixed + 55
 
 
-def test_at_the_minimum_there_is_a_plan_and_one_byte_below_there_is_none() -> None:
-    calls = STEP.forward + STEP.backward
-    minimum = check_minimum(calls, LAYOUT, HUGE, 0)
-    plan = plan_step(STEP, LAYOUT, minimum)
-    assert plan.minimum_nbytes == plan.predicted_peak_nbytes == minimum
-    for refuse in (
-        lambda: check_minimum(calls, LAYOUT, minimum - 1, 0),
-        lambda: plan_step(STEP, LAYOUT, minimum - 1),
-    ):
-        with pytest.raises(BudgetError) as caught:
-            refuse()
-        assert caught.value.minimum_nbytes == minimum
-        assert caught.value.budget_nbytes == minimum - 1
-
-
 def test_the_error_says_what_fills_the_peak() -> None:
     with pytest.raises(BudgetError) as caught:
         check_minimum(STEP.backward, LAYOUT, 1, 55)
@@ -142,11 +127,6 @@ def test_everything_stays_where_everything_fits_to_the_byte() -> None:
     assert choose_resident(STEP.all, LAYOUT, needed - 1, everything) != everything
 
 
-def test_groups_that_may_not_stay_do_not() -> None:
-    assert choose_resident(STEP.all, LAYOUT, HUGE, frozenset({1})) == {1}
-    assert choose_resident(STEP.all, LAYOUT, HUGE, frozenset()) == frozenset()
-
-
 def test_a_larger_budget_keeps_no_less() -> None:
     minimum = check_minimum(STEP.all, LAYOUT, HUGE, 0)
     chosen = [choose_resident(STEP.all, LAYOUT, b, frozenset({0, 1, 2})) for b in range(minimum, 80_000, 512)]
@@ -172,23 +152,6 @@ def test_residents_make_room_for_what_is_held() -> None:
         check_minimum(STEP.passes, LAYOUT, minimum + spare, spare // 2, found)
         assert found == everything or needed == minimum + spare // 2
     assert found == everything
-
-
-def test_where_no_room_can_be_made_the_minimum_is_without_residents() -> None:
-    minimum = check_minimum(STEP.passes, LAYOUT, HUGE, 4096)
-    assert remaining_residents(STEP.passes, LAYOUT, minimum, 4096, frozenset({0, 2})) == (frozenset(), minimum)
-    with pytest.raises(BudgetError) as error:
-        remaining_residents(STEP.passes, LAYOUT, minimum - 1, 4096, frozenset({0, 2}))
-    assert error.value.minimum_nbytes == minimum
-
-
-def test_resident_groups_move_nothing() -> None:
-    plan = plan_step(STEP, LAYOUT, HUGE, frozenset({0, 2}))
-    moved = {event.item for phase in plan.phases for stop in phase.stops for event in stop}
-    assert moved == {Chunk("param", 1), Chunk("grad", 1)}
-    assert {m.resident_nbytes for m in plan.beginning_with(plan.gradients).moments} == {
-        fixed_nbytes(LAYOUT, frozenset({0, 2}))
-    }
 
 
 def test_an_update_counts_the_staying_gradients_that_are_there() -> None:
@@ -226,20 +189,6 @@ def test_what_is_kept_for_the_backward_fits_beside_the_boundary() -> None:
             kept = sum(LAYOUT.chunk_nbytes_of(chunk) for chunk in plan.kept)
             assert fixed + boundary + kept <= plan.budget_nbytes
     assert plan.kept == frozenset()
-
-
-def test_phases_hand_their_chunks_on() -> None:
-    for budget in range(check_minimum(STEP.all, LAYOUT, HUGE, 0), 60_000, 1000):
-        plan = plan_step(STEP, LAYOUT, budget)
-        present: set[str] = set()
-        for phase in plan.phases:
-            for event in (event for stop in phase.stops for event in stop):
-                if event.kind == PREFETCH:
-                    assert event.item not in present
-                    present.add(event.item)
-                elif event.kind == EVICT:
-                    present.remove(event.item)
-            assert present == (plan.kept if phase is plan.phases[0] else set())
 
 
 @st.composite

@@ -14,7 +14,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import chunkc
 from chunkc.passes.graphs.graphs import storage_key, tensors_of
 from chunkc.passes.graphs.origins import origin_of
 from chunkc.passes.rewrite.repeats import LAYER, find_repeats
@@ -238,14 +237,6 @@ def test_other_sizes_and_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert once == whole
 
 
-@pytest.mark.slow  # `test_what_passes_make_of_few_layers_is_what_they_make_of_all` has no gradients either
-def test_without_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    with torch.no_grad():
-        once, whole, num_alike = both_ways(monkeypatch, Deep())
-    assert num_alike
-    assert once == whole
-
-
 @pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("variant", "hidden"),
@@ -288,26 +279,3 @@ def test_a_block_that_was_traced_otherwise_is_found(monkeypatch: pytest.MonkeyPa
     assert once == whole
     (message,) = refused
     assert "read other values" in message
-
-
-@pytest.mark.parametrize("codegen", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_trains_to_the_same_bits(monkeypatch: pytest.MonkeyPatch, codegen: str) -> None:
-    def losses() -> list[Tensor]:
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Deep("dropout")
-        options = {"codegen": codegen, "memory_budget": "64MiB", "whole_graph": "never"}
-        compiled = torch.compile(model, backend="chunkc", options=options)
-        optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
-        found = []
-        for _ in range(3):
-            loss = compiled(TOKENS)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            found.append(loss.detach().clone())
-        return [*found, *(parameter.detach().clone() for parameter in model.parameters())]
-
-    once = losses()
-    monkeypatch.setenv("CHUNKC_DISABLE_PASS", "unroll")
-    assert all(map(torch.equal, once, losses()))

@@ -104,12 +104,6 @@ def test_a_cut_falls_before_the_producer_of_a_gradient_of_a_new_chunk() -> None:
     assert [ops(run) for run in runs] == [["t", "mm", "t", "t", "relu"], ["mm"]]
 
 
-def test_every_operation_is_in_exactly_one_run_in_order() -> None:
-    gm, _ = mlp_graph(5)
-    runs = cut(gm.graph, groups=dict(zip(placeholders(gm.graph)[1:], (0, 1, 1, 2, 0))), gradient_groups={})
-    assert [node for run in runs for node in run] == [node for node in gm.graph.nodes if is_compute(node)]
-
-
 def test_an_operator_run_by_aten_is_alone_even_in_a_whole_graph() -> None:
     def backward(g: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         scaled = g * 2

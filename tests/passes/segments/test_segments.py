@@ -102,14 +102,6 @@ def test_blocks_of_other_sizes_or_dtypes_are_segments_of_their_own() -> None:
     assert len(found) == 3
 
 
-@pytest.mark.parametrize("groups", [(0, 0, 0, 0), (0, 0, 1, 1), (0, 1, 2, 3), (0, 1, 0, 1)])
-def test_pieces_put_together_are_the_graph(groups: tuple[int, ...]) -> None:
-    gm, args = mlp_graph(4)
-    runs = cut(gm.graph, groups=dict(zip(placeholders(gm.graph)[1:], groups)), gradient_groups={})
-    pieces = extract(gm, runs, SegmentTable())
-    torch.testing.assert_close(run_pieces(gm, pieces, args)[0], gm(*args)[0], rtol=0, atol=0)
-
-
 def test_for_the_backward_a_block_is_made_without_its_last_product() -> None:
     gm, args = blocks_graph(3)
     groups = {node: place // 3 for place, node in enumerate(placeholders(gm.graph)[1:])}
