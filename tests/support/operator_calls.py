@@ -790,7 +790,6 @@ def assertions(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten._assert_async.default, true)
     yield call(aten._assert_async.msg, true, "no")
     yield call(aten._assert_scalar.default, True, "no")
-    yield call(aten._assert_tensor_metadata.default, torch.ones(3, dtype=dtype), [3])
     yield call(aten._functional_assert_async.msg, true, "no", torch.ones(()))
 
 

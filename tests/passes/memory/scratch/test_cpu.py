@@ -52,6 +52,11 @@ def test_of_an_operator_nobody_looked_at_operands_and_results_once_more_are_a_gu
     assert cpu.scratch_nbytes(target, (expanded,), {}, row, 2) == 64 * 64 * 4 + 64 * 4
 
 
+def test_a_check_of_a_tensor_s_form_takes_nothing() -> None:
+    assert cpu.is_known(aten._assert_tensor_metadata.default)
+    assert scratch_of(aten._assert_tensor_metadata.default, torch.ones(3), [3]) == 0
+
+
 @pytest.mark.usefixtures("_declarations")
 def test_a_declaration_is_used() -> None:
     x = torch.randn(64, 64)
