@@ -37,10 +37,11 @@ def loss_of(call: Call, seed: int = 0, rows: int = 4) -> Tensor:
 
 
 def step(model: nn.Module, call: Call, optimizer: torch.optim.Optimizer, seed: int = 0) -> list:
-    """A whole step; its loss and gradients."""
+    """A whole step: its loss and gradients, and the weights in between."""
     loss = loss_of(call, seed)
+    seen = [array(loss), weights(model)]
     loss.backward()
-    seen = [array(loss), gradients(model)]
+    seen += [weights(model), gradients(model)]
     optimizer.step()
     optimizer.zero_grad()
     return seen
@@ -107,6 +108,31 @@ def kept_views(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimize
     return seen
 
 
+def flat_gradients(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    """As Apex and Megatron do it: one buffer, of which each parameter's `.grad` is a view."""
+    parameters = list(model.parameters())
+    flat, seen = torch.zeros(sum(p.numel() for p in parameters)), []
+    for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad = part.view_as(p)
+    for seed in range(2):
+        loss_of(call, seed).backward()
+        seen.append(array(flat.clone()))
+        optimizer.step()
+        flat.zero_()
+    optimizer.zero_grad()
+    return seen
+
+
+def replaced_in_between(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    loss = loss_of(call)
+    for p in model.parameters():
+        p.data = p.data.clone()
+    loss.backward()
+    seen = gradients(model)
+    optimizer.zero_grad()
+    return [seen]
+
+
 def frozen_in_between(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
     loss = loss_of(call)
     model[3].requires_grad_(False)
@@ -154,15 +180,52 @@ def on_the_meta_device(model: nn.Sequential, call: Call, optimizer: torch.optim.
 
 
 def evaluated(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
-    """With another shape, between forward and backward."""
+    """With another shape, between forward and backward, and as it is in between steps."""
+    model.eval()
+    with torch.no_grad():
+        seen = [array(loss_of(call))]
+    model.train()
     loss = loss_of(call)
     with torch.no_grad():
-        seen = [array(loss_of(call, rows=7))]
+        seen.append(array(loss_of(call, rows=7)))
     loss.backward()
     loss_of(call, rows=3).backward()
     seen += gradients(model).values()
     optimizer.zero_grad()
     return seen
+
+
+def two_forwards(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    """Their backwards in either order, and together; a third forward never gets its own."""
+    seen = []
+    for first, second in ((0, 1), (1, 0)):
+        losses = [loss_of(call, seed) for seed in (0, 1, 2)]
+        losses[first].backward()
+        seen.append(gradients(model))
+        losses[second].backward()
+        seen.append(gradients(model))
+        optimizer.zero_grad()
+    (loss_of(call) + 2 * loss_of(call, 1)).backward()
+    seen.append(gradients(model))
+    optimizer.zero_grad()
+    return seen
+
+
+def written(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    """Past version counters, in place, and by loading all or one layer."""
+    state = {name: 0.5 * value for name, value in model.state_dict().items()}
+    seen = []
+    for p in model.parameters():
+        p.data.mul_(0.5)
+    seen += step(model, call, optimizer)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.5)
+    seen += step(model, call, optimizer)
+    model.load_state_dict(state)
+    seen += step(model, call, optimizer)
+    model[1].load_state_dict({"0.weight": state["2.0.weight"], "0.bias": state["2.0.bias"]})
+    return seen + step(model, call, optimizer)
 
 
 def interrupted(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
@@ -206,8 +269,9 @@ def converted(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer
 
 
 ACTIONS = [
-    step, sharpness_aware, vector, merged_adapter, own_gradients, kept_views, frozen_in_between, written_in_between,
-    gradients_of_inputs, prehooks, on_the_meta_device, evaluated, interrupted, copied, pruned, tied, converted,
+    step, sharpness_aware, vector, merged_adapter, own_gradients, flat_gradients, kept_views, replaced_in_between,
+    frozen_in_between, written_in_between, gradients_of_inputs, prehooks, on_the_meta_device, evaluated, two_forwards,
+    written, interrupted, copied, pruned, tied, converted,
 ]  # fmt: skip
 """The last two leave another model behind."""
 
@@ -231,8 +295,9 @@ def play(model: nn.Sequential, call: Call) -> dict[str, list]:
     return seen
 
 
+TIERS = {Way("cpu", "eager"): [], Way("disk", "eager"): [pytest.mark.second_tier]}
 CELLS = [
-    pytest.param(way, marks=pytest.mark.second_tier if way == Way("disk", "eager") else pytest.mark.slow)
+    pytest.param(way, marks=TIERS.get(way, [pytest.mark.slow]))
     for way in starmap(Way, product(["cpu", "disk"], ["eager", "inductor"]))
 ]
 

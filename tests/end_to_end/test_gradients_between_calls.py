@@ -14,7 +14,6 @@ from scripts import (
     compile_small,
     slowly_on_disks,
     small_budget,
-    three_ways,
     two_alike,
 )
 from torch import Tensor, nn
@@ -62,16 +61,6 @@ def test_views_of_a_gradient_that_moved_home_keep_their_values() -> None:
     assert parameter.grad.data_ptr() != kept.data_ptr()
 
 
-@slowly_on_disks
-@three_ways()
-def test_views_of_a_gradient_follow_accumulation(model: nn.Module, call: Callable[..., Tensor]) -> list:
-    backward(call, 0)
-    views = {name: p.grad.detach() for name, p in model.named_parameters()}
-    backward(call, 1)
-    assert all(torch.equal(views[name], p.grad) for name, p in model.named_parameters())
-    return [{name: array(view) for name, view in views.items()}]
-
-
 def test_a_gradient_that_is_its_own_transposed_view() -> None:
     def script(make: Callable[..., torch.optim.Optimizer], model: nn.Module, call: Callable[[Tensor], Tensor]) -> list:
         optimizer = make(model.parameters(), lr=0.1, eps=1e-3)
@@ -107,22 +96,6 @@ def test_kept_views_do_not_grow_home() -> None:
 
 
 @slowly_on_disks
-@three_ways(room=2.0)
-def test_one_tensor_as_the_gradient_of_several(model: nn.Module, call: Callable[..., Tensor]) -> list:
-    optimizer, seen = torch.optim.SGD(model.parameters(), lr=0.05), []
-    first, second = two_alike(model)
-    for step in range(2):
-        first.grad = second.grad = shared = torch.ones_like(first)
-        seen.append(backward(call, step))
-        assert first.grad is shared
-        assert second.grad is shared
-        seen.append(gradients(model))
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*seen, weights(model)]
-
-
-@slowly_on_disks
 def test_one_tensor_as_the_gradient_of_several_in_a_chunked_update() -> None:
     def script(make: Callable[..., torch.optim.Optimizer], model: nn.Module, call: Callable[..., Tensor]) -> list:
         optimizer = make(model.parameters(), lr=1e-3, eps=1e-3)
@@ -138,45 +111,6 @@ def test_one_tensor_as_the_gradient_of_several_in_a_chunked_update() -> None:
     small = script(chunkc.optim.AdamW, *compile_small(room=2.0))
     plain = CASE.build(0)
     assert_close(small, script(torch.optim.AdamW, plain, plain))
-
-
-@slowly_on_disks
-@pytest.mark.parametrize("own", ["tensor", "view"])
-@three_ways(room=2.0)
-def test_a_gradient_of_the_user_s_own_is_added_to(model: nn.Module, call: Callable[..., Tensor], own: str) -> list:
-    """`p.grad = mine`, and `mine` is read after the backward."""
-    backward(call, 0)
-    first, second = two_alike(model)
-    flat = torch.full((first.numel(),), 0.25)
-    first.grad = flat.view(first.shape) if own == "view" else flat.reshape(first.shape).clone()
-    mine = flat if own == "view" else first.grad
-    seen = []
-    for step in range(3):
-        seen.append(backward(call, step))
-        assert torch.equal(mine.view(first.shape), first.grad)
-        seen.append([array(mine.clone()), array(second.grad)])
-    del mine, flat  # from now on nobody else has it
-    seen.append(backward(call, 3))
-    return [*seen, gradients(model)]
-
-
-@slowly_on_disks
-@three_ways(room=3.0)
-def test_flat_memory_as_the_gradients_of_all(model: nn.Module, call: Callable[..., Tensor]) -> list:
-    """As Apex and Megatron do it: one buffer, of which each parameter's `.grad` is a view."""
-    parameters = list(model.parameters())
-    flat = torch.zeros(sum(p.numel() for p in parameters))
-    begin = 0
-    for parameter in parameters:
-        parameter.grad = flat[begin : begin + parameter.numel()].view(parameter.shape)
-        begin += parameter.numel()
-    optimizer, seen = torch.optim.SGD(parameters, lr=0.05), []
-    for step in range(2):
-        seen.append(backward(call, step))
-        seen.append(array(flat.clone()))
-        optimizer.step()
-        flat.zero_()
-    return [*seen, weights(model)]
 
 
 @slowly_on_disks
