@@ -126,7 +126,7 @@ def flat_gradients(model: nn.Sequential, call: Call, optimizer: torch.optim.Opti
 def replaced_in_between(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
     loss = loss_of(call)
     for p in model.parameters():
-        p.data = p.data.clone()
+        p.data = p.data * 0.5
     loss.backward()
     seen = gradients(model)
     optimizer.zero_grad()
@@ -162,12 +162,20 @@ def gradients_of_inputs(model: nn.Sequential, call: Call, optimizer: torch.optim
     return [array(gradient), *step(model, call, optimizer)]
 
 
-def prehooks(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
-    node = get_gradient_edge(model[2][0].weight).node
-    handle = node.register_prehook(lambda gradients: (gradients[0] * 2,))
+def hooked(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    """On tensors, on their nodes, and after accumulation."""
+    watched: list = []
+    handles = [
+        get_gradient_edge(model[2][0].weight).node.register_prehook(lambda gradients: (gradients[0] * 2,)),
+        model[3][0].weight.register_hook(lambda gradient: watched.append(array(gradient)) or 2 * gradient),
+        model[4][0].weight.register_hook(lambda gradient: watched.append(array(gradient))),
+        model[4][0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5)),
+    ]
     seen = step(model, call, optimizer)
-    handle.remove()
-    return seen + step(model, call, optimizer)
+    assert len(watched) == 2
+    for handle in handles:
+        handle.remove()
+    return seen + step(model, call, optimizer) + watched
 
 
 def on_the_meta_device(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
@@ -270,7 +278,7 @@ def converted(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer
 
 ACTIONS = [
     step, sharpness_aware, vector, merged_adapter, own_gradients, flat_gradients, kept_views, replaced_in_between,
-    frozen_in_between, written_in_between, gradients_of_inputs, prehooks, on_the_meta_device, evaluated, two_forwards,
+    frozen_in_between, written_in_between, gradients_of_inputs, hooked, on_the_meta_device, evaluated, two_forwards,
     written, interrupted, copied, pruned, tied, converted,
 ]  # fmt: skip
 """The last two leave another model behind."""
