@@ -165,11 +165,16 @@ def gradients_of_inputs(model: nn.Sequential, call: Call, optimizer: torch.optim
 def hooked(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
     """On tensors, on their nodes, and after accumulation."""
     watched: list = []
+
+    def halve(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad.mul_(0.5)
+
     handles = [
         get_gradient_edge(model[2][0].weight).node.register_prehook(lambda gradients: (gradients[0] * 2,)),
         model[3][0].weight.register_hook(lambda gradient: watched.append(array(gradient)) or 2 * gradient),
         model[4][0].weight.register_hook(lambda gradient: watched.append(array(gradient))),
-        model[4][0].weight.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(0.5)),
+        model[4][0].weight.register_post_accumulate_grad_hook(halve),
     ]
     seen = step(model, call, optimizer)
     assert len(watched) == 2
