@@ -114,23 +114,39 @@ def test_bytes_of_updates_are_in_the_events() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "note"),
+    ("dtype", "chosen", "note"),
     [
-        (FP32, "AdamW keeps float32 moments for float32 parameters: an update reads 16 and writes 12 bytes of each"),
+        (
+            FP32,
+            {},
+            "AdamW keeps float32 moments for float32 parameters: an update reads 16 and writes 12 bytes of each",
+        ),
         (
             BF16,
+            {},
             "AdamW keeps float32 moments and the lower 16 bits of masters for bfloat16 parameters: an update reads 14 "
             "and writes 12 bytes of each",
         ),
         (
             FP16,
+            {},
             "AdamW keeps float32 moments and float32 masters for float16 parameters: an update reads 14 and writes 14 "
             "bytes of each",
         ),
+        (
+            FP32,
+            {"optimizer": "sgd"},
+            "SGD keeps no states for float32 parameters: an update reads 8 and writes 4 bytes of each",
+        ),
+        (
+            FP32,
+            {"optimizer": "sgd", "momentum": 0.9},
+            "SGD keeps a float32 momentum buffer for float32 parameters: an update reads 12 and writes 8 bytes of each",
+        ),
     ],
 )
-def test_what_is_assumed_is_said(dtype: torch.dtype, note: str) -> None:
-    assert note in explained(dtype).notes
+def test_what_is_assumed_is_said(dtype: torch.dtype, chosen: dict[str, Any], note: str) -> None:
+    assert note in explained(dtype, **chosen).notes
 
 
 REFUSED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {

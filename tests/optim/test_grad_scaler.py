@@ -23,6 +23,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": lambda p, **kw: chunkc.optim.AdamW(p, lr=1e-2, weight_decay=0.1, **kw),
     "Adam": lambda p, **kw: chunkc.optim.Adam(p, lr=1e-2, weight_decay=0.1, **kw),
     "LAMB": lambda p, **kw: chunkc.optim.LAMB(p, lr=1e-2, weight_decay=0.1, **kw),
+    "SGD": lambda p, **kw: chunkc.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.5, **kw),
 }
 
 

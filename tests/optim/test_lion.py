@@ -7,14 +7,10 @@ from typing import Any
 import pytest
 import torch
 from optim_models import (
-    BUDGET_NBYTES,
     assert_close,
-    assert_equal,
     backward,
     build,
     copy_gradients,
-    snapshot,
-    train,
     twin_of,
 )
 
@@ -51,14 +47,3 @@ def test_steps_follow_the_paper() -> None:
     assert_close(model, expected)
     for parameter, mean in zip(model.parameters(), means, strict=True):
         torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], mean)
-
-
-@pytest.mark.parametrize("options", [{}, {"moments_dtype": torch.bfloat16}], ids=str)
-def test_a_budget_changes_no_bit(options: dict[str, Any]) -> None:
-    found = []
-    for budget in (BUDGET_NBYTES, 1 << 30):
-        model, call = build("placed", memory_budget=budget)
-        optimizer = Lion(model.parameters(), lr=1e-3, weight_decay=0.1, **options)
-        train(call, optimizer, range(3))
-        found.append(snapshot(model))
-    assert_equal(*found)

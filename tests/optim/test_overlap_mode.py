@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-import chunkc
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import ParamSpec
 from chunkc.machines.presets import load_hardware
@@ -70,11 +68,3 @@ def test_pauses_double_as_long_as_each_attempt_is_undone() -> None:
         pauses.end_step()
     assert [step for step, has_tried in enumerate(tried) if has_tried] == [0, 2, 5, 10, *range(19, 20)]
     assert pauses.may_try
-
-
-def test_only_what_makes_sense_is_taken() -> None:
-    parameters = [nn.Parameter(torch.zeros(2))]
-    with pytest.raises(chunkc.OptionsError, match='"none", "forward", "backward", "both"'):
-        chunkc.optim.AdamW(parameters, update_on="cpu", overlap="always")
-    with pytest.raises(chunkc.OptionsError, match='use update_on="cpu" or "auto"'):
-        chunkc.optim.AdamW(parameters, overlap="forward")

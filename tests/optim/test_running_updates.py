@@ -12,7 +12,6 @@ import torch
 from harness import differences
 from optim_models import through_a_file
 from overlap_cases import Late, Subject, case, expected, results, subject
-from torch import nn
 
 import chunkc
 
@@ -174,15 +173,6 @@ def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
     found += second.train(range(2, 4), reading=False)
     assert not differences(found, expected_losses)
     assert not differences(second.state(), whole.state())
-
-
-def test_copies_and_pickles_keep_the_mode() -> None:
-    optimizer = chunkc.optim.AdamW([nn.Parameter(torch.zeros(2))], update_on="cpu", overlap="both")
-    for other in (copy.deepcopy(optimizer), through_a_file(optimizer)):
-        assert other.overlap.mode == "both"
-        other.param_groups[0]["params"][0].grad = torch.ones(2)
-        other.step()
-        assert len(other.state) == 1
 
 
 def test_what_compiled_code_does_not_train_is_updated_inside_the_step() -> None:

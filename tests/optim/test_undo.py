@@ -122,12 +122,6 @@ def test_views_of_parameters_and_states_see_every_step() -> None:
     assert not differences(made.state(), trained("none", nothing, num_steps=4)[1].state())
 
 
-def test_it_is_for_updates_in_the_backward() -> None:
-    parameters = [torch.nn.Parameter(torch.zeros(2))]
-    with pytest.raises(chunkc.OptionsError, match=r'undoable=True is for updates in the backward: use overlap="backw'):
-        chunkc.optim.AdamW(parameters, undoable=True)
-
-
 @pytest.mark.parametrize("overlap", ["backward", "both"])
 def test_the_cpu_updates_at_home_with_the_same_bits(overlap: str) -> None:
     arguments = {**ADAMW, "update_on": "cpu"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_models import MODES, TWO_PER_CHUNK, assert_close, assert_managed, backward, build, train, twin_of
+from optim_models import TWO_PER_CHUNK, assert_close, assert_managed, backward, build, train, twin_of
 
 import chunkc
 
@@ -39,17 +39,6 @@ def test_what_is_unfrozen_is_trained(mode: str, update_on: str, two_per_chunk: b
         train(shadow, expected, range(2 * step, 2 * step + 2))
         assert_close(model, shadow, atol=1e-5)
     assert_managed(model, mode)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_what_is_frozen_later_stays(mode: str) -> None:
-    model, call = build(mode)
-    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
-    train(call, optimizer, range(2))
-    model.layers[1].requires_grad_(False)
-    before = model.layers[1].weight.detach().clone()
-    train(call, optimizer, range(2, 4))
-    assert torch.equal(model.layers[1].weight, before)
 
 
 def test_a_gradient_that_nobody_planned_is_used() -> None:

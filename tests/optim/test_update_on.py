@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from harness import TINY, array, compile_case, differences, refuse, session_of
-from optim_models import through_a_file
 from overlap_cases import case
 from torch import nn
 from zoo import Case
@@ -68,11 +66,6 @@ def test_a_disk_is_no_memory_to_update() -> None:
     assert not differences(before, [array(p) for p in model.parameters()])
 
 
-def test_only_what_makes_sense_is_taken() -> None:
-    with pytest.raises(chunkc.OptionsError, match='"auto", "device", "cpu"'):
-        chunkc.optim.AdamW([nn.Parameter(torch.zeros(2))], update_on="gpu")
-
-
 def test_auto_divides_by_cost_on_a_gpu_and_leaves_disks_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     of = case()
     _, compiled, session = subject(of)
@@ -89,12 +82,3 @@ def test_auto_divides_by_cost_on_a_gpu_and_leaves_disks_to_it(monkeypatch: pytes
     on_disk = session.options.model_copy(update={"home": "disk"})
     session.agree(replace(session.terms, options=on_disk))
     assert at_home("auto") == frozenset()
-
-
-def test_copies_and_pickles_keep_it() -> None:
-    optimizer = chunkc.optim.Adam([nn.Parameter(torch.zeros(2))], update_on="cpu")
-    for other in (copy.deepcopy(optimizer), through_a_file(optimizer)):
-        assert other.overlap.update_on == "cpu"
-        other.param_groups[0]["params"][0].grad = torch.ones(2)
-        other.step()
-    assert "update_on" not in optimizer.state_dict()["param_groups"][0]

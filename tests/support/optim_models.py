@@ -33,6 +33,7 @@ OPTIMIZERS = {
     "AdamW": (chunkc.optim.AdamW, torch.optim.AdamW),
     "Adam": (chunkc.optim.Adam, torch.optim.Adam),
 }
+ALL_OPTIMIZERS = OPTIMIZERS | {"SGD": (chunkc.optim.SGD, torch.optim.SGD)}
 
 
 Optimizer = torch.optim.Optimizer
