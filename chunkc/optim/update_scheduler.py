@@ -432,7 +432,10 @@ class SessionUpdates(BoundToSession):
         gradient = task.parameter.grad if gradient is None else gradient
         assert gradient is not None
         states = noted_states(self._optimizer.states_of(task.parameter)) if self.undoable else ()
-        return NotedParameter(task, gradient, gradient._version, task.parameter._version, self._hyper(task), states)
+        parameter, hyper = task.parameter, self._hyper(task)
+        return NotedParameter(
+            task, gradient, gradient._version, parameter._version, parameter.data_ptr(), hyper, states
+        )
 
     def _hyper(self, task: Task) -> Any:
         """Return the hyperparameters of a parameter's update in the backward."""
@@ -447,7 +450,7 @@ class SessionUpdates(BoundToSession):
         was_written = gradient is not None and gradient._version != noted.gradient_version
         if task is None or gradient is not noted.gradient or (writes_count and was_written):
             raise UnsupportedError(f"the gradient of {name} was changed {_CHANGED_LATE}")
-        if parameter._version != noted.parameter_version:
+        if parameter._version != noted.parameter_version or parameter.data_ptr() != noted.data_ptr:
             raise UnsupportedError(f"the parameter {name} was changed {_CHANGED_LATE}")
         if self._hyper(task) != noted.hyper:
             raise OptionsError(

@@ -102,6 +102,7 @@ class NotedParameter:
     """A parameter as it was when its update began.
 
     Attributes:
+        data_ptr: address of its data, which tells a replacement that no version counter sees.
         states: of a staged update, each state's kind, object and version.
     """
 
@@ -109,6 +110,7 @@ class NotedParameter:
     gradient: torch.Tensor
     gradient_version: int
     parameter_version: int
+    data_ptr: int
     hyper: Any
     states: Sequence[tuple[str, int, int]] = ()
 

@@ -32,11 +32,6 @@ class Interrupted(Subject):
         self.train(range(1), reading=False)
         self.optimizer.synchronize()
 
-    def step(self, number: int) -> None:
-        self.backward(number)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def ends(self) -> list[Any]:
         """What is there after two more steps, in which nothing is late."""
         self.copies.fixed_s = self.updates.fixed_s = 0.0

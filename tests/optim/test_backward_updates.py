@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,46 +20,133 @@ import chunkc
 pytestmark = pytest.mark.timeout(120)
 
 
-def trained_once(overlap: str = "backward") -> Subject:
-    made = subject(overlap)
-    made.train(range(1), reading=False)
+Make = Callable[[str], Any]
+MAKES: dict[str, Make] = {
+    "at home": subject,
+    "in slots": slot_cases.Subject,
+    "where it stays": partial(slot_cases.Subject, spare_nbytes=slot_cases.WITHOUT_GRADIENTS),
+}
+EVERYWHERE = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+
+
+def num_begun(made: Any) -> int:
+    """Updates that the backward has begun."""
+    return made.num_under_way if isinstance(made, Subject) else len(made.used)
+
+
+def trained_once(make: Make = subject) -> Any:
+    made = make("backward")
+    made.step(0)
     return made
 
 
-def clip(made: Subject) -> None:
+def weight_of(made: Any) -> Any:
+    return made.model.get_parameter("layers.2.weight")
+
+
+def clip(made: Any) -> None:
     torch.nn.utils.clip_grad_norm_(made.model.parameters(), 1e-3)
 
 
-def replace_a_gradient(made: Subject) -> None:
-    made.weight_of(2).grad = made.gradient_of(2).clone()
+def replace_a_gradient(made: Any) -> None:
+    weight_of(made).grad = weight_of(made).grad.clone()
 
 
-def drop_a_gradient(made: Subject) -> None:
-    made.weight_of(2).grad = None
+def drop_a_gradient(made: Any) -> None:
+    weight_of(made).grad = None
 
 
-def change_a_parameter(made: Subject) -> None:
+def change_a_parameter(made: Any) -> None:
     with torch.no_grad():
-        made.weight_of(2).clamp_(-0.1, 0.1)
+        weight_of(made).clamp_(-0.1, 0.1)
 
 
-def replace_a_parameter(made: Subject) -> None:
-    made.weight_of(2).data = made.weight_of(2).data.clone()
+def replace_a_parameter(made: Any) -> None:
+    weight_of(made).data = weight_of(made).data.clone()
 
 
-CHANGES = [clip, replace_a_gradient, drop_a_gradient, change_a_parameter, replace_a_parameter]
+def change_the_rate(made: Any) -> None:
+    made.optimizer.param_groups[0]["lr"] = 0.5
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("change", CHANGES)
-def test_changes_after_the_update_began_are_refused(change: Any) -> None:
-    made = trained_once()
+REFUSED = {
+    change_the_rate: r"hyper-parameters of layers.*after its update had begun.*change them after step",
+    change_a_parameter: r"layers.*changed after its update had begun.*overlap=.forward",
+    drop_a_gradient: r"layers.*changed after its update had begun.*overlap=.forward",
+    replace_a_parameter: r"layers.*(changed|replaced) after its update had begun.*overlap=.forward",
+}
+OF_GRADIENTS = {
+    clip: r"layers.*changed after its update had begun.*overlap=.forward",
+    replace_a_gradient: r"layers.*changed after its update had begun.*overlap=.forward",
+}
+"""Where gradients are at home; elsewhere they are gone."""
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize(("place", "change"), [*product(MAKES, REFUSED), *product(["at home"], OF_GRADIENTS)])
+def test_changes_after_the_update_began_are_refused(place: str, change: Any) -> None:
+    made = trained_once(MAKES[place])
     made.backward(1)
+    assert num_begun(made)
     change(made)
-    with pytest.raises(
-        chunkc.UnsupportedError, match=r"layers.*(changed|replaced) after its update had begun.*overlap=.forward"
-    ):
+    with pytest.raises((chunkc.UnsupportedError, chunkc.OptionsError), match=(REFUSED | OF_GRADIENTS)[change]):
         made.optimizer.step()
+
+
+@EVERYWHERE
+def test_gradients_accumulate_where_the_user_says_so(make: Make) -> None:
+    def train(overlap: str) -> list[Any]:
+        made = make(overlap)
+        for step in range(3):
+            with made.optimizer.accumulating():
+                made.backward(2 * step)
+                made.backward(2 * step + 1)
+                assert overlap == "both" or num_begun(made) == 0
+            made.backward(2 * step + 10)
+            if make is not subject:  # accumulating, residents went home
+                assert made.used == (made.moving if overlap == "backward" else set())
+            made.optimizer.step()
+            made.optimizer.zero_grad()
+        return made.state()
+
+    expected = train("none")
+    for mode in ("backward", "both") if make is subject else ("backward",):
+        assert not differences(train(mode), expected)
+
+
+@EVERYWHERE
+def test_a_hook_leaves_its_chunk_to_the_step(make: Make) -> None:
+    """And what stays has room for the hook's gradient."""
+
+    def train(overlap: str) -> list[Any]:
+        made = make(overlap)
+        made.model.get_parameter("layers.1.weight").register_hook(lambda grad: grad * 2)
+        found = [made.step(batch) for batch in range(3)]
+        made.backward(3)
+        assert num_begun(made) == (3 if overlap == "backward" else 0)
+        made.optimizer.step()
+        return [*found, *made.state()]
+
+    assert not differences(train("backward"), train("none"))
+
+
+@EVERYWHERE
+def test_a_checkpoint_goes_on_with_the_same_bits(make: Make) -> None:
+    def train(overlap: str) -> list[Any]:
+        first, made = make(overlap), make(overlap)
+        first.step(0)
+        chunkc.synchronize(first.model)
+        made.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
+        made.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        made.step(1)
+        made.backward(2)
+        assert overlap == "none" or num_begun(made)
+        made.optimizer.step()
+        return made.state()
+
+    expected = train("none")
+    for mode in ("backward", "both") if make is subject else ("backward",):
+        assert not differences(train(mode), expected)
 
 
 def train_scaled(overlap: str, *, unscale: bool) -> list[Any]:
@@ -81,16 +169,8 @@ def test_a_loss_scale_waits_for_all_gradients(unscale: bool) -> None:
         train_scaled("backward", unscale=unscale)
 
 
-def test_a_learning_rate_that_changes_between_backward_and_step_is_refused() -> None:
-    made = trained_once()
-    made.backward(1)
-    made.optimizer.param_groups[0]["lr"] = 0.5
-    with pytest.raises(chunkc.OptionsError, match=r"hyper-parameters of layers.*change them after step"):
-        made.optimizer.step()
-
-
 @pytest.mark.parametrize("make", [subject, slot_cases.Subject])
-def test_arguments_that_are_wrong_are_refused_by_the_step(make: Callable[[str], Any]) -> None:
+def test_arguments_that_are_wrong_are_refused_by_the_step(make: Make) -> None:
     def train(overlap: str) -> list[Any]:
         made = make(overlap)
         for step in range(3):
@@ -148,39 +228,9 @@ def test_a_second_backward_before_the_step_is_refused() -> None:
     made.compiled(**made.case.batch(3))
 
 
-def test_gradients_accumulate_where_the_user_says_so() -> None:
-    def train(overlap: str) -> list[Any]:
-        made = subject(overlap)
-        for step in range(3):
-            with made.optimizer.accumulating():
-                made.backward(2 * step)
-                made.backward(2 * step + 1)
-                assert overlap == "both" or made.num_under_way == 0
-            made.backward(2 * step + 10)
-            made.optimizer.step()
-            made.optimizer.zero_grad()
-        return made.state()
-
-    for mode in ("backward", "both"):
-        assert not differences(train(mode), train("none"))
-
-
-def test_parameters_with_hooks_are_updated_in_the_step() -> None:
-    def train(overlap: str) -> list[Any]:
-        made = subject(overlap)
-        made.weight_of(1).register_hook(lambda grad: grad * 2)
-        found = made.train(range(2), reading=False)
-        made.backward(2)
-        assert made.num_under_way == (3 if overlap == "backward" else 0)
-        made.optimizer.step()
-        return [*found, *made.state()]
-
-    assert not differences(train("backward"), train("none"))
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("make", [subject, slot_cases.Subject])
-def test_what_has_begun_is_not_updated_again_after_a_new_group(make: Callable[[str], Any]) -> None:
+def test_what_has_begun_is_not_updated_again_after_a_new_group(make: Make) -> None:
     def train(overlap: str) -> list[Any]:
         made = make(overlap)
         for step in range(3):
@@ -208,12 +258,8 @@ def step_in_vain(made: Any) -> None:
 
 @pytest.mark.quick(2)
 @pytest.mark.parametrize("act", [load_states, step_in_vain])
-@pytest.mark.parametrize(
-    "make", [subject, slot_cases.Subject, partial(slot_cases.Subject, spare_nbytes=slot_cases.WITHOUT_GRADIENTS)]
-)
-def test_what_has_begun_is_not_updated_again_once_it_is_forgotten(
-    make: Callable[[str], Any], act: Callable[[Any], None]
-) -> None:
+@EVERYWHERE
+def test_what_has_begun_is_not_updated_again_once_it_is_forgotten(make: Make, act: Callable[[Any], None]) -> None:
     """PyTorch would update what the backward has updated already: until it is loaded anew, that is refused."""
 
     def train(made: Any, *steps: int) -> None:

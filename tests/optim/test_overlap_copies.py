@@ -56,10 +56,6 @@ def deepcopy(model: nn.Module) -> Tensor:
     return copy.deepcopy(model).get_parameter(WEIGHT)
 
 
-def save_state_dict(model: nn.Module) -> Tensor:
-    return through_a_file(model.state_dict())[WEIGHT]
-
-
 def save_model(model: nn.Module) -> Tensor:
     return through_a_file(model).get_parameter(WEIGHT)
 
@@ -106,7 +102,12 @@ def test_a_copy_of_the_model_waits_for_synchronize_only(waits: bool, monkeypatch
         assert np.array_equal(values, after if waits else np.concatenate([after[:half], before[half:]]))
 
 
-def test_a_state_dict_waits_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    before, (found,), after = copied(subject("forward"), [save_state_dict], monkeypatch, None)
+@pytest.mark.parametrize("of", ["model", "compiled model", "module"])
+def test_a_state_dict_waits_by_itself(of: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = subject("forward")
+    whose = {"model": made.model, "compiled model": made.compiled, "module": made.model.get_submodule("layers.0")}[of]
+    prefix = {"model": "layers.0.", "compiled model": "_orig_mod.layers.0.", "module": ""}[of]
+    ways = [lambda _: through_a_file(whose.state_dict())[f"{prefix}weight"]]
+    before, (found,), after = copied(made, ways, monkeypatch, None)
     assert (before != after).any()
     assert np.array_equal(found, after)

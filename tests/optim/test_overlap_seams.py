@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import re
 import threading
@@ -45,23 +44,6 @@ def test_a_step_without_room_may_be_tried_again(monkeypatch: pytest.MonkeyPatch)
         return made.state()
 
     assert not differences(train("backward", failing=True), train("none", failing=False))
-
-
-def test_after_a_refusal_everything_goes_on() -> None:
-    made = subject("backward")
-    made.train(range(1), reading=False)
-    saved = copy.deepcopy((made.model.state_dict(), made.optimizer.state_dict()))
-    made.backward(1)
-    made.gradient_of(2).mul_(2)
-    with pytest.raises(chunkc.UnsupportedError, match="changed"):
-        made.optimizer.step()
-    made.optimizer.load_state_dict(saved[1])
-    made.model.load_state_dict(saved[0])
-    made.optimizer.zero_grad()
-    made.train(range(1, 3), reading=False)
-    whole = subject("none")
-    whole.train(range(3), reading=False)
-    assert not differences(made.state(), whole.state())
 
 
 @pytest.mark.second_tier

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from harness import differences
-from optim_models import through_a_file
 from overlap_cases import Late, Subject, case, expected, results, subject
 
 import chunkc
@@ -133,46 +131,6 @@ def under_way(made: Subject) -> Iterator[None]:
 
 def late_subject() -> Subject:
     return Subject("forward", Late(), Late(fixed_s=SLOW_S))
-
-
-def doors() -> dict[str, Any]:
-    return {
-        "synchronize": lambda m: m.optimizer.synchronize(),
-        "chunkc.synchronize": lambda m: chunkc.synchronize(m.compiled),
-        "the model's state_dict": lambda m: m.model.state_dict(),
-        "the compiled model's state_dict": lambda m: m.compiled.state_dict(),
-        "a module's state_dict": lambda m: m.model.layers[0].state_dict(),
-        "state": lambda m: m.optimizer.state,
-        "state_dict": lambda m: m.optimizer.state_dict(),
-        "load_state_dict": lambda m: m.optimizer.load_state_dict(copy.deepcopy(m.optimizer.state_dict())),
-        "zeroing": lambda m: m.optimizer.zero_grad(set_to_none=False),
-        "deepcopy": lambda m: copy.deepcopy(m.optimizer),
-        "pickle": lambda m: through_a_file(m.optimizer),
-        "another forward": lambda m: m.compiled(**m.case.batch(1)),
-        "another step": lambda m: (m.optimizer.step(), m.optimizer.synchronize()),
-    }
-
-
-def test_doors_of_our_own_wait() -> None:
-    made = late_subject()
-    for name, door in doors().items():
-        with under_way(made):
-            door(made)
-            assert all(not made.store.updates.before(group) for group in range(4)), name
-
-
-def test_a_checkpoint_goes_on_with_the_same_bits() -> None:
-    whole, first = subject("both"), subject("both")
-    expected_losses = whole.train(range(4), reading=False)
-    found = first.train(range(2), reading=False)
-    chunkc.synchronize(first.model)
-    saved = copy.deepcopy((first.model.state_dict(), first.optimizer.state_dict()))
-    second = subject("both")
-    second.model.load_state_dict(saved[0])
-    second.optimizer.load_state_dict(saved[1])
-    found += second.train(range(2, 4), reading=False)
-    assert not differences(found, expected_losses)
-    assert not differences(second.state(), whole.state())
 
 
 def test_what_compiled_code_does_not_train_is_updated_inside_the_step() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from harness import TINY, array, compile_case, refuse, session_of
 from plain_modules import Stack
-from torch import Tensor
+from torch import Tensor, nn
 from zoo import Case, floats
 
 import chunkc
@@ -37,7 +37,32 @@ class Late:
         return self.random.uniform(0.0, self.fixed_s) if self.random.random() < 0.5 else 0.0
 
 
-class Subject:
+class Trained:
+    """A compiled model and its optimizer, in an ordinary loop."""
+
+    case: Case
+    model: nn.Module
+    compiled: nn.Module
+    optimizer: Any
+
+    def backward(self, batch: int) -> Tensor:
+        loss = self.compiled(**self.case.batch(batch))
+        loss.backward()
+        return loss
+
+    def step(self, batch: int) -> Any:
+        found = array(self.backward(batch))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found
+
+    def state(self) -> list[Any]:
+        """Return parameters and states, when all updates are over."""
+        self.optimizer.synchronize()
+        return optim_models.results(self.model, self.optimizer)
+
+
+class Subject(Trained):
     """A model compiled under slightly more than its minimum, each layer a chunk, with late copies and updates."""
 
     def __init__(self, overlap: str, copies: Late, updates: Late, of: Case | None = None) -> None:
@@ -53,11 +78,6 @@ class Subject:
             self.model.parameters(), lr=1e-2, weight_decay=0.1, update_on="cpu", overlap=overlap
         )
 
-    def backward(self, step: int) -> Tensor:
-        loss = self.compiled(**self.case.batch(step))
-        loss.backward()
-        return loss
-
     def train(self, steps: range, *, reading: bool) -> list[Any]:
         """Return losses and gradients, and, if `reading`, parameters right after each step."""
         results: list[Any] = []
@@ -68,11 +88,6 @@ class Subject:
             results += [array(p) for p in self.model.parameters() if reading]
             self.optimizer.zero_grad()
         return results
-
-    def state(self) -> list[Any]:
-        """Return parameters and states, when all updates are over."""
-        self.optimizer.synchronize()
-        return optim_models.results(self.model, self.optimizer)
 
     def weight_of(self, layer: int) -> Tensor:
         return self.model.get_parameter(f"layers.{layer}.weight")

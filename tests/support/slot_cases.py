@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import array, compile_case, session_of
-from optim_models import results
-from overlap_cases import case, minimum_nbytes
-from torch import Tensor
+from overlap_cases import Trained, case, minimum_nbytes
 
 import chunkc
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
@@ -21,7 +19,7 @@ WITHOUT_GRADIENTS = 170_000
 """Bytes over the minimum with which all four chunks stay, but not their gradients."""
 
 
-class Subject:
+class Subject(Trained):
     """A model of four chunks, compiled with a given number of bytes more than its minimum."""
 
     def __init__(
@@ -39,17 +37,6 @@ class Subject:
         self.session, self.store = session_of(self.model), session_of(self.model).store
         self.optimizer = optimizer(self.model.parameters(), overlap=overlap, **arguments)
 
-    def backward(self, batch: int) -> Tensor:
-        loss = self.compiled(**self.case.batch(batch))
-        loss.backward()
-        return loss
-
-    def step(self, batch: int) -> Any:
-        found = array(self.backward(batch))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return found
-
     @property
     def used_names(self) -> set[str]:
         """Parameters with consumed gradients."""
@@ -66,9 +53,6 @@ class Subject:
         found = {group.index for group in self.store.layout.groups} - self.store.resident
         assert found
         return found
-
-    def state(self) -> list[Any]:
-        return results(self.model, self.optimizer)
 
 
 def trained(overlap: str, *args: Any, num_steps: int = 4, **options: Any) -> tuple[list[Any], Subject]:
