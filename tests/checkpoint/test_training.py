@@ -82,8 +82,8 @@ def test_every_form_of_states(tmp_path: Path, dtype: torch.dtype, optimizer: str
 
 
 @pytest.mark.second_tier
-@pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
-def test_updates_beside_other_work(tmp_path: Path, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("overlap", ["none", "forward", "backward", "both"])
+def test_the_next_step_waits_for_what_it_changes(tmp_path: Path, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch)
     how: dict[str, Any] = {"overlap": overlap, "update_on": "cpu"}
     reference = saved_in_the_middle(tmp_path, budget=SMALL, **how)
@@ -169,13 +169,6 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
         return write(fd, content)
 
     monkeypatch.setattr(writing, "_write_all", slowly)
-
-
-@pytest.mark.second_tier
-def test_the_next_step_waits_for_what_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow(monkeypatch)
-    reference = saved_in_the_middle(tmp_path, budget=SMALL)
-    assert_goes_on(tmp_path, reference, budget=SMALL)
 
 
 def test_a_plain_optimizer_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

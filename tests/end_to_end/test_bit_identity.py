@@ -35,17 +35,6 @@ def test_a_budget_is_repeatable(name: str) -> None:
     assert differences(first.losses, other.losses)
 
 
-@pytest.mark.parametrize(
-    "chunk_size", ["8KiB", *(pytest.param(size, marks=pytest.mark.second_tier) for size in ("64KiB", "1MiB"))]
-)
-def test_every_chunk_size_trains_to_the_same_bits(chunk_size: str) -> None:
-    """With segments that run node by node, the chunk size does not matter to the arithmetic either."""
-    case = CASES["byte_gpt"]
-    budget = int(0.8 * everything_fits("byte_gpt").predicted_peak_nbytes)
-    result = train(case, memory_budget=budget, chunk_size=chunk_size, whole_graph="never")
-    assert_same_training(result, everything_fits("byte_gpt"))
-
-
 def test_the_fast_path_trains_to_the_same_bits_without_code_generation() -> None:
     """Node by node, a graph run whole and the same graph in segments are the same operations."""
     result = train(CASES["byte_gpt"], memory_budget=HUGE, limit=False, whole_graph="auto")

@@ -63,16 +63,7 @@ def _whole(model: MLP, optimizer: Optimizer, compiled: Compile) -> Step:
 
 
 def _with_a_compiled_model(model: MLP, optimizer: Optimizer, compiled: Compile) -> Step:
-    call = compiled(model)
-
-    def step(x: Tensor) -> Tensor:
-        loss = call(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return compiled(step)
+    return _whole(compiled(model), optimizer, compiled)
 
 
 def _clipped_and_averaged(model: MLP, optimizer: Optimizer, compiled: Compile) -> Step:

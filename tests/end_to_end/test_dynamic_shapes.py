@@ -96,19 +96,6 @@ def test_forwards_of_several_shapes_before_their_backwards() -> None:
     assert same_bits(model, plain)
 
 
-def test_a_shape_that_does_not_fit_raises_and_changes_nothing() -> None:
-    model, plain = two_models()
-    call = segmented(model, 1_700_000)
-    for num_rows in (4, 6):
-        call(rows(num_rows))
-    with pytest.raises(chunkc.BudgetError) as error:
-        call(rows(60))
-    assert error.value.minimum_nbytes > 1_700_000
-    for module in (call, plain):
-        module(rows(5)).backward()
-    assert same_bits(model, plain)
-
-
 def test_residents_make_room_for_a_larger_shape() -> None:
     """What stayed for small batches moves home where a large one needs the room, and results stay the same bits."""
     model, plain = two_models()

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from harness import array, differences, home_of, take_step
+from optim_models import batch, build
+from optim_models import train as train_mlp
 from plain_modules import Stack
 from torch import nn
 
@@ -88,3 +90,15 @@ def test_of_two_alike_both_plan_the_same_bytes_for_their_buffers() -> None:
         peaks.append([(label, planned) for label, planned, _ in chunkc.report(model).moments])
     assert peaks[0] == peaks[1]
     assert not differences(*statistics)
+
+
+def test_one_laid_out_otherwise_has_a_chunk_of_its_own() -> None:
+    first, first_call = build("adopted")
+    train_mlp(first_call, chunkc.optim.AdamW(first.parameters(), lr=1e-2), range(3))
+    model, call = build("adopted")
+    model.layers[3].weight = nn.Parameter(model.layers[3].weight.detach().t().contiguous().t())
+    with torch.no_grad():
+        expected, weight = model(batch(0)), model.layers[3].weight.detach().clone()
+    torch.testing.assert_close(call(batch(0)), expected)
+    assert torch.equal(model.layers[3].weight, weight)
+    assert model.layers[3].weight.stride() == weight.t().contiguous().t().stride()

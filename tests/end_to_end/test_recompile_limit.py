@@ -133,6 +133,20 @@ def weighted(x: Tensor, kind: str) -> Tensor:
     return x * SCALE * len(kind)
 
 
+def around(spare: nn.Module) -> Callable[[Tensor, str], Tensor]:
+    def branching(x: Tensor, kind: str) -> Tensor:
+        return x * len(kind) if len(kind) < 4 else spare(x)
+
+    return branching
+
+
+def breaking(x: Tensor, kind: str) -> Tensor:
+    """Its callees are functions that Dynamo compiles by themselves, and would not once it runs uncompiled."""
+    x = x * len(kind)
+    torch._dynamo.graph_break()
+    return x + 1
+
+
 class Holder:
     """What a helper may reach a module by."""
 
@@ -179,30 +193,10 @@ def test_a_helper_without_parameters_runs_uncompiled_and_says_so_once(caplog: py
     torch.testing.assert_close(gradient, model.linear.weight.grad)
 
 
-@pytest.mark.parametrize("helper", [applied, of_holder, weighted])
-def test_one_that_reaches_parameters_is_refused(helper: Callable[[Tensor, str], Tensor]) -> None:
+@pytest.mark.parametrize("helper", [applied, of_holder, weighted, around(SPARE), breaking])
+def test_one_that_reaches_parameters_or_breaks_its_graph_is_refused(helper: Callable[[Tensor, str], Tensor]) -> None:
     call = torch.compile(WithHelper(helper), backend="chunkc", options=OPTIONS)
     assert f"{helper.__name__} (" in refusal(call)
-
-
-def test_so_is_one_that_reaches_parameters_by_a_function_around_it() -> None:
-    spare = nn.Linear(8, 8)
-
-    def branching(x: Tensor, kind: str) -> Tensor:
-        return x * len(kind) if len(kind) < 4 else spare(x)
-
-    assert "branching (" in refusal(torch.compile(WithHelper(branching), backend="chunkc", options=OPTIONS))
-
-
-def test_so_is_one_whose_graphs_break() -> None:
-    """Its callees are functions that Dynamo compiles by themselves, and would not once it runs uncompiled."""
-
-    def breaking(x: Tensor, kind: str) -> Tensor:
-        x = x * len(kind)
-        torch._dynamo.graph_break()
-        return x + 1
-
-    assert "breaking (" in refusal(torch.compile(WithHelper(breaking), backend="chunkc", options=OPTIONS))
 
 
 def test_so_is_one_of_which_a_whole_graph_is_asked() -> None:

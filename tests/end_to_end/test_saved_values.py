@@ -10,14 +10,11 @@ import gc
 import pytest
 import torch
 from harness import (
-    assert_same_training,
     counted,
     differences,
-    everything_fits,
     gradients,
     minimum_nbytes,
     session_of,
-    train,
 )
 from saved_cases import compiled_gpt, least_nbytes, repeated, ways_taken
 from torch import nn
@@ -25,55 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from zoo import LADDER
 
 import chunkc
-from chunkc.torch_private import onednn
 
 SECOND, SLOW = pytest.mark.second_tier, pytest.mark.slow
 
 both_ways = pytest.mark.parametrize("way", ["offload", "rerun"])
-
-CONVNET_SHARE = 0.95 if onednn.uses_avx512() else 0.98
-"""Without AVX-512 the scratch of convolutions is bounded, and more of the smallest budget is that."""
-
-MODELS = [
-    pytest.param("offload", "byte_gpt", "disk", "eager", 0.75, marks=SECOND),
-    pytest.param("offload", "checkpointed_gpt", "cpu", "eager", 1.0, marks=[SECOND, SLOW]),
-    pytest.param("offload", "gpt2_dropout", "disk", "eager", 0.75, marks=[SECOND, SLOW]),
-    pytest.param("offload", "llama_tied", "cpu", "eager", 0.8, marks=[SECOND, SLOW]),
-    pytest.param("offload", "convnet", "cpu", "eager", CONVNET_SHARE, marks=SECOND),
-    pytest.param("offload", "autocast_gpt", "disk", "eager", 0.9, marks=[SECOND, SLOW]),
-    pytest.param("offload", "byte_gpt", "cpu", "inductor", 0.8, marks=[SECOND, SLOW]),
-    pytest.param("offload", "gpt2_dropout", "cpu", "inductor", 0.8, marks=[SECOND, SLOW]),
-    pytest.param("rerun", "short_gpt", "cpu", "eager", 0.86),
-    pytest.param("rerun", "byte_gpt", "cpu", "eager", 0.75, marks=SECOND),
-    pytest.param("rerun", "checkpointed_gpt", "cpu", "eager", 1.0, marks=SECOND),
-    pytest.param("rerun", "dropout", "disk", "eager", 0.99, marks=SECOND),
-    pytest.param("rerun", "gpt2_dropout", "disk", "eager", 0.8, marks=[SECOND, SLOW]),
-    pytest.param("rerun", "bert_dropout", "cpu", "eager", 0.8, marks=[SECOND, SLOW]),
-    pytest.param("rerun", "llama_tied", "cpu", "eager", 0.8, marks=[SECOND, SLOW]),
-    pytest.param("rerun", "convnet", "cpu", "eager", 1.0, marks=SECOND),
-    pytest.param("rerun", "autocast_gpt", "disk", "eager", 0.95, marks=[SECOND, SLOW]),
-    pytest.param("rerun", "byte_gpt", "cpu", "inductor", 0.9, marks=[SECOND, SLOW]),
-    pytest.param("rerun", "gpt2_dropout", "cpu", "inductor", 0.95, marks=[SECOND, SLOW]),
-]
-"""And the smallest budget, as a part of the one in which all values stay.
-
-Of eager dropout the mask is kept, and all else is repeated. Inductor's segments take the seed: they are repeated with
-the very same numbers.
-"""
-
-
-@pytest.mark.parametrize(("way", "name", "home", "codegen", "share"), MODELS)
-def test_forced_to_leave_they_train_to_the_same_bits_in_less(
-    way: str, name: str, home: str, codegen: str, share: float
-) -> None:
-    nbytes = least_nbytes(name, way, home, codegen)
-    assert nbytes <= share * minimum_nbytes(name, home, codegen)
-    result = train(LADDER[name], memory_budget=nbytes, home=home, codegen=codegen, activations=way, debug=True)
-    assert_same_training(result, everything_fits(name, codegen))
-    assert result.measured_peak_nbytes <= result.predicted_peak_nbytes <= nbytes
-    assert result.allocator_peak_nbytes <= nbytes
-    if name in ("short_gpt", "byte_gpt", "dropout") and codegen == "eager":
-        assert result.measured_peak_nbytes == result.predicted_peak_nbytes
 
 
 @SECOND
@@ -175,21 +127,6 @@ def test_a_checkpoint_around_a_compiled_part_is_respected(way: str) -> None:
 
 
 # ---------------------------------------------------------------- home
-
-
-@SECOND
-@pytest.mark.parametrize("part", [0.3, *(pytest.param(part, marks=SLOW) for part in (0.0, 0.7))])
-def test_as_much_goes_home_as_the_budget_needs(part: float) -> None:
-    """Between the smallest budgets with and without copies, each budget has a plan, and the peak is as predicted."""
-    least, most = least_nbytes("byte_gpt", "auto"), minimum_nbytes("byte_gpt")
-    assert least == least_nbytes("byte_gpt", "offload")
-    nbytes = int(least + part * (most - least))
-    result = train(LADDER["byte_gpt"], memory_budget=nbytes, activations="auto", whole_graph="never")
-    assert_same_training(result, everything_fits("byte_gpt"))
-    assert result.predicted_peak_nbytes <= nbytes
-    dropped = sum(tensor.nbytes for tensor in LADDER["byte_gpt"].batch(0).values()) + 4
-    unused = result.predicted_peak_nbytes - result.measured_peak_nbytes
-    assert unused in (0, dropped), "the fullest moment may be of an update, before which the loop drops batch and loss"
 
 
 @SECOND

@@ -22,14 +22,6 @@ def test_residents_in_the_way_of_a_later_graph_s_backward(percent: int) -> None:
     assert_same_training(result, trained(HUGE, "keep"))
 
 
-@pytest.mark.second_tier
-@pytest.mark.parametrize("activations", ["auto", "offload", "rerun"])
-def test_values_of_earlier_graphs_leave_in_the_smallest_budget(activations: str) -> None:
-    smallest = smallest_nbytes(activations)
-    assert smallest < smallest_nbytes("keep")
-    assert_same_training(trained(smallest, activations), trained(HUGE, "keep"))
-
-
 @cache
 def smallest_nbytes(activations: str) -> int:
     case = CASES["graph_breaks"]

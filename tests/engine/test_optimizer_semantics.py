@@ -187,7 +187,6 @@ def test_every_scheduler(model: MLP, call: Any, optimizer_class: Any) -> list[Te
     return seen + parameters(model)
 
 
-@pytest.mark.slow
 @compared()
 def test_a_learning_rate_in_a_tensor(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
     optimizer = optimizer_class(model.parameters(), lr=torch.tensor(1e-2))
@@ -280,7 +279,6 @@ def test_an_optimizer_in_hooks(model: MLP, call: Any, optimizer_class: Any) -> l
     return parameters(model)
 
 
-@pytest.mark.slow
 @compared()
 def test_optimizer_hooks(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
     optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
@@ -357,19 +355,3 @@ def test_steps_without_gradients(model: MLP, call: Any, optimizer_class: Any) ->
         p.grad = torch.full_like(p, 1e-2)
     optimizer.step()
     return parameters(model)
-
-
-@pytest.mark.slow
-@compared()
-def test_a_closure(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-    optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
-    for step in range(3):
-
-        def closure(step: int = step) -> Tensor:
-            optimizer.zero_grad()
-            loss = call(batch(step))
-            loss.backward()
-            return loss
-
-        seen.append(optimizer.step(closure))
-    return seen + parameters(model)

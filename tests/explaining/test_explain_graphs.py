@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from zoo import CASES
 
 import chunkc
-from chunkc.explaining.explain import explain_step, minimum_budget, step_on, training_in
+from chunkc.explaining import whole_step
+from chunkc.explaining.explain import explain_step, step_on, training_in
 from chunkc.explaining.formats import json_, render_graph, render_html, render_json, render_text, render_trace
 from chunkc.explaining.offline import OfflineStep
 from chunkc.ir.errors import BudgetError, UnsupportedError
@@ -29,6 +30,7 @@ from chunkc.options import parse_options
 from chunkc.runtime.device import cpu_allocator
 from chunkc.session.compiled_step import CompiledGraph
 from chunkc.session.session import owner
+from chunkc.tracing.caller import CalledModule
 
 SEVERAL = ("graph_breaks", pytest.param("breaks_in_loop", marks=pytest.mark.slow))
 NAMES = (*SEVERAL, "sometimes_unused")
@@ -173,12 +175,6 @@ def test_training_takes_the_minimum_and_not_one_byte_less(activations: str) -> N
     assert trained("graph_breaks", minimum, activations).peak_nbytes <= minimum
     with pytest.raises(chunkc.BudgetError):
         trained("graph_breaks", minimum - 1, activations)
-
-
-def test_minimum_budget_is_that_of_explain() -> None:
-    case = CASES["sometimes_unused"]
-    found = minimum_budget(case.build(), **case.batch(0), memory_budget=1)
-    assert found == chunkc.explain(case.build(), **case.batch(0), memory_budget=1).minimum_budget_nbytes
 
 
 # --- what one explanation says ---
@@ -333,3 +329,14 @@ def test_without_gradients() -> None:
         found = chunkc.explain(Between(""), torch.ones(4, 8), memory_budget=HUGE)
     assert {moment.phase for moment in found.moments} == {"forward"}
     assert len(found.graphs) == 2
+
+
+# ---------------------------------------------------------------- what completes a BudgetError hides none
+
+
+def test_a_model_on_several_devices_gets_the_error_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose embeddings the CPU looks up: its step cannot be traced, and the budget is what is wrong."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
+    error = BudgetError(minimum_nbytes=2, budget_nbytes=1, moment="", module="", contents=(), covers="the first graph")
+    monkeypatch.setattr(whole_step, "compiled_call", lambda: CalledModule(model, (), {}))
+    assert whole_step.completed(error, parse_options({})) is error

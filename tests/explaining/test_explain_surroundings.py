@@ -15,6 +15,7 @@ from chunkc.cli import command as cli
 from chunkc.explaining.formats import render_text
 from chunkc.explaining.formats.advice import advice
 from chunkc.explaining.offline import capture_offline
+from chunkc.explaining.targets import ModelOptions, built_in
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import CPU
 from chunkc.machines.presets import load_hardware
@@ -123,3 +124,17 @@ def test_the_command_prints_what_is_not_exact(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert out.startswith("| what | when | why | predicted instead |\n")
     assert all(name.removeprefix("aten::") in out for name in EXCEPTIONS)
+
+
+# ---------------------------------------------------------------- checkpointing on hardware that is not there
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_checkpointed_gpt_on_a_gpu(checkpointed: bool) -> None:
+    subject = built_in("gpt2-small", ModelOptions(None, checkpointed)).build(1, 64)
+    found = chunkc.explain(subject.model, *subject.args, hardware="rtx3090", memory_budget="2GiB", **subject.kwargs)
+    assert found.fits
+    assert found.activation_checkpointing == checkpointed
+    assert any("attention" in moment.op for moment in found.moments)
+    assert sum(found.peak.contents.values()) == found.predicted_peak_nbytes  # with the libraries' workspaces

@@ -159,6 +159,7 @@ REFUSED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp64": (torch.float64, {"optimizer": "lamb"}),
     "update_on": (FP32, {"update_on": "gpu"}),
     "overlap": (FP32, {"overlap": "forward"}),
+    "no such overlap": (FP32, {"update_on": "cpu", "overlap": "always"}),
 }
 
 

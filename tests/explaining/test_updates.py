@@ -70,19 +70,6 @@ def test_cores_that_compute_hide_nothing() -> None:
     assert any("hides nothing here" in note for note in overlapped.notes)
 
 
-@pytest.mark.parametrize(
-    ("update_on", "overlap", "message"),
-    [
-        ("gpu", "none", "update_on is 'gpu'"),
-        ("cpu", "always", "overlap is 'always'"),
-        ("device", "forward", 'overlap=.forward. is for updates by the CPU'),
-    ],
-)  # fmt: skip
-def test_what_makes_no_sense_is_refused(update_on: str, overlap: str, message: str) -> None:
-    with pytest.raises(chunkc.OptionsError, match=message):
-        explained(update_on, overlap)
-
-
 def test_a_disk_is_no_memory_to_update() -> None:
     with pytest.raises(chunkc.OptionsError, match="updates memory where it is"):
         explained("cpu", "none", home="disk")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from optim_models import (
     MODES,
     assert_close,
     assert_equal,
+    assert_managed,
     backward,
     build,
     copy_gradients,
@@ -138,3 +141,230 @@ def test_copies_and_pickles_keep_what_they_were_told(kind: Any, settings: dict[s
             of.step()
             states.append({kind: value.dtype for kind, value in of.state[parameter].items()})
         assert states[0] == states[1]
+
+
+# ---------------------------------------------------------------- what does not fit changes nothing
+
+
+State = dict[str, Any]
+LAST = 7
+
+
+def put(kind: str, value: Callable[[torch.Tensor], Any]) -> Callable[[State], None]:
+    """Change one state of the last parameter."""
+
+    def change(state: State) -> None:
+        state["state"][LAST][kind] = value(state["state"][LAST][kind])
+
+    return change
+
+
+def put_group(name: str, value: Any) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        state["param_groups"][-1][name] = value
+
+    return change
+
+
+def drop(*path: Any) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        for key in path[:-1]:
+            state = state[key]
+        del state[path[-1]]
+
+    return change
+
+
+def add_group(state: State) -> None:
+    state["param_groups"].append({**state["param_groups"][0], "params": []})
+
+
+def move_parameter(state: State) -> None:
+    state["param_groups"][0]["params"].append(state["param_groups"][-1]["params"].pop())
+
+
+def other_key(state: State) -> None:
+    state["state"][99] = state["state"][LAST]
+
+
+def other_state(state: State) -> None:
+    state["state"][LAST]["momentum"] = state["state"][LAST]["exp_avg_sq"]
+
+
+BAD: dict[str, Callable[[State], None]] = {
+    "rows": put("exp_avg", lambda t: t[:-1]),
+    "broadcast": put("exp_avg_sq", lambda t: t[:1]),
+    "flat": put("exp_avg", lambda t: t.reshape(1, -1)),
+    "complex": put("exp_avg", lambda t: t.to(torch.complex64)),
+    "integers": put("exp_avg", lambda t: t.to(torch.int64)),
+    "codes without scales": put("exp_avg", lambda t: t.to(torch.uint8)),
+    "booleans": put("exp_avg_sq", lambda t: t > 0),
+    "list": put("exp_avg", lambda t: t.tolist()),
+    "none": put("exp_avg", lambda t: None),
+    "meta": put("exp_avg", lambda t: t.to("meta")),
+    "sparse": put("exp_avg", lambda t: t.to_sparse()),
+    "step text": put("step", lambda t: "1"),
+    "step nan": put("step", lambda t: math.nan),
+    "step half": put("step", lambda t: torch.tensor(1.5)),
+    "step negative": put("step", lambda t: -1),
+    "step bool": put("step", lambda t: True),
+    "steps": put("step", lambda t: torch.ones(2)),
+    "no moment": drop("state", LAST, "exp_avg_sq"),
+    "no step": drop("state", LAST, "step"),
+    "unknown state": other_state,
+    "state of nobody": other_key,
+    "states": lambda state: state["state"].__setitem__(LAST, [1, 2]),
+    "fewer groups": drop("param_groups", -1),
+    "more groups": add_group,
+    "other sizes": move_parameter,
+    "lr text": put_group("lr", "1"),
+    "lr nan": put_group("lr", math.nan),
+    "lr bool": put_group("lr", True),
+    "lrs": put_group("lr", torch.ones(2)),
+    "betas none": put_group("betas", None),
+    "one beta": put_group("betas", (0.9,)),
+    "beta text": put_group("betas", (0.9, "0.99")),
+    "beta nan": put_group("betas", (math.nan, 0.99)),
+    "eps list": put_group("eps", [1e-8]),
+    "weight_decay complex": put_group("weight_decay", 1j),
+    "huge": put_group("lr", 10**400),
+    "maximize text": put_group("maximize", "no"),
+    "amsgrad": put_group("amsgrad", True),
+    "differentiable": put_group("differentiable", True),
+    "no lr": drop("param_groups", -1, "lr"),
+    "no betas": drop("param_groups", -1, "betas"),
+}
+
+
+def groups_of(model: nn.Module) -> list[State]:
+    parameters = list(model.parameters())
+    return [{"params": parameters[:6], "lr": 1e-2}, {"params": parameters[6:], "lr": 3e-3}]
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    groups = [{**group, "params": [id(p) for p in group["params"]]} for group in optimizer.param_groups]
+    return {"groups": copy.deepcopy(groups), "parameters": snapshot(model), "states": states(model, optimizer)}
+
+
+def assert_unchanged(model: nn.Module, optimizer: torch.optim.Optimizer, before: dict[str, Any]) -> None:
+    after = everything(model, optimizer)
+    assert after["groups"] == before["groups"]
+    assert_equal(after["parameters"], before["parameters"])
+    assert_equal(after["states"], before["states"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode", ["plain", "placed"])
+def test_what_does_not_fit_changes_nothing(mode: str, dtype: torch.dtype) -> None:
+    model, call = build(mode, dtype=dtype)
+    optimizer = chunkc.optim.AdamW(groups_of(model))
+    train(call, optimizer, range(1), dtype)
+    older = copy.deepcopy(optimizer.state_dict())
+    assert max(older["state"]) == LAST
+    train(call, optimizer, range(1, 3), dtype)
+    assert_managed(model, mode)
+    before = everything(model, optimizer)
+    for name, spoil in BAD.items():
+        spoilt = copy.deepcopy(older)
+        spoil(spoilt)
+        with pytest.raises(chunkc.OptionsError) as raised:
+            optimizer.load_state_dict(spoilt)
+        assert "\n" not in str(raised.value), name
+        assert_unchanged(model, optimizer, before)
+    optimizer.load_state_dict(older)
+    assert all(int(optimizer.state[p]["step"]) == 1 for p in model.parameters())
+
+
+def test_8_bit_states_that_do_not_fit_change_nothing() -> None:
+    model, call = build("plain")
+    optimizer = chunkc.optim.AdamW(groups_of(model), moments_dtype="int8")
+    train(call, optimizer, range(1))
+    older = copy.deepcopy(optimizer.state_dict())
+    train(call, optimizer, range(1, 2))
+    before = everything(model, optimizer)
+    for spoil in (
+        drop("state", LAST, "exp_avg_scale"),
+        put("exp_avg_scale", lambda t: t[:-1]),
+        put("exp_avg_scale", lambda t: t.int()),
+        put("exp_avg", lambda t: t.float()),
+        put("exp_avg", lambda t: t.to(torch.int8)),
+        put("exp_avg_sq", lambda t: torch.stack([t, t], -1)[..., 0]),
+    ):
+        spoilt = copy.deepcopy(older)
+        spoil(spoilt)
+        with pytest.raises(chunkc.OptionsError, match="the loaded state of parameter 1 of parameter group 1: exp_avg"):
+            optimizer.load_state_dict(spoilt)
+        assert_unchanged(model, optimizer, before)
+
+
+def test_what_torch_accepts_is_loaded() -> None:
+    model, call = build("plain")
+    optimizer = chunkc.optim.AdamW(groups_of(model))
+    train(call, optimizer, range(1))
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][0] |= {"lr": torch.tensor(0.5), "betas": [0, 0.5], "mine": "a note"}
+    del state["param_groups"][1]["maximize"]
+    state["state"][0] |= {"step": 4, "exp_avg": state["state"][0]["exp_avg"].double()}
+    state["state"][1] = {}
+    del state["state"][2]
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["mine"] == "a note"
+    assert [int(optimizer.state[p].get("step", 0)) for p in model.parameters()] == [4, 0, 0, *[1] * 5]
+    train(call, optimizer, range(1, 2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_states_change_places(mode: str) -> None:
+    """A state dict has the states themselves; those of one parameter are not overwritten before another has them."""
+    model, call = build(mode)
+    optimizer = chunkc.optim.AdamW(model.parameters())
+    train(call, optimizer, range(2))
+    before = copy.deepcopy(optimizer.state_dict())["state"]
+    own = optimizer.state_dict()
+    own["state"][0], own["state"][2] = own["state"][2], own["state"][0]
+    own["state"][4] = {**own["state"][4], "exp_avg": own["state"][4]["exp_avg_sq"], "exp_avg_sq": before[4]["exp_avg"]}
+    own["state"][6]["exp_avg"] = own["state"][6]["exp_avg"].t()
+    optimizer.load_state_dict(own)
+    after = optimizer.state_dict()["state"]
+    assert_equal(after[0], before[2])
+    assert_equal(after[2], before[0])
+    assert torch.equal(after[4]["exp_avg"], before[4]["exp_avg_sq"])
+    assert torch.equal(after[4]["exp_avg_sq"], before[4]["exp_avg"])
+    assert torch.equal(after[6]["exp_avg"], before[6]["exp_avg"].t())
+
+
+def test_hooks_see_what_is_loaded() -> None:
+    model, call = build("placed")
+    optimizer = chunkc.optim.AdamW(model.parameters())
+    train(call, optimizer, range(1))
+    seen: list[float] = []
+
+    def halved(_: Any, state: State) -> State:
+        halves = {i: {**s, "exp_avg": s["exp_avg"] / 2} for i, s in state["state"].items()}
+        return {**state, "state": halves}
+
+    weight = model.layers[0].weight
+    wanted = optimizer.state[weight]["exp_avg"] / 2
+    optimizer.register_load_state_dict_pre_hook(halved)
+    optimizer.register_load_state_dict_post_hook(lambda found: seen.append(found.state[weight]["exp_avg"].clone()))
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(seen[0], wanted)
+    assert torch.equal(optimizer.state[weight]["exp_avg"], wanted)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_adam_that_loads_an_adamw_decays_as_in_torch(mode: str) -> None:
+    model, call = build(mode)
+    shadow = nn.ParameterList([p.detach().clone() for p in model.parameters()])
+    saved = torch.optim.AdamW(shadow, lr=1e-2, weight_decay=0.5).state_dict()
+    optimizer, twin_optimizer = chunkc.optim.Adam(model.parameters()), torch.optim.Adam(shadow)
+    for of in (optimizer, twin_optimizer):
+        of.load_state_dict(saved)
+    for step in range(2):
+        backward(call, step)
+        copy_gradients(model, shadow)
+        for of in (optimizer, twin_optimizer):
+            of.step()
+            of.zero_grad()
+    for p, q in zip(model.parameters(), shadow):
+        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, differences, take_step
+from harness import array, differences
 from torch import Tensor, nn
 
 import chunkc
@@ -77,20 +77,6 @@ def test_the_model_is_the_same_to_everybody(home: str) -> None:
     assert model.frozen.weight.grad is None
     optimizer.step()
     assert differences(values(model), before)
-
-
-def test_a_placed_model_trains_as_an_unplaced_one() -> None:
-    results = []
-    for is_placed in (True, False):
-        model = build()
-        if is_placed:
-            chunkc.place(model)
-        call = compiled(model, memory_budget="400KiB")
-        optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2)
-        for _ in range(2):
-            take_step(call(batch()), optimizer)
-        results.append(values(model))
-    assert not differences(*results)
 
 
 @pytest.mark.parametrize("home", ["cpu", "disk"])
@@ -178,13 +164,6 @@ def in_a_file(tensor: Any) -> bool:
         if begin <= address < end:
             return line.split()[4] != "0"  # its inode
     raise AssertionError("no such memory")
-
-
-def test_a_disk_home_leaves_no_file(tmp_path: Path) -> None:
-    model = chunkc.place(build(), home=f"disk:{tmp_path}")
-    model(batch())
-    del model
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,7 @@ class Subject:
                 scaler.update()
             optimizer.zero_grad()
             results.append(array(loss))
+        chunkc.synchronize(self.model)
         self.settle()
         return [*results, *(array(p) for p in self.model.parameters())]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from synthetic import small
 
-from chunkc.explaining.formats import FORMATS, read_explanation, render, write
+from chunkc.explaining.formats import FORMATS, render, write
 from chunkc.ir.errors import OptionsError
 
 
@@ -29,11 +29,6 @@ def test_files_streams_and_standard_output_get_the_same(
     write(small(), name, stream)
     write(small(), name)
     assert path.read_text() == stream.getvalue() == capsys.readouterr().out == expected
-
-
-def test_json_can_be_read_back_from_its_file(tmp_path: Path) -> None:
-    write(small(), "json", str(tmp_path / "x.json"))
-    assert read_explanation(str(tmp_path / "x.json")) == small()
 
 
 def test_text_on_a_terminal_is_in_colour(monkeypatch: pytest.MonkeyPatch) -> None:

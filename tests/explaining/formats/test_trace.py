@@ -1,18 +1,209 @@
-"""The trace obeys the format: what a viewer refuses or draws wrongly is what is checked here."""
+"""A strict reader of the trace event format, and real traces held against it.
+
+Rules from "Trace Event Format" (Google, 2016) and what Perfetto makes of it: a JSON object with `traceEvents`; every
+event has `ph`, `pid`, `tid` and `name`; `X` has `ts` and `dur` in microseconds, `C` has `ts` and numbers in `args`,
+`M` names a process or thread that is used. On one thread, slices lie apart or nest; here all lie apart.
+"""
 
 from __future__ import annotations
 
 import json
 from itertools import pairwise
+from numbers import Real
 from typing import Any
 
 import pytest
+import torch
+from harness import segmented
+from plain_modules import Stack
 from synthetic import EVENTS, MIB, event, large, measured, ranked, small
 
+import chunkc
 from chunkc.explaining.formats import render_trace
 from chunkc.explaining.formats.trace import BUDGET, BY_KIND, IN_USE, MEASURED, PREDICTED
 from chunkc.ir.explanation import COMPUTE, Explanation
 from chunkc.ir.links import TO_DEVICE
+from chunkc.ir.simulate import RESIDENT_UPDATE
+from chunkc.runtime.device import cpu_allocator
+
+ALLOWED = {
+    "M": {"ph", "pid", "tid", "name", "args"},
+    "X": {"ph", "pid", "tid", "name", "ts", "dur", "cat", "args"},
+    "C": {"ph", "pid", "tid", "name", "ts", "args"},
+}
+METADATA = {
+    "process_name": "name",
+    "process_sort_index": "sort_index",
+    "thread_name": "name",
+    "thread_sort_index": "sort_index",
+}
+
+
+def faults(text: str) -> list[str]:
+    """What is wrong with a trace; empty where nothing is."""
+    found: list[str] = []
+    trace = json.loads(text, parse_constant=lambda word: found.append(f"{word} is no JSON"))
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        return [*found, "no object with a list `traceEvents`"]
+    if trace.get("displayTimeUnit", "ms") not in ("ms", "ns"):
+        found.append("displayTimeUnit is neither ms nor ns")
+    events = trace["traceEvents"]
+    found += [fault for number, e in enumerate(events) for fault in _faults_of(f"event {number}", e)]
+    if found:
+        return found
+    processes = {e["pid"] for e in events if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    slices: dict[tuple[int, int], list[tuple[int, int, str]]] = {}
+    counters: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    for e in events:
+        if e["pid"] not in processes:
+            found.append(f"process {e['pid']} has no name")
+        if e["ph"] == "X":
+            if (e["pid"], e["tid"]) not in threads:
+                found.append(f"thread {e['tid']} of process {e['pid']} has no name")
+            begin, length = _ns(e["ts"]), _ns(e["dur"])
+            slices.setdefault((e["pid"], e["tid"]), []).append((begin, begin + length, e["name"]))
+        elif e["ph"] == "C":
+            counters.setdefault((e["pid"], e["name"]), []).append(e)
+    for spans in slices.values():
+        for (_, end, first), (begin, _, second) in pairwise(sorted(spans)):
+            if begin < end:
+                found.append(f"{first} and {second} overlap on one thread")
+    for (_, name), readings in counters.items():
+        if len({tuple(e["args"]) for e in readings}) > 1:
+            found.append(f"counter {name} changes its series")
+        if any(a["ts"] > b["ts"] for a, b in pairwise(readings)):
+            found.append(f"counter {name} goes back in time")
+    return found
+
+
+def _faults_of(where: str, e: object) -> list[str]:
+    if not isinstance(e, dict) or e.get("ph") not in ALLOWED:
+        return [f"{where} has no known phase"]
+    found = []
+    ph, args = e["ph"], e.get("args", {})
+    missing = ALLOWED[ph] - {"cat", "args"} - e.keys() if ph == "X" else ALLOWED[ph] - e.keys()
+    found += [f"{where} has no {key}" for key in sorted(missing)]
+    found += [f"{where} has an unknown {key}" for key in sorted(e.keys() - ALLOWED[ph])]
+    found += [f"{where}: {key} is no whole number" for key in ("pid", "tid") if type(e.get(key)) is not int]
+    if not isinstance(e.get("name"), str) or not e["name"]:
+        found.append(f"{where} has no name")
+    for key in ("ts", "dur"):
+        value = e.get(key, 0)
+        if not isinstance(value, Real) or isinstance(value, bool) or not 0 <= value < 2**53 / 1000:
+            found.append(f"{where}: {key} is no time in microseconds")
+        elif abs(value * 1000 - round(value * 1000)) > 1e-3:
+            found.append(f"{where}: {key} is finer than a nanosecond")
+    if not isinstance(args, dict):
+        return [*found, f"{where}: args is no object"]
+    if ph == "M" and METADATA.get(e.get("name", "")) not in args:
+        found.append(f"{where} is no metadata that viewers know")
+    if ph == "C" and (not args or any(type(value) not in (int, float) or value < 0 for value in args.values())):
+        found.append(f"{where} counts what is no number")
+    return found
+
+
+def _ns(microseconds: float) -> int:
+    return round(microseconds * 1000)
+
+
+# --- the reader itself ---
+
+NAMED = [
+    {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "p"}},
+    {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "t"}},
+]
+
+
+def slice_of(**changes: object) -> dict[str, object]:
+    return {"ph": "X", "pid": 1, "tid": 1, "name": "a", "ts": 1.0, "dur": 2.0} | changes
+
+
+def counter_of(**changes: object) -> dict[str, object]:
+    return {"ph": "C", "pid": 1, "tid": 0, "name": "bytes", "ts": 1.0, "args": {"a": 1}} | changes
+
+
+@pytest.mark.parametrize(
+    ("events", "says"),
+    [
+        ([{"ph": "Q", "pid": 1, "tid": 1, "name": "a"}], "no known phase"),
+        ([slice_of(tid=7)], "thread 7 of process 1 has no name"),
+        ([slice_of(pid=2)], "process 2 has no name"),
+        ([slice_of(ts=-1)], "no time in microseconds"),
+        ([slice_of(dur=float("nan"))], "no JSON"),
+        ([slice_of(ts="1")], "no time in microseconds"),
+        ([slice_of(ts=0.00001)], "finer than a nanosecond"),
+        ([{k: v for k, v in slice_of().items() if k != "dur"}], "has no dur"),
+        ([slice_of(), slice_of(ts=2.5)], "overlap"),
+        ([slice_of(), slice_of(ts=2.0, dur=0.5)], "overlap"),
+        ([counter_of(args={})], "counts what is no number"),
+        ([counter_of(args={"a": "1"})], "counts what is no number"),
+        ([counter_of(), counter_of(ts=0.5)], "goes back in time"),
+        ([counter_of(), counter_of(args={"b": 1})], "changes its series"),
+        ([{"ph": "M", "pid": 1, "tid": 0, "name": "colour", "args": {}}], "no metadata that viewers know"),
+    ],
+)
+def test_the_reader_finds_faults(events: list[dict[str, object]], says: str) -> None:
+    assert says in " ".join(faults(json.dumps({"traceEvents": [*NAMED, *events]})))
+    assert faults(json.dumps({"traceEvents": [*NAMED, slice_of(), slice_of(ts=3.0), counter_of()]})) == []
+
+
+# --- traces ---
+
+CROSSING = (event(TO_DEVICE, "prefetch", "param:1", 0, 3, 1), event(TO_DEVICE, "prefetch", "param:2", 2, 5, 1))
+MADE = {
+    "small": small(),
+    "run": small(measured=measured()),
+    "run without times": small(measured=measured(events=())),
+    "large": large(40),
+    "crossing": small(events=(*EVENTS, *CROSSING)),
+    "thirds": small(events=tuple(event(TO_DEVICE, "prefetch", f"param:{i}", i / 3, (i + 1) / 3, 1) for i in range(99))),
+    "no time at all": small(events=(event(TO_DEVICE, "prefetch", "param:1", 1, 1, 1),)),
+    "bare": small(events=(), moments=()),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_made_explanations_give_valid_traces(name: str) -> None:
+    assert faults(render_trace(MADE[name])) == []
+    events = events_of(MADE[name])
+    timed = [e for e in events if e["ph"] != "M"]
+    assert events[: len(events) - len(timed)] == [e for e in events if e["ph"] == "M"], "metadata first"
+    assert [e["ts"] for e in timed] == sorted(e["ts"] for e in timed)
+    assert all(isinstance(n, int) for e in timed if e["ph"] == "C" for n in e["args"].values())
+    assert ("to_device (2)" in threads(events, PREDICTED).values()) == (name == "crossing")
+
+
+def trained(budget: int) -> Explanation:
+    """An explanation beside what two steps measured."""
+    model = Stack(6, width=256)
+    compiled = segmented(model, budget)
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
+    x = torch.ones(8, 256)
+    for _ in range(2):
+        compiled(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return chunkc.explain(compiled, x)
+
+
+def test_a_run_stands_beside_its_prediction() -> None:
+    cpu_allocator.install()
+    explanation = trained(3 * 2**20)
+    text = render_trace(explanation)
+    assert faults(text) == []
+    events = json.loads(text)["traceEvents"]
+    calls = {
+        pid: [e["name"] for e in events if e["pid"] == pid and e["ph"] == "X" and e.get("cat") in ("call", "update")]
+        for pid in (PREDICTED, MEASURED)
+    }
+    assert len(calls[MEASURED]) > 6
+    moving = [name for name in calls[PREDICTED] if name != f"update {RESIDENT_UPDATE}"]
+    assert moving == calls[MEASURED], "the same calls, in the same order"
+    assert any(e["ph"] == "C" and e["pid"] == MEASURED for e in events)
+
+
+# --- what they say ---
 
 
 def events_of(explanation: Explanation) -> list[dict[str, Any]]:
@@ -21,37 +212,6 @@ def events_of(explanation: Explanation) -> list[dict[str, Any]]:
 
 def threads(events: list[dict[str, Any]], pid: int) -> dict[int, str]:
     return {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}
-
-
-@pytest.mark.parametrize("explanation", [small(), small(measured=measured()), large(30)], ids=["small", "run", "large"])
-def test_it_is_a_valid_trace(explanation: Explanation) -> None:
-    events = events_of(explanation)
-    timed = [e for e in events if e["ph"] != "M"]
-    assert events[: len(events) - len(timed)] == [e for e in events if e["ph"] == "M"], "metadata first"
-    assert [e["ts"] for e in timed] == sorted(e["ts"] for e in timed)
-    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    for e in timed:
-        assert e["ph"] in "XC"
-        assert isinstance(e["name"], str)
-        assert e["ts"] >= 0
-        if e["ph"] == "X":
-            assert e["dur"] >= 0
-            assert (e["pid"], e["tid"]) in named
-        else:
-            assert all(isinstance(value, int) for value in e["args"].values())
-
-
-def test_slices_of_a_thread_never_overlap() -> None:
-    together = (event(TO_DEVICE, "prefetch", "param:1", 0, 3, 1), event(TO_DEVICE, "prefetch", "param:2", 1, 2, 1))
-    crossing = (*together, event(TO_DEVICE, "prefetch", "param:3", 2.5, 4, 1))
-    events = events_of(small(events=crossing))
-    slices: dict[int, list[tuple[float, float]]] = {}
-    for e in events:
-        if e["ph"] == "X":
-            slices.setdefault(e["tid"], []).append((e["ts"], e["ts"] + e["dur"]))
-    assert sum(map(len, slices.values())) == 3
-    assert all(a[1] <= b[0] for spans in slices.values() for a, b in pairwise(sorted(spans)))
-    assert "to_device (2)" in threads(events, PREDICTED).values()
 
 
 def test_times_are_in_microseconds() -> None:
