@@ -36,6 +36,7 @@ from chunkc.passes.rewrite.runner import C, Graphs, Pass, disabled, run_passes
 from chunkc.passes.rewrite.unrolling import NotAlike, unroll
 from chunkc.passes.segments.cuts import (
     clone_parameter_views,
+    copy_parameters_for_scatters,
     materialise_returned_placeholders,
     with_copies_of_changing,
     with_dropouts_from_masks,
@@ -220,7 +221,9 @@ def _copy_parameter_views(graphs: Graphs, context: TraceContext) -> Graphs:
     inputs = placeholders(graphs[0].graph)
     names = {node.name for node, name in zip(inputs, context.parameter_names) if name is not None}
     for module in graphs:
-        clone_parameter_views(module.graph, [node for node in placeholders(module.graph) if node.name in names])
+        parameters = [node for node in placeholders(module.graph) if node.name in names]
+        copy_parameters_for_scatters(module.graph, parameters)
+        clone_parameter_views(module.graph, parameters)
     return graphs
 
 

@@ -28,8 +28,10 @@ from chunkc.passes.graphs.graphs import (
     storage_keys,
     tensors_of,
     tile_of,
+    value_of,
 )
 from chunkc.passes.graphs.symbols import hint
+from chunkc.passes.memory.segment_storages import CLONES_OF_WHOLE_STORAGES
 from chunkc.passes.planning.recompute import is_repeatable
 from chunkc.torch_private.aot import LazyGraphModule
 
@@ -82,6 +84,31 @@ def _clone_chain(graph: fx.Graph, view: fx.Node, views: Sequence[fx.Node], befor
         return copies[node]
 
     return copy(view)
+
+
+def copy_parameters_for_scatters(graph: fx.Graph, parameters: Sequence[fx.Node]) -> None:
+    """Let operators that copy the whole storage of what they read read copies of parameters: that storage is a slot.
+
+    Of views, the parameter itself is copied, so that the operator's result has the strides that were traced.
+    """
+    keys = {key for parameter in parameters for key in storage_keys(parameter)}
+    for node in list(graph.nodes):
+        if node.target not in CLONES_OF_WHOLE_STORAGES:
+            continue
+        views, source = [], node.args[0]
+        while is_view_of(source, keys):
+            views.append(source)
+            source = source.args[0]
+        if source not in parameters:
+            continue
+        with graph.inserting_before(node):
+            copy = graph.call_function(torch.ops.aten.clone.default, (source,))
+            copy.meta = node.meta | {"val": torch.empty_like(value_of(source))}
+            for view in reversed(views):
+                former, of_former = copy, view.args[0]
+                copy = graph.node_copy(view, lambda n, old=of_former, new=former: new if n is old else n)
+                copy.meta["val"] = view.target(*fx.map_arg(copy.args, value_of), **fx.map_arg(copy.kwargs, value_of))
+        node.update_arg(0, copy)
 
 
 def with_copies_of_changing(module: fx.GraphModule, places: Sequence[int]) -> fx.GraphModule:

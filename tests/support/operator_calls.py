@@ -297,6 +297,9 @@ def scans_and_sorts(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0))
     yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0), out_int32=True)
     yield call(aten.histc.default, torch.rand(1000), 16, 0.0, 1.0)
+    for number in (torch.arange(100), torch.arange(200)[::2]):
+        for weight in (None, torch.rand(100), torch.rand(200)[::2], number, number.to(torch.bfloat16)):
+            yield call(aten.bincount.default, number, weight, 120)
     for x in (*layouts(torch.float32, 1, 5), *layouts(torch.float32, 70, 80), torch.rand(100, 10)[:, ::2]):
         for bins in (1, 16, 600):
             yield call(aten.histc.default, x, bins)
@@ -428,6 +431,8 @@ def lookups(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.index_select.default, base, 1, row % 24)
         yield call(aten.index_add.default, base, 0, row, torch.randn(40, 24).to(dtype))
         yield call(aten.index_add.default, base, 1, row % 24, torch.randn(50, 40).to(dtype))
+        yield call(aten.index_add.default, base[:, :15].clone(), 0, row, torch.randn(40, 15).to(dtype))
+        yield call(aten.index_add.default, torch.randn(100, 50).to(dtype).mT, 0, row, torch.randn(40, 100).to(dtype))
         yield call(aten.index_copy.default, base, 0, row, torch.randn(40, 24).to(dtype))
         yield call(aten.index_fill.int_Scalar, base, 0, row, 1.0)
         yield call(aten.index_add.default, base, 0, row.repeat_interleave(2)[::2], torch.randn(40, 24).to(dtype))
@@ -695,6 +700,22 @@ def complex_products(dtype: torch.dtype) -> Iterator[Call]:
 
 
 @family
+def marked_operands(dtype: torch.dtype) -> Iterator[Call]:
+    """Yield calls with operands that have a conjugate or a negative bit, which most operators resolve by a copy."""
+    if dtype != torch.float32:
+        return
+    x = torch.randn(24, 40, dtype=torch.complex64)
+    for marked in (x.conj(), torch.randn(40, 24, dtype=torch.complex64).mH, torch._neg_view(x), x.conj().imag):
+        yield call(aten.exp.default, marked)
+        yield call(aten.mul.Tensor, marked, x)
+        yield call(aten.sum.dim_IntList, marked, [0])
+        yield call(aten.cat.default, [x, marked])
+        yield call(aten.clone.default, marked)
+        if marked.is_complex():
+            yield call(aten._fft_c2c.default, marked, [1], 1, False)
+
+
+@family
 def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
     if dtype != torch.float32:
         return
@@ -710,6 +731,9 @@ def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.linalg_qr.default, square)
         yield call(aten._linalg_svd.default, square)
         yield call(aten._linalg_eigh.default, definite)
+        yield call(aten.linalg_ldl_factor_ex.default, torch.randn(*batch, 64, 128)[..., ::2])
+        for mode, columns in itertools.product(("reduced", "complete", "r"), (4, 40, 64, 90)):
+            yield call(aten.linalg_qr.default, torch.randn(*batch, 64, columns), mode)
         yield from (call(aten.linalg_matrix_exp.default, square * scale) for scale in (1e-6, 0.05, 1.0, 10.0))
         yield call(aten._linalg_det.default, definite)
         yield call(aten._linalg_slogdet.default, definite)
@@ -759,7 +783,8 @@ def random_numbers(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.normal.Tensor_Tensor, scalar, positive)
         for noise in (torch.rand(x.shape).to(dtype), torch.rand_like(x)):
             for training in (True, False):
-                yield call(aten.rrelu_with_noise_functional.default, x, noise, 0.1, 0.3, training)
+                for rrelu in (aten.rrelu_with_noise, aten.rrelu_with_noise_functional):
+                    yield call(rrelu.default, x, noise, 0.1, 0.3, training)
             yield call(aten.rrelu_with_noise_backward.default, x, x, noise, 0.1, 0.3, True, False)
         if dtype == torch.float32:
             yield call(aten._standard_gamma.default, positive)

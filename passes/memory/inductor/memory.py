@@ -26,8 +26,10 @@ from chunkc.passes.graphs.shapes import AS_TRACED, Shapes
 from chunkc.passes.graphs.symbols import Size, shape_env_of, size_of
 from chunkc.passes.memory.inductor.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
 from chunkc.passes.memory.inductor.wrapper_reader import AT, DATA, ParsedWrapper, UnreadableWrapper, sizes_namespace
+from chunkc.passes.memory.scratch.cpu import output_nbytes
+from chunkc.passes.memory.scratch.cuda import cuda_output_nbytes
 from chunkc.passes.memory.segment_memory import NO_SCRATCH, Scratch, call_scratch
-from chunkc.passes.memory.segment_storages import number_storages
+from chunkc.passes.memory.segment_storages import CLONES_OF_WHOLE_STORAGES, number_storages
 from chunkc.torch_private.fake import FakeTensorMode, TorchDispatchMode, enable_python_dispatcher
 from chunkc.torch_private.sizes import depends_on_data
 from chunkc.torch_private.wrappers import CHECKS, SAME_TENSOR
@@ -174,10 +176,11 @@ class _StorageTracker(TorchDispatchMode):
         if getattr(func, "namespace", "") == "prim":  # asks for a device or a layout
             return result
         fresh = False
-        for tensor in pytree.tree_leaves(result):
+        corrected = self._corrected(func, args, kwargs, result)
+        for position, tensor in enumerate(pytree.tree_leaves(result)):
             if isinstance(tensor, torch.Tensor) and storage_key(tensor) not in self.live:
                 key = storage_key(tensor)
-                self.live[key] = self.nbytes(tensor)
+                self.live[key] = corrected[position] if position in corrected else self.nbytes(tensor)
                 weakref.finalize(tensor.untyped_storage(), self.live.pop, key, None).atexit = False
                 fresh = True
         scratch = self.scratch(func, args, kwargs, result)
@@ -196,6 +199,16 @@ class _StorageTracker(TorchDispatchMode):
         if self.on_cuda:
             return rounded_nbytes(nbytes) if tensor.device.type == "cuda" else 0
         return nbytes
+
+    def _corrected(
+        self, func: Any, args: tuple, kwargs: dict[str, Any], result: object
+    ) -> dict[int, int] | dict[int, int | torch.SymInt]:
+        """Map positions of returned tensors to bytes of their storages, where these differ from the fake tensors'."""
+        if func in CLONES_OF_WHOLE_STORAGES:
+            return {0: self.nbytes(args[0])}
+        if not isinstance(func, torch._ops.OpOverload):
+            return {}
+        return (cuda_output_nbytes if self.on_cuda else output_nbytes)(func, args, kwargs, result)
 
     def scratch(self, func: Any, args: tuple, kwargs: dict[str, Any], result: object) -> Scratch:
         threads, on_cuda, capability = self.num_threads, self.on_cuda, self.capability

@@ -29,7 +29,14 @@ from torch.utils._pytree import tree_leaves
 from chunkc.passes.memory.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
 from chunkc.passes.memory.scratch.measured import looked_up
 from chunkc.passes.memory.scratch.operators import find
-from chunkc.passes.memory.scratch.rules import Call, is_elementwise, is_view, nothing_rule, pointwise_rule
+from chunkc.passes.memory.scratch.rules import (
+    Call,
+    is_elementwise,
+    is_view,
+    nothing_rule,
+    pointwise_rule,
+    resolved_nbytes,
+)
 
 
 def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int) -> int:
@@ -49,7 +56,7 @@ def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, out
         return measured
     if rule is None:
         return sum(guessed_nbytes(args, kwargs, outputs))
-    return rule(_call(target, args, kwargs, outputs, num_threads))
+    return rule(_call(target, args, kwargs, outputs, num_threads)) + resolved_nbytes(target, args, kwargs)
 
 
 def is_known(target: torch._ops.OpOverload) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import number_dtype, number_nbytes
 from chunkc.passes.memory.scratch.rules import Call
 
@@ -71,18 +71,31 @@ def index_select_rule(call: Call) -> int:
 
 
 def index_add_rule(call: Call) -> int:
-    """Count a contiguous copy of the indices, and what sums in low precision take.
+    """Count a contiguous copy of the indices, and what sums in low precision take; before, what a copy of `self` takes.
 
-    Along the first dimension that is a float32 slice per thread, along the last a float32 copy; neither if indices are
-    not int64.
+    Along the first dimension that is a float32 slice per thread, along the last or with slices of fewer than 16
+    elements a float32 copy; neither if indices are not int64.
     """
     source, dim = call["self"], call["dim"] % max(1, call["self"].dim())
-    indices = contiguous_copy_nbytes(call["index"])
-    if source.dtype not in LOW_PRECISION or source.dim() < 2 or call["index"].dtype != torch.int64:
-        return indices
-    if dim == 0:
-        return indices + call.num_threads * math.prod(source.shape[1:]) * 4
-    return indices + (nbytes_of(source, 4) if dim == source.dim() - 1 else 0)
+    nbytes = contiguous_copy_nbytes(call["index"])
+    if source.dtype in LOW_PRECISION and source.dim() > 1 and call["index"].dtype == torch.int64:
+        slice_numel = math.prod(source.shape[1:])
+        if dim == 0 and slice_numel >= 16:
+            nbytes += call.num_threads * slice_numel * 4
+        elif dim in (0, source.dim() - 1):
+            nbytes += nbytes_of(source, 4)
+    return max(nbytes, copy_block_nbytes(source))
+
+
+def bincount_rule(call: Call) -> int:
+    """Count contiguous copies, of weights as float64 unless they are float32, and that is cast before it is copied."""
+    values, weights = call["self"], call["weights"]
+    nbytes = contiguous_copy_nbytes(values)
+    if weights is None:
+        return nbytes
+    if weights.dtype not in (torch.float32, torch.float64):
+        return nbytes + nbytes_of(weights, 8) * (1 if weights.is_contiguous() else 2)
+    return nbytes + contiguous_copy_nbytes(weights)
 
 
 def search_rule(call: Call) -> int:

@@ -27,7 +27,7 @@ from chunkc.passes.memory.scratch import (
     reductions,
     rules,
 )
-from chunkc.passes.memory.scratch.bounds import Bound
+from chunkc.passes.memory.scratch.bounds import Bound, qr_rule
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION
 from chunkc.passes.memory.scratch.exceptions import BEYOND_OPERATORS, Inexact
 
@@ -325,6 +325,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(indexing.scatter_reduce_rule, cuda_indexing.scatter_reduce), "scatter_reduce"),
     (Operator(indexing.index_reduce_rule, cuda_indexing.index_reduce), "index_reduce"),
     (Operator(indexing.index_select_rule, cuda_rules.nothing), "index_select"),
+    (Operator(indexing.bincount_rule), "bincount"),
     (Operator(indexing.index_add_rule, cuda_indexing.index_add), "index_add"),
     (Operator(indexing.masked_scatter_rule, cuda_sorting.masked_scatter), "masked_scatter"),
     (Operator(indexing.masked_scatter_backward_rule, inexact=exceptions.SELECTED), "masked_scatter_backward"),
@@ -396,25 +397,27 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(random_numbers.multinomial_rule, cuda_sorting.sample), "multinomial"),
     (Operator(random_numbers.normal_rule, cuda_rules.normal), "normal"),
     (Operator(rules.nothing_rule, cuda_rules.bernoulli), "bernoulli"),
-    (Operator(random_numbers.randomised_relu_rule), "rrelu_with_noise_functional"),
+    (Operator(random_numbers.randomised_relu_rule), "rrelu_with_noise"),
+    (Operator(random_numbers.functional_randomised_relu_rule), "rrelu_with_noise_functional"),
     # --- linear algebra ---
     (Operator(Bound(rows=32), inexact=exceptions.LAPACK), "_linalg_det _linalg_slogdet _linalg_solve_ex"),
     (
-        Operator(Bound(copies=2, rows=16), inexact=exceptions.LAPACK),
+        Operator(Bound(strided=1, rows=16), inexact=exceptions.LAPACK),
         """
-        linalg_inv_ex linalg_solve_triangular linalg_lu_solve triangular_solve cholesky_solve linalg_cholesky_ex
-        cholesky cholesky_inverse lu_unpack
+        cholesky cholesky_inverse linalg_cholesky_ex lu_unpack linalg_lu_solve linalg_solve_triangular triangular_solve
         """,
     ),
-    (Operator(Bound(copies=3, rows=24), inexact=exceptions.LAPACK), "linalg_lu"),
-    (Operator(Bound(copies=5, rows=32), inexact=exceptions.LAPACK), "linalg_pinv"),
-    (Operator(Bound(copies=2, work=64), inexact=exceptions.LAPACK), "_linalg_svd _linalg_eigh"),
+    (Operator(Bound(copies=1, rows=24), inexact=exceptions.LAPACK), "cholesky_solve linalg_inv_ex linalg_lu"),
+    (Operator(Bound(copies=4, rows=32), inexact=exceptions.LAPACK), "linalg_pinv"),
+    (Operator(Bound(copies=1, work=64), inexact=exceptions.LAPACK), "_linalg_svd"),
+    (Operator(Bound(copies=2, work=64), inexact=exceptions.LAPACK), "_linalg_eigh"),
     (
-        Operator(Bound(work=97), inexact=exceptions.LAPACK),
-        "geqrf linalg_householder_product linalg_ldl_factor_ex",
+        Operator(Bound(strided=1, work=97, small_work=2), inexact=exceptions.LAPACK),
+        "geqrf linalg_householder_product",
     ),
-    (Operator(Bound(copies=2, work=97), inexact=exceptions.LAPACK), "linalg_qr"),
-    (Operator(Bound(copies=1, work=97, numbers=13_500), inexact=exceptions.LAPACK), "ormqr"),
+    (Operator(qr_rule, inexact=exceptions.LAPACK), "linalg_qr"),
+    (Operator(Bound(strided=1, work=97, small_work=1, numbers=14_000), inexact=exceptions.LAPACK), "ormqr"),
+    (Operator(Bound(strided=1, work=48), inexact=exceptions.LAPACK), "linalg_ldl_factor_ex"),
     (Operator(Bound(copies=2, rows=16, work=396), inexact=exceptions.LAPACK), "linalg_eig"),
     (Operator(Bound(copies=1, rows=16, work=40), inexact=exceptions.LAPACK), "_linalg_eigvals linalg_eigvals"),
     (Operator(Bound(copies=2, rows=32, work=240, numbers=1024), inexact=exceptions.LAPACK), "linalg_lstsq"),

@@ -42,6 +42,11 @@ def normal_rule(call: Call) -> int:
 
 
 def randomised_relu_rule(call: Call) -> int:
+    """Count, in training, a contiguous copy of an operand that is not contiguous; else what a leaky ReLU takes."""
+    return contiguous_copy_nbytes(call["self"]) if call["training"] else 48
+
+
+def functional_randomised_relu_rule(call: Call) -> int:
     """Count, in training, a contiguous copy of a result that is not contiguous; else what a leaky ReLU takes."""
     result = call.outputs[0]
     if not call["training"]:

@@ -136,6 +136,27 @@ def is_view(target: torch._ops.OpOverload) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+def resolved_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> int:
+    """Count the copies of operands with a conjugate or negative bit that an operator gets which does not know the bit.
+
+    Source: ATen's `MathBitsFallback.h`.
+    """
+    return sum(
+        nbytes_of(tensor)
+        for tensor in tree_leaves((args, kwargs))
+        if isinstance(tensor, Tensor)
+        and (
+            (tensor.is_conj() and not _knows(target, "Conjugate"))
+            or (tensor.is_neg() and not _knows(target, "Negative"))
+        )
+    )
+
+
+@cache
+def _knows(target: torch._ops.OpOverload, bit: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), bit)
+
+
 @cache
 def is_elementwise(target: torch._ops.OpOverload) -> bool:
     """Whether torch tags an operator as elementwise, or the one that does the same out of place."""
@@ -250,8 +271,10 @@ def ldexp_rule(call: Call) -> int:
 
 
 def isinf_rule(call: Call) -> int:
-    """Count absolute values, and the number that they are compared with."""
+    """Count absolute values, and the number that they are compared with; of complex numbers, part by part."""
     source = call["self"]
+    if source.is_complex():
+        return nbytes_of(source) // 2 + source.numel() + 8 + (4 if source.dtype == torch.complex64 else 0)
     if not source.dtype.is_floating_point:
         return 0
     return nbytes_of(source) + 8 + (source.itemsize if source.dtype != torch.float64 else 0)

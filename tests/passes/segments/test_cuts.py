@@ -11,8 +11,10 @@ from cut_cases import blocks_graph, mlp_graph, ops, run_pieces, trace
 from torch import fx
 
 from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned, storage_keys
+from chunkc.passes.memory.segment_storages import CLONES_OF_WHOLE_STORAGES
 from chunkc.passes.segments.cuts import (
     clone_parameter_views,
+    copy_parameters_for_scatters,
     cut,
     home_views,
     materialise_returned_placeholders,
@@ -184,6 +186,27 @@ def test_views_of_parameters_never_cross_a_cut() -> None:
         for node in (*piece.outputs, *(i for i in piece.inputs if i is not w)):
             assert not set(storage_keys(node)) & keys, f"{node} is a view of a parameter"
     torch.testing.assert_close(run_pieces(gm, pieces, args)[0], expected, rtol=0, atol=0)
+
+
+def test_scatters_read_copies_of_parameters_whose_storage_is_a_slot() -> None:
+    args = (torch.randn(3), torch.randn(16))
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        view = w.view(4, 4)[1:, 1:]
+        return torch.diagonal_scatter(view, x).contiguous(), torch.select_scatter(w, x[0], 0, 2), w.view(4, 4)[0]
+
+    gm = trace(function, *args)
+    expected = gm(*args)
+    w = placeholders(gm.graph)[1]
+    keys = set(storage_keys(w))
+    assert sum(node.target in CLONES_OF_WHOLE_STORAGES for node in gm.graph.nodes) == 2
+    copy_parameters_for_scatters(gm.graph, [w])
+    gm.recompile()
+    for node in gm.graph.nodes:
+        assert node.target not in CLONES_OF_WHOLE_STORAGES or not set(storage_keys(node.args[0])) & keys
+    for found, value in zip(gm(*args), expected, strict=True):
+        assert found.stride() == value.stride()
+        torch.testing.assert_close(found, value, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -142,6 +142,22 @@ def test_fourier_transforms_of_images(shape: tuple[int, int], traced: Traced) ->
     assert memory.storage_nbytes == (4 * rows * columns * 6 * 8,)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_copies_of_whole_storages_take_those(shape: tuple[int, int], traced: Traced) -> None:
+    """ATen copies all of the storage that a view lies in, where the fake result's storage ends with the view."""
+    source = wrapper(
+        "buf0 = torch.ops.aten.full.default([s27, 2*s77], 0, dtype=torch.complex64, device=device(type='cpu'))",
+        "buf1 = torch.ops.aten.slice.Tensor(buf0, 1, 0, s77)",
+        "buf2 = torch.ops.aten.copy.default(buf1, arg2_1)",
+        "del arg2_1, buf0, buf1",
+        "return (buf2, )",
+    )
+    rows, columns = shape
+    tensor = traced.tensor(traced.rows, traced.columns, dtype=torch.complex64)
+    memory = replays(source, [traced.rows, traced.columns, tensor], traced, shape)
+    assert memory.storage_nbytes == (8 * rows * 2 * columns,)
+
+
 def test_bytes_are_expressions_in_the_traced_symbols(traced: Traced) -> None:
     source = wrapper("buf0 = empty_strided_cpu((s27, s77), (s77, 1), torch.float32)", "return (buf0, s27, )")
     inputs = [traced.rows, traced.columns, traced.tensor(traced.rows, traced.columns)]

@@ -218,6 +218,10 @@ def kind_of(value: object) -> object:
 
 def symbolic(mode: FakeTensorMode, sources: Iterator[ConstantSource], tensor: Tensor) -> Tensor:
     """Of the same shape; sizes of what is contiguous are symbols less one, as those of many results are."""
+    if tensor.is_conj():
+        return symbolic(mode, sources, tensor.resolve_conj()).conj()
+    if tensor.is_neg():
+        return torch._neg_view(symbolic(mode, sources, tensor.resolve_neg()))
     if not tensor.is_contiguous() or not tensor.dim() or not tensor.numel():
         return mode.from_tensor(tensor, static_shapes=False, source=next(sources))
     with no_dispatch():
