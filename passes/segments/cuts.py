@@ -105,8 +105,8 @@ def copy_parameters_for_scatters(graph: fx.Graph, parameters: Sequence[fx.Node])
             copy = graph.call_function(torch.ops.aten.clone.default, (source,))
             copy.meta = node.meta | {"val": torch.empty_like(value_of(source))}
             for view in reversed(views):
-                former, of_former = copy, view.args[0]
-                copy = graph.node_copy(view, lambda n, old=of_former, new=former: new if n is old else n)
+                known = {node: node for node in view.all_input_nodes} | {view.args[0]: copy}
+                copy = graph.node_copy(view, known.__getitem__)
                 copy.meta["val"] = view.target(*fx.map_arg(copy.args, value_of), **fx.map_arg(copy.kwargs, value_of))
         node.update_arg(0, copy)
 

@@ -42,12 +42,13 @@ class Bound:
         largest = max(call.tensors, key=nbytes_of)
         most = max(tensor.numel() for tensor in call.tensors)
         edge = max((size for tensor in call.tensors for size in tensor.shape[-2:]), default=1)
-        is_small = self.small_work is not None and edge < 32
-        numbers = (self.small_work * edge if is_small else self.work * edge + self.numbers) + min(most, 60 * 60)
+        numbers = self.work * edge + self.numbers
+        if self.small_work is not None and edge < 32:
+            numbers = self.small_work * edge
         is_dense = all(t.is_contiguous() or t.mT.is_contiguous() for t in call.tensors if t.dim() > 1)
         copies = self.copies + (0 if is_dense else self.strided)
         nbytes = copies * nbytes_of(largest) + self.positions * 8 * most + self.rows * prod(largest.shape[:-1])
-        return nbytes + numbers * largest.itemsize + 8 * call.num_threads + _SLACK_NBYTES
+        return nbytes + (numbers + min(most, 60 * 60)) * largest.itemsize + 8 * call.num_threads + _SLACK_NBYTES
 
 
 _QR = Bound(strided=1, work=97, small_work=3)
