@@ -61,6 +61,17 @@ def is_view_of(node: fx.Node, base_keys: Collection[int]) -> bool:
     return is_compute(node) and bool(keys) and all(key in base_keys for key in keys)
 
 
+CLONES_OF_WHOLE_STORAGES = frozenset(
+    {
+        torch.ops.aten.copy.default,
+        torch.ops.aten.slice_scatter.default,
+        torch.ops.aten.select_scatter.default,
+        torch.ops.aten.diagonal_scatter.default,
+        torch.ops.aten.as_strided_scatter.default,
+    }
+)
+"""Operators with a result that is a view of a copy of their first argument's whole storage."""
+
 _CONSTANTS = frozenset(
     {
         torch.ops.aten.arange.start_step,

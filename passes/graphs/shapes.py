@@ -56,7 +56,7 @@ class Shapes:
 
     def known(self, nbytes: int | torch.SymInt) -> Size:
         """Convert bytes to the kept form: a number, or an expression in the traced graph's symbols."""
-        return nbytes
+        return size_of(nbytes)
 
     def known_s(self, seconds: float) -> float:
         """Convert seconds to the kept form, as `known`."""

@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from chunkc.passes.graphs.collectives import WAIT
-from chunkc.passes.graphs.graphs import storage_key, value_of
+from chunkc.passes.graphs.graphs import CLONES_OF_WHOLE_STORAGES, storage_key, value_of
 from chunkc.passes.graphs.shapes import AS_TRACED, Shapes
 from chunkc.passes.graphs.symbols import Size
 from chunkc.passes.memory.scratch.cpu import corrects_outputs, output_nbytes
@@ -44,18 +44,6 @@ class GraphStorages:
     def new(self, nbytes: int) -> int:
         self.nbytes.append(nbytes)
         return len(self.nbytes) - 1
-
-
-CLONES_OF_WHOLE_STORAGES = frozenset(
-    {
-        aten.copy.default,
-        aten.slice_scatter.default,
-        aten.select_scatter.default,
-        aten.diagonal_scatter.default,
-        aten.as_strided_scatter.default,
-    }
-)
-"""Operators with a result that is a view of a copy of their first argument's whole storage."""
 
 
 def graph_storages(graph: fx.Graph, shapes: Shapes = AS_TRACED) -> GraphStorages:

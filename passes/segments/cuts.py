@@ -18,6 +18,7 @@ from torch import fx
 from chunkc.passes.graphs.collectives import is_collective, is_wait_for
 from chunkc.passes.graphs.cost import is_product
 from chunkc.passes.graphs.graphs import (
+    CLONES_OF_WHOLE_STORAGES,
     copy_of,
     is_compute,
     is_constant,
@@ -31,7 +32,6 @@ from chunkc.passes.graphs.graphs import (
     value_of,
 )
 from chunkc.passes.graphs.symbols import hint
-from chunkc.passes.memory.segment_storages import CLONES_OF_WHOLE_STORAGES
 from chunkc.passes.planning.recompute import is_repeatable
 from chunkc.torch_private.aot import LazyGraphModule
 

@@ -192,6 +192,9 @@ def with_number(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten.mul.Tensor, torch.ones(5, 6, dtype=torch.complex64), torch.ones(5, 6))
     yield call(aten.mul.Tensor, torch.ones(5, 6, dtype=torch.complex64), 1j)
     yield call(aten.abs.default, torch.ones(5, 6, dtype=torch.complex64))
+    yield call(aten.isinf.default, torch.ones(5, 6, dtype=torch.complex64))
+    yield call(aten.isinf.default, torch.ones(6, 5, dtype=torch.complex128).mT)
+    yield call(aten.linalg_vector_norm.default, torch.ones((), dtype=torch.complex64), 0)
     yield call(aten.angle.default, torch.ones(5, 6, dtype=torch.complex64))
     for num_tested in (5, 20, 90):
         yield call(aten.isin.Tensor_Tensor, torch.arange(50), torch.arange(num_tested))
@@ -343,7 +346,8 @@ def shaping(dtype: torch.dtype) -> Iterator[Call]:
             yield call(getattr(aten, name).default, x)
         yield call(aten.bernoulli.p, x, 0.3)
         yield call(aten.native_dropout.default, x, 0.3, True)
-        yield call(aten.native_dropout_backward.default, torch.randn(24, 40).to(dtype), x > 0, 1.4)
+        for kind in (dtype, torch.int64, torch.int32):
+            yield call(aten.native_dropout_backward.default, torch.randn(24, 40).to(kind), x > 0, 1.4)
     for x in layouts(dtype, 80, 90):  # large enough for a transposed matrix to be copied in blocks
         yield call(aten.clone.default, x)
         yield call(aten.clone.default, x, memory_format=torch.contiguous_format)
@@ -760,6 +764,7 @@ def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
     for order in (0.5, 2, float("inf"), -float("inf")):
         yield call(aten.linalg_vector_norm.default, numbers, order, [1])
         yield call(aten.linalg_vector_norm.default, numbers, order, dtype=torch.complex128)
+        yield call(aten.dist.default, numbers, numbers + 1, order)
         yield call(aten.norm.Scalar, numbers, order)
     yield call(aten._conj.default, torch.randn(4, 16, dtype=torch.complex64))
     yield call(aten._conj_physical.default, torch.randn(4, 16, dtype=torch.complex64))

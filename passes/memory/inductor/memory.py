@@ -21,7 +21,7 @@ from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.program import MemoryStep, SegmentMemory
 from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
-from chunkc.passes.graphs.graphs import storage_key
+from chunkc.passes.graphs.graphs import CLONES_OF_WHOLE_STORAGES, storage_key
 from chunkc.passes.graphs.shapes import AS_TRACED, Shapes
 from chunkc.passes.graphs.symbols import Size, shape_env_of, size_of
 from chunkc.passes.memory.inductor.wrapper_cuda import Kernel, computes_on_cuda, cuda_names
@@ -29,7 +29,7 @@ from chunkc.passes.memory.inductor.wrapper_reader import AT, DATA, ParsedWrapper
 from chunkc.passes.memory.scratch.cpu import output_nbytes
 from chunkc.passes.memory.scratch.cuda import cuda_output_nbytes
 from chunkc.passes.memory.segment_memory import NO_SCRATCH, Scratch, call_scratch
-from chunkc.passes.memory.segment_storages import CLONES_OF_WHOLE_STORAGES, number_storages
+from chunkc.passes.memory.segment_storages import number_storages
 from chunkc.torch_private.fake import FakeTensorMode, TorchDispatchMode, enable_python_dispatcher
 from chunkc.torch_private.sizes import depends_on_data
 from chunkc.torch_private.wrappers import CHECKS, SAME_TENSOR

@@ -127,7 +127,7 @@ def _norm_nbytes(source: Tensor, num_results: int, dtype: torch.dtype, order: fl
     cast = nbytes_of(source, 2 * dtype.itemsize) if source.itemsize != 2 * dtype.itemsize else 0
     if order is not None and math.isinf(order):
         return cast + nbytes_of(source, 3 * dtype.itemsize)
-    return cast + max(compared, nbytes_of(source, 2 * dtype.itemsize) if is_single else 0)
+    return cast + compared + (nbytes_of(source, 2 * dtype.itemsize) if is_single else 0)
 
 
 def logsumexp_rule(call: Call) -> int:

@@ -231,9 +231,13 @@ def log_gamma_rule(call: Call) -> int:
 
 
 def distance_rule(call: Call) -> int:
-    """Count `dist`: the difference."""
-    shape = torch.broadcast_shapes(call["self"].shape, call["other"].shape)
-    return math.prod(shape) * call.outputs[0].itemsize + _casts(call, call.tensors)
+    """Count `dist`: the difference, and for the largest or the least of complex ones their magnitudes, as in a norm."""
+    source = call["self"]
+    numel = math.prod(torch.broadcast_shapes(source.shape, call["other"].shape))
+    if not source.is_complex():
+        return numel * call.outputs[0].itemsize + _casts(call, call.tensors)
+    single = source.itemsize if numel == 1 else 0
+    return numel * source.itemsize * (5 if math.isinf(call["p"]) else 2) // 2 + single
 
 
 def narrow_copy_rule(call: Call) -> int:
@@ -338,9 +342,11 @@ def sort_rule(call: Call) -> int:
 
 
 def dropout_backward_rule(call: Call) -> int:
-    """Count the mask in the gradient's dtype, and the number that multiplies it."""
-    itemsize = call.outputs[0].itemsize
-    return nbytes_of(call["mask"], itemsize) + 8 + (itemsize if call.outputs[0].dtype != torch.float64 else 0)
+    """Count the mask in the gradient's dtype, the number that multiplies it, and the cast of an integer gradient."""
+    gradient, result = call["grad_output"], call.outputs[0]
+    cast = nbytes_of(gradient, result.itemsize) if gradient.dtype != result.dtype else 0
+    number = 8 + (result.itemsize if result.dtype != torch.float64 else 0)
+    return nbytes_of(call["mask"], gradient.itemsize) + number + cast
 
 
 def dropout_rule(call: Call) -> int:

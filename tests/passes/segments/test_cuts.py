@@ -10,8 +10,14 @@ import torch
 from cut_cases import blocks_graph, mlp_graph, ops, run_pieces, trace
 from torch import fx
 
-from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned, storage_keys
-from chunkc.passes.memory.segment_storages import CLONES_OF_WHOLE_STORAGES
+from chunkc.passes.graphs.graphs import (
+    CLONES_OF_WHOLE_STORAGES,
+    is_compute,
+    op_name,
+    placeholders,
+    returned,
+    storage_keys,
+)
 from chunkc.passes.segments.cuts import (
     clone_parameter_views,
     copy_parameters_for_scatters,

@@ -18,8 +18,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from chunkc.passes.graphs.graphs import CLONES_OF_WHOLE_STORAGES
 from chunkc.passes.memory.scratch import cpu, cuda, operators
-from chunkc.passes.memory.segment_storages import CLONES_OF_WHOLE_STORAGES
 from chunkc.torch_private.versions import WHOLE
 
 pytestmark = pytest.mark.usefixtures("metered")
