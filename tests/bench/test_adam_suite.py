@@ -1,12 +1,9 @@
 """The suite `adam`: what its candidates compute, and how rounds become rows."""
 
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from suites import adam, adam_subject, adam_updates
 from suites.adam_spec import (
     ADD,

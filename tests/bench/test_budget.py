@@ -1,14 +1,11 @@
 """The suites `budget`, `bound` and `scale`: what is compared, what counts as a failure, arithmetic of the bound."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from measuring.context import Context, Progress
 from measuring.subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn, Unavailable
 from models import families

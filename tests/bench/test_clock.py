@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from dataclasses import replace
 from itertools import product
@@ -12,17 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from plans import clock
 
 from chunkc.ir.hardware import CPU, LinkSpec
 from chunkc.ir.links import TO_DEVICE, TO_HOME
 from chunkc.runtime.storage.homes import MemoryHome
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-try:
-    from plans import clock
-finally:
-    sys.path.remove(str(BENCH))
 
 
 def test_no_copy_is_faster_than_its_link() -> None:

@@ -7,23 +7,14 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import conformance
 import pytest
 import torch
-from forked import run as run_forked
-from torch import Tensor, nn
-
-import chunkc
-from chunkc.passes.memory.scratch import declared
-from chunkc.runtime.device import cpu_allocator
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import conformance
 from databases import calls, judge, modules, table, training
 from databases.table import (
     COLUMNS,
@@ -39,7 +30,13 @@ from databases.table import (
     WRONG,
     Cell,
 )
+from forked import run as run_forked
 from measuring import forked
+from torch import Tensor, nn
+
+import chunkc
+from chunkc.passes.memory.scratch import declared
+from chunkc.runtime.device import cpu_allocator
 
 HAS_DATABASES = importlib.util.find_spec("expecttest") is not None  # which PyTorch's testing modules import
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,8 +12,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from architectures import models as coverage_models
 from architectures import subject as coverage_subject
 from architectures import table as coverage_table
@@ -23,7 +19,6 @@ from architectures.judge import Judge, nudged
 from architectures.models import NotBuilt, build
 from architectures.table import COLUMNS, DEFAULT_FAILS, FAILED, NOT_BUILT, REFUSED, TRAINED, Cell, Column
 from architectures.training import Differs, Losses, Trained
-from measuring import forked
 from torch import nn
 
 import chunkc
@@ -143,21 +138,6 @@ def test_sections_say_how_many_and_why() -> None:
     assert [row.get("is_failure", False) for row in each["rows"]] == [False, True]
 
 
-@pytest.fixture
-def working(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies of this process that train nothing: they die in the column `bf16` and hang in `dropout`."""
-
-    def cells(name: str, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
-        for column in columns:
-            if column.setting == "bf16":
-                os.kill(os.getpid(), signal.SIGKILL)
-            if column.setting == "dropout":
-                time.sleep(60)
-            yield {"num_parameters": 7, "cell": asdict(Cell(TRAINED, "", ""))}
-
-    monkeypatch.setattr(coverage_subject, "_cells", cells)
-
-
 def test_the_limit_is_of_the_processors_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that computes for too long has failed, and one that waits for others has not."""
 
@@ -172,21 +152,6 @@ def test_the_limit_is_of_the_processors_time(monkeypatch: pytest.MonkeyPatch) ->
     answer = coverage_subject._answer("a/b/c", columns, 1.0)
     assert [cell["outcome"] for cell in answer["cells"].values()] == [TRAINED, FAILED]
     assert answer["cells"]["eager/bf16"]["message"] == "it took too long"
-
-
-@pytest.mark.usefixtures("working")
-def test_a_process_that_dies_or_hangs_fails_in_its_column_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked, "WAITING", 1)
-    columns = [Column.named(f"eager/{setting}") for setting in ("fp32", "bf16", "checkpointing", "dropout")]
-    answer = coverage_subject._answer("a/b/c", columns, 3.0)
-    assert answer["num_parameters"] == 7
-    outcomes = {name: (cell["outcome"], cell["message"]) for name, cell in answer["cells"].items()}
-    assert outcomes == {
-        "eager/fp32": (TRAINED, ""),
-        "eager/bf16": (FAILED, "the process was ended by SIGKILL"),
-        "eager/checkpointing": (TRAINED, ""),
-        "eager/dropout": (FAILED, "it took too long"),
-    }
 
 
 @pytest.mark.parametrize(

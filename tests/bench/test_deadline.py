@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from measuring.context import Context
 from measuring.subject_process import Turn, interleave
 from suites import disk, fits, prediction

@@ -1,15 +1,12 @@
 """The demonstration: its command line, its verdicts, its figures, and its runs in processes of their own."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
+import demo
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
-import demo
 from demo import SIZES, RunFailed, RunResult, judge, run_in_process, summarise
 from measuring.one_run import RunSpec
 from models.gpt import GPT

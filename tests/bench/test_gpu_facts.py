@@ -12,14 +12,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import gpu_facts
 import pytest
+from gpu.fact_processes import Fact, Group, info, judged, run_group
 
-BENCH = Path(__file__).parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-import gpu_facts  # noqa: E402
-from gpu.fact_processes import Fact, Group, info, judged, run_group  # noqa: E402
-
-COMMAND = [sys.executable, str(BENCH / "gpu_facts.py")]
+COMMAND = [sys.executable, str(gpu_facts.__file__)]
 
 
 def good() -> Iterator[Fact]:

@@ -1,15 +1,12 @@
 """What must travel to a lent GPU machine: imports of the sources against a list of what is there; no network."""
 
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from gpu import wheels as gpu_wheels
 from gpu.wheels import Machine, Wheel, lacking, needed
+from packaging.requirements import Requirement
 
 MACHINE = Machine.load()
 

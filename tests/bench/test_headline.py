@@ -4,29 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from plans import headline
 
 import chunkc
 
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-
 
 @pytest.fixture
-def headline(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCH))
-    monkeypatch.delitem(sys.modules, "headline", raising=False)
-    from plans import headline as module
-
-    return module
-
-
-@pytest.fixture
-def tiny(headline: ModuleType) -> Any:
+def tiny() -> Any:
     """A claim small enough to be explained at once."""
     return headline.Claim("Nobody", 0.001, "rtx2060-6g", 2, 64, 4)
 
@@ -49,9 +37,7 @@ def fake_explain(limit: int, asked: list[int]) -> Any:
 
 @pytest.mark.second_tier
 @pytest.mark.parametrize(("limit", "batch_size"), [(0, 1), (1, 1), (3, 2), (8, 8), (99, 16)])
-def test_the_largest_batch_that_fits(
-    headline: ModuleType, tiny: Any, monkeypatch: pytest.MonkeyPatch, limit: int, batch_size: int
-) -> None:
+def test_the_largest_batch_that_fits(tiny: Any, monkeypatch: pytest.MonkeyPatch, limit: int, batch_size: int) -> None:
     asked: list[int] = []
     monkeypatch.setattr(headline.chunkc, "explain", fake_explain(limit, asked))
     finding = headline.explain_claim(tiny, lambda what: None)
@@ -62,7 +48,7 @@ def test_the_largest_batch_that_fits(
 
 @pytest.mark.slow
 def test_rows_are_saved_and_taken_up_again(
-    headline: ModuleType, tiny: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(headline, "CLAIMS", (tiny, dataclasses.replace(tiny, system="Somebody")))
     out = tmp_path / "found.json"

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peers import policies
+from plans import optimality
+from plans import optimality_bound as bound
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item
@@ -18,15 +19,6 @@ from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
 from chunkc.ir.plan import Position
 from chunkc.ir.program import FORWARD
 from chunkc.ir.simulate import simulate, step_time
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-try:
-    from peers import policies
-    from plans import optimality
-    from plans import optimality_bound as bound
-finally:
-    sys.path.remove(str(BENCH))
 
 GB = 10**9
 NO_UPDATE = bound.UpdateWork(0.0, (), (), early=True)

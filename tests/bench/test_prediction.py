@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from measuring.small_run import medians, run_small
 from peers.subject import phase_peaks
 from suites import least_budget, prediction

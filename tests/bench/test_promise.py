@@ -1,14 +1,11 @@
 """The suite `promise`: which model it takes, what it tries after a failure, and what a run cut short keeps."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import run
 from measuring.context import Context, Progress
 from measuring.small_run import run_small

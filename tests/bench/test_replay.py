@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-try:
-    import replay
-finally:
-    sys.path.remove(str(BENCH))
+import replay
 
 FOUND = {"smallest budget": {"fits": False, "minimum_budget_nbytes": 7, "events": ["to_device prefetch param:0 4"]}}
 

@@ -1,15 +1,12 @@
 """The benchmark harness: command line, arithmetic, turns, tables; and one small suite for real."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import report
 import run
 from measuring import subject_process

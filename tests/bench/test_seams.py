@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-try:
-    from peers.baselines import plan, timed
-    from plans import seams
-finally:
-    sys.path.remove(str(BENCH))
+from peers.baselines import plan, timed
+from plans import seams
 
 
 @pytest.mark.slow

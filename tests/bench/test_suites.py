@@ -1,11 +1,8 @@
 """The suites `fits`, `disk` and `adam` in small form, for real: fresh processes, and no failure of chunkc."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from measuring.small_run import medians, run_small
 from peers.specs import CHUNKC, DDP, FSDP2_RANKS, PLAIN
 from suites.ranks import AS_FSDP2, LEAST, ROOMY

@@ -1,13 +1,10 @@
 """The demonstration's text: which files, in which order, and crops that a seed fixes."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from models.text import batches, stdlib_text
 
 TEXT = np.arange(256, dtype=np.uint8)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 import train
 from models.gpt import GPT, GPTConfig
 from train import Trained, judge, latest_model, parse_args, sample
