@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import random
 import signal
@@ -346,7 +345,4 @@ CASES = {
 }
 
 if __name__ == "__main__":
-    rank_cases.CASES = CASES
-    rank_cases.WITH_FOLDER = set(CASES)
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    rank_cases.run_command_line(CASES, CASES)

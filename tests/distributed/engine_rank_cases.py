@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,7 +111,4 @@ def on_disks(folder: Path) -> Result:
 CASES = {case.__name__: case for case in (stages, groups, on_disks)}
 
 if __name__ == "__main__":
-    rank_cases.CASES = CASES  # type: ignore[assignment]
-    rank_cases.WITH_FOLDER.add("on_disks")
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    rank_cases.run_command_line(CASES, ["on_disks"])

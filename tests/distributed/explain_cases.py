@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,6 +89,4 @@ def came_to(said: chunkc.Explanation, model: Any, run: Any, tokens: torch.Tensor
 CASES = {case.__name__: case for case in (explained,)}
 
 if __name__ == "__main__":
-    rank_cases.CASES = CASES
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    rank_cases.run_command_line(CASES)

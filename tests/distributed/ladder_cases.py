@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -121,7 +120,4 @@ CASES = {name: partial(climbed, name, EVERY_WAY) for name in NAMES}
 CASES["few"] = partial(climbed, "llama", FEW_WAYS)
 
 if __name__ == "__main__":
-    rank_cases.CASES = CASES
-    rank_cases.WITH_FOLDER = set(CASES)
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    rank_cases.run_command_line(CASES, CASES)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -85,6 +84,4 @@ def _planned(budget: int | None, stage: ZeroStage | None, plan: str) -> Result:
 CASES = {case.__name__: case for case in (layers, layers_otherwise, copies)}
 
 if __name__ == "__main__":
-    rank_cases.CASES = CASES
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    rank_cases.run_command_line(CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +189,4 @@ CASES: dict[str, Callable[[], Result]] = {
 }
 
 if __name__ == "__main__":
-    rank_cases.CASES.update(CASES)
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    rank_cases.run_command_line(CASES)

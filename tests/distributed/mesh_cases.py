@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,15 +107,19 @@ def copies(folder: Path) -> Result:
 
 
 def drops() -> Result:
-    """Ranks with copies of the same parts draw their own random numbers."""
+    """Ranks draw their own random numbers, the same in every stage and budget: with copies, then on a flat mesh."""
     found: Result = {"runs": []}
-    for stage in (3, 1):
+    least = HUGE
+    places = [(3, grid(), HUGE), (1, grid(), HUGE), (3, mesh(), HUGE), (3, mesh(), None), (2, mesh(), HUGE)]
+    for stage, place, budget in places:
         torch._dynamo.reset()
-        model: Any = chunkc.distribute(scaled(drop=0.5), grid(), zero_stage=stage)
+        model: Any = chunkc.distribute(scaled(drop=0.5), place, zero_stage=stage)
         optimizer = lamb(model)
         torch.manual_seed(100 + dist.get_rank())
-        losses = steps(compiled(model, HUGE), model, optimizer, lambda batch: batch, lambda loss: loss.item())
+        run = compiled(model, budget or least)
+        losses = steps(run, model, optimizer, lambda batch: batch, lambda loss: loss.item())
         found["runs"].append({"losses": losses, "bits": bits(model)})
+        least = chunkc.report(model).minimum_budget_nbytes
     return found
 
 
@@ -140,7 +143,4 @@ def overflow_behind_a_scalar() -> Result:
 CASES: dict[str, Callable[..., Result]] = {case.__name__: case for case in (copies, drops, overflow_behind_a_scalar)}
 
 if __name__ == "__main__":
-    rank_cases.CASES.update(CASES)
-    rank_cases.WITH_FOLDER.add("copies")
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    rank_cases.run_command_line(CASES, ["copies"])

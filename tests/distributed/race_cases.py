@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 import sys
 import time
@@ -224,9 +223,8 @@ def outcome_of(case: Callable[[], Result]) -> Result:
 
 
 if __name__ == "__main__":
-    rank_cases.CASES.update(delayed=delayed, every_wait=every_wait)
+    cases: dict[str, Callable[[], Result]] = {"delayed": delayed, "every_wait": every_wait}
     for agreement, (*_, its_case) in LEFT_OUT.items():
-        rank_cases.CASES[f"with that {agreement}"] = partial(outcome_of, its_case)
-        rank_cases.CASES[f"without that {agreement}"] = partial(left_out, agreement)
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+        cases[f"with that {agreement}"] = partial(outcome_of, its_case)
+        cases[f"without that {agreement}"] = partial(left_out, agreement)
+    rank_cases.run_command_line(cases)

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -288,46 +288,6 @@ def leaving() -> Result:
     return found
 
 
-SIZES = ((8, 5), (8, 5), (6, 5), (8, 3), (8, 5))
-"""Of global batches, with their lengths: the last one of an epoch is smaller, sentences may be shorter."""
-
-
-def train_sizes(run: Any, optimizer: Any, part: Callable[[Tensor], Tensor], whole: Callable[[Tensor], float]) -> Any:
-    """A step for each of `SIZES`, and after each an evaluation of another size; the losses."""
-    losses = []
-    generator = torch.Generator().manual_seed(5)
-    for size, length in SIZES:
-        loss = run(part(torch.randint(VOCABULARY, (size, length), generator=generator)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.inference_mode():
-            evaluated = run(part(torch.randint(VOCABULARY, (4, length + 1), generator=generator)))
-        losses += [whole(loss), whole(evaluated)]
-    return losses
-
-
-def other_sizes() -> Result:
-    """Batches whose sizes change alike on all ranks; with room for all, and little to spare."""
-    reference: Any = made(num_blocks=1)
-    expected = train_sizes(reference, adamw(reference), lambda batch: batch, lambda loss: loss.item())
-    found: Result = {"expected": expected, "runs": []}
-    least = HUGE
-    for stage, budget in ((3, HUGE), (None, None), (1, HUGE)):
-        torch._dynamo.reset()
-        model = chunkc.distribute(made(num_blocks=1), mesh(), zero_stage=stage)  # type: ignore[arg-type]
-        optimizer, run = adamw(model), compiled(model, budget or int(1.2 * least))
-        losses = train_sizes(run, optimizer, lambda batch: own(batch).clone(), mean)
-        found["runs"].append({"losses": losses, "bits": bits(model)})
-        least = chunkc.report(model).minimum_budget_nbytes
-    return found
-
-
-class Dropping(Tiny):
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(nn.functional.dropout(self.embed(tokens), 0.5)).square().mean()
-
-
 def let_go() -> Result:
     """Gradients at home, which between steps nobody has; then one that somebody has kept."""
     model: Any = chunkc.distribute(made(), mesh())
@@ -354,28 +314,6 @@ def let_go() -> Result:
     found["left at last"] = sum(not arena.is_zero(chunk) for chunk in gradients)
     report = chunkc.report(model)
     found["peaks"] = report.measured_peak_nbytes, report.measured_with_home_nbytes, report.home_nbytes
-    return found
-
-
-def dropout() -> Result:
-    """Each rank draws its own random numbers: the same ones in every stage and budget."""
-    found: Result = {"runs": []}
-    least = HUGE
-    for stage, budget in ((stage, budget) for stage in STAGES for budget in (HUGE, None)):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = chunkc.distribute(Dropping(), mesh(), zero_stage=stage)
-        optimizer, run = adamw(model), compiled(model, budget or least)
-        torch.manual_seed(100 + dist.get_rank())
-        batch, losses = batches(0)[0], []
-        for _ in range(3):
-            loss = run(batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        found["runs"].append({"losses": losses, "bits": bits(model)})
-        least = chunkc.report(model).minimum_budget_nbytes
     return found
 
 
@@ -588,27 +526,6 @@ def written() -> Result:
         losses += train(run, model, optimizer, range(2, 3))
         found[str(stage)] = {"losses": losses, "bits": bits(model)}
     return found
-
-
-def resumed(folder: Path) -> Result:
-    """Save with PyTorch's own checkpoints, go on; load into a new model, go on as well."""
-    model = chunkc.distribute(made(), mesh())
-    optimizer, run = adamw(model), compiled(model, HUGE)
-    train(run, model, optimizer, range(2))
-    weights, states = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder / "checkpoint")
-    train(run, model, optimizer, range(2, 3))
-    torch._dynamo.reset()
-    other = chunkc.distribute(made(seed=1), mesh())
-    other_optimizer = adamw(other)
-    weights, states = get_state_dict(other, other_optimizer)
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # no states were saved of what is never used
-    dcp.load({"model": weights, "optimizer": states}, checkpoint_id=folder / "checkpoint", planner=planner)
-    set_state_dict(other, other_optimizer, model_state_dict=weights, optim_state_dict=states)
-    del weights, states, planner
-    gc.collect()
-    train(compiled(other, HUGE), other, other_optimizer, range(2, 3))
-    return {"bits": bits(model), "resumed": bits(other)}
 
 
 def saved(folder: Path) -> Result:
@@ -884,8 +801,6 @@ CASES: dict[str, Callable[..., Result]] = {
         as_one_process_inductor,
         chosen,
         leaving,
-        other_sizes,
-        dropout,
         let_go,
         loss_in_tiles,
         sent,
@@ -894,7 +809,6 @@ CASES: dict[str, Callable[..., Result]] = {
         announced,
         not_exchanged,
         announced_on_one,
-        resumed,
         saved,
         loaded,
         killed,
@@ -915,7 +829,7 @@ CASES: dict[str, Callable[..., Result]] = {
 }
 """By name."""
 
-WITH_FOLDER = {"disk_home", "resumed", "saved", "loaded"}
+WITH_FOLDER = {"disk_home", "saved", "loaded"}
 """Cases that get a folder, which all ranks share."""
 
 
@@ -963,6 +877,13 @@ def fork(name: str, rank: int, num_ranks: int, store: Path, file: Path) -> int:
         os._exit(0)
 
 
-if __name__ == "__main__":
+def run_command_line(cases: Mapping[str, Callable[..., Result]], with_folder: Iterable[str] = ()) -> None:
+    """Run what the command line names, of these cases and those of this file; some get a folder."""
+    CASES.update(cases)
+    WITH_FOLDER.update(with_folder)
     folder, num_ranks, timeout_s, *names = sys.argv[1:]
     print(json.dumps(dict(main(Path(folder), int(num_ranks), float(timeout_s), names))))
+
+
+if __name__ == "__main__":
+    run_command_line(CASES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -144,6 +143,4 @@ CASES: dict[str, Callable[[], Result]] = {
 }
 
 if __name__ == "__main__":
-    rank_cases.CASES.update(CASES)
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    rank_cases.run_command_line(CASES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -334,7 +333,4 @@ _CASES = (
 CASES: dict[str, Callable[..., Result]] = {case.__name__: case for case in _CASES}
 
 if __name__ == "__main__":
-    rank_cases.CASES.update(CASES)
-    rank_cases.WITH_FOLDER.add("saved")
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    rank_cases.run_command_line(CASES, ["saved"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -133,6 +132,4 @@ CASES: dict[str, Callable[..., Result]] = {
 if __name__ == "__main__":
     rank_cases.tiny = tiny
     rank_cases.own = own
-    rank_cases.CASES = CASES
-    folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(rank_cases.main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    rank_cases.run_command_line(CASES)

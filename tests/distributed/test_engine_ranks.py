@@ -16,8 +16,6 @@ def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     two = ranks(tmp_path, "stages", "groups", script=script)
     (tmp_path / "one").mkdir()
     (one,) = ranks(tmp_path / "one", "stages", num_ranks=1, script=script)["stages"]
-    for rank in [*two["stages"], *two["groups"], one]:
-        assert "error" not in rank, rank["traceback"]
     for rank in two["stages"]:
         for stage in ("stage 1", "stage 3"):
             found, expected = rank[stage], one[stage]
@@ -43,7 +41,6 @@ def test_ranks_train_with_offload_to_disks(tmp_path: Path) -> None:
     """To the bit as in RAM."""
     found = ranks(tmp_path, "on_disks", script="engine_rank_cases.py")
     for rank in found["on_disks"]:
-        assert "error" not in rank, rank["traceback"]
         in_ram, states, everything = (rank[name] for name in ("RAM", "states", "everything"))
         assert (in_ram.pop("on disk"), in_ram.pop("mapped")) == ([], False)
         assert (states.pop("on disk"), states.pop("mapped")) == (["exp_avg", "exp_avg_sq"], True)

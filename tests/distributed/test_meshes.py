@@ -11,7 +11,6 @@ from run_ranks import ranks
 
 def check_copies(found: list[dict[str, Any]], num_ranks: int) -> None:
     for rank in found:
-        assert "error" not in rank, rank["traceback"]
         for run in rank["runs"]:
             assert run["losses"] == pytest.approx(rank["expected"], rel=1e-6)
             assert run["difference"] < 2e-6
@@ -45,12 +44,13 @@ def test_two_rows_of_two_ranks_train_as_one_process_does(tmp_path: Path) -> None
 
 
 @pytest.mark.second_tier
-def test_ranks_with_copies_draw_their_own_random_numbers(found: dict[str, list[dict[str, Any]]]) -> None:
+def test_ranks_draw_their_own_random_numbers_the_same_in_every_stage(found: dict[str, list[dict[str, Any]]]) -> None:
     first, second = found["drops"]
     for rank in (first, second):
-        assert "error" not in rank, rank["traceback"]
-        assert len({(run["bits"], *run["losses"]) for run in rank["runs"]}) == 1
+        for runs in (rank["runs"][:2], rank["runs"][2:]):
+            assert len({(run["bits"], *run["losses"]) for run in runs}) == 1
     assert first["runs"][0]["losses"] != second["runs"][0]["losses"]
+    assert first["runs"][2]["losses"] != second["runs"][2]["losses"]
     assert first["runs"][0]["bits"] == second["runs"][0]["bits"], "copies stay copies"
 
 

@@ -14,7 +14,6 @@ NUMBERS_NBYTES = 256  # as in `tensor_cases`
 
 def check_as_one_process(found: list[dict[str, Any]]) -> None:
     for rank in found:
-        assert "error" not in rank, rank["traceback"]
         by_way: dict[str, set[str]] = {}
         for run in rank["runs"]:
             assert run["losses"] == pytest.approx(rank["expected"], abs=1e-6)
@@ -76,7 +75,6 @@ def test_what_does_not_go_with_tensor_parallelism_is_refused(tmp_path: Path) -> 
         "twice": "UnsupportedError: scale is distributed or compiled already",
     }
     for rank in found["refused"]:
-        assert "error" not in rank, rank["traceback"]
         for name, message in expected.items():
             assert rank[name].startswith(message), name
 
@@ -95,7 +93,6 @@ def test_many_equal_layers_are_traced_as_few(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_sizes_that_change_are_compiled_each_for_itself(tmp_path: Path) -> None:
     for rank in ranks(tmp_path, "other_sizes", script=SCRIPT)["other_sizes"]:
-        assert "error" not in rank, rank["traceback"]
         assert rank["losses"] == pytest.approx(rank["expected"], abs=1e-6)
 
 
@@ -103,7 +100,6 @@ def test_sizes_that_change_are_compiled_each_for_itself(tmp_path: Path) -> None:
 def test_an_overflow_on_one_rank_of_a_layer_is_one_of_all_or_an_error(tmp_path: Path) -> None:
     """chunkc's scaler asks all ranks, and PyTorch's only those over which an optimizer's first gradient is cut."""
     for rank in ranks(tmp_path, "overflow", script=SCRIPT)["overflow"]:
-        assert "error" not in rank, rank["traceback"]
         assert rank["chunkc.optim.gradient_scaling"] == [True, 2.0]
         assert rank["torch.amp.grad_scaler"][0], "nothing was updated"
         assert "whether a gradient overflowed (take chunkc.GradScaler" in rank["message"]
@@ -113,6 +109,5 @@ def test_an_overflow_on_one_rank_of_a_layer_is_one_of_all_or_an_error(tmp_path: 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_pytorchs_checkpoints_save_and_load_it(num_ranks: int, tmp_path: Path) -> None:
     for rank in ranks(tmp_path, "saved", num_ranks=num_ranks, script=SCRIPT)["saved"]:
-        assert "error" not in rank, rank["traceback"]
         assert rank["same"]
         assert rank["again"] == rank["losses"]
