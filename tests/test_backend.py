@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import compile_case, differences, gradients, home_of, session_of, take_step, weights
+from harness import differences, gradients, home_of, session_of, weights
 from optim_models import LAYERS, MLP, WIDTH, batch
 from torch import Tensor, nn
 from torch._dynamo.comptime import comptime
-from zoo import CASES
 
 import chunkc
 from chunkc.session.session import owner
@@ -79,10 +78,6 @@ print(chunkc.report(model).memory_budget_nbytes)
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout.strip()) == (0, str(2**30)), done.stderr
-
-
-def test_the_backend_is_listed() -> None:
-    assert "chunkc" in torch.compiler.list_backends()
 
 
 # ---------------------------------------------------------------- errors arrive as themselves
@@ -176,57 +171,7 @@ def test_several_segments_otherwise(options: dict[str, Any]) -> None:
     assert len(forward_calls(model)) >= LAYERS
 
 
-def test_modules_that_look_alike_have_parameters_of_their_own() -> None:
-    """Dynamo hands over one graph for the blocks of a loop with a graph break."""
-    case = CASES["breaks_in_loop"]
-    plain = case.build()
-    case.loss(plain(**case.batch(0))).backward()
-    model, call = compile_case(case, memory_budget=2**23, whole_graph="never")
-    for _ in range(2):
-        model.zero_grad()
-        case.loss(call(**case.batch(0))).backward()
-    names = [name for name, _ in model.named_parameters()]
-    assert sorted(gradients(model)) == sorted(names)
-    assert {home_of(p)[1] for p in model.parameters()} == set(names)
-    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
-        torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_shapes_may_change() -> None:
-    model, plain = build(), build()
-    call = compiled(model, memory_budget=2 * SMALL)
-    for num_rows in (2, 3, 5, 2, 1):
-        x = torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(num_rows))
-        for module in (call, plain):
-            module(x).backward()
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p.grad, q.grad)
-
-
-def test_evaluation_and_training_take_turns() -> None:
-    model = build()
-    call = compiled(model)
-    expected = model(batch()).item()
-    for _ in range(2):
-        with torch.no_grad():
-            assert call(batch()).item() == pytest.approx(expected, rel=1e-6)
-        call(batch()).backward()
-    assert len(gradients(model)) == 2 * LAYERS
-
-
 # ---------------------------------------------------------------- code generation
-
-
-def test_inductor() -> None:
-    model, plain = build(), build()
-    call = compiled(model, codegen="inductor")
-    optimizers = [chunkc.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, plain)]
-    for step in range(2):
-        for module, optimizer in zip((call, plain), optimizers):
-            take_step(module(batch(step)), optimizer)
-    assert len(forward_calls(model)) >= LAYERS
-    for p, q in zip(model.parameters(), plain.parameters()):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-4)
 
 
 # ---------------------------------------------------------------- sessions

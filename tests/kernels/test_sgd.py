@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chunkc.kernels import elementwise_cpu, reference
-from chunkc.kernels.formats import GradScale, Slots, Span, UpdateFormat
+from chunkc.kernels.formats import Slots, Span, UpdateFormat
 from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.sgd import MomentumFormat, SgdFormat, SgdHyper
 
@@ -22,7 +22,6 @@ HYPERS = [
     SgdHyper(lr=1e-3, step=7),
 ]
 NUM_ELEMENTS = 4000
-SPANS = [Span(0, 203, 0), Span(768, 1040, 1), Span(1280, 3583, 2), Span(3584, NUM_ELEMENTS, 0)]
 Update = Callable[..., None]
 
 
@@ -76,21 +75,3 @@ def test_without_momentum_both_formats_have_the_same_bits() -> None:
         update(fmt, slots, [Span(0, NUM_ELEMENTS, 0)], scalar_table(HYPERS[2:]))
     assert torch.equal(bits(plain)["param"], bits(other)["param"])
     assert torch.equal(other.states()["momentum_buffer"], before)
-
-
-def test_an_overflow_changes_nothing() -> None:
-    slots = make_slots(FORMATS["fp32"])
-    before = {kind: tensor.clone() for kind, tensor in bits(slots).items()}
-    scale = GradScale(found_inf=torch.tensor(1.0))
-    for update in (reference.chunk_update, elementwise_cpu.chunk_update):
-        update(FORMATS["fp32"], slots, SPANS, scalar_table(HYPERS), scale=scale)
-    assert all(torch.equal(tensor, before[kind]) for kind, tensor in bits(slots).items())
-
-
-def test_slots_that_do_not_fit_are_refused() -> None:
-    for fmt, slots, text in (
-        (FORMATS["fp32"], make_slots(FORMATS["plain"]), "momentum_buffer is missing"),
-        (FORMATS["plain"], make_slots(FORMATS["fp32"]), "momentum_buffer is not wanted"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            reference.chunk_update(fmt, slots, SPANS, scalar_table(HYPERS))

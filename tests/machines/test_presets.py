@@ -174,12 +174,6 @@ def test_case_and_spaces_do_not_matter(written_as: str) -> None:
     assert load_hardware(written_as) == load_hardware("rtx3090")
 
 
-@pytest.mark.parametrize("text", ["8xv100-32g", "8XV100-32G", "8 x v100-32g"])
-def test_counts(text: str) -> None:
-    assert load_hardware(text) == replace(preset("v100-32g").times(8), host_memory_nbytes=240 * GIB)
-    assert load_hardware(text).name == "8xv100-32g"
-
-
 @pytest.mark.parametrize(
     ("name", "num_hosts", "num_devices", "host_gib"),
     [
@@ -388,14 +382,6 @@ def test_broken_yaml(tmp_path: Path) -> None:
     assert "not YAML" in refused(written(tmp_path, "a: [1\nb: }", "a.yaml"))
     assert "maps names to figures" in refused(written(tmp_path, "", "b.yaml"))
     assert "unknown key 3" in refused(written(tmp_path, "3: 4", "c.yaml"))
-
-
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    assert "No such file" in refused(str(tmp_path / "missing.json"))
-    (tmp_path / "folder.json").mkdir()
-    assert "directory" in refused(str(tmp_path / "folder.json"))
-    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
-    assert "not a text file" in refused(str(tmp_path / "binary.json"))
 
 
 def test_the_default_path_follows_the_xdg_specification(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -181,33 +181,6 @@ def check_agrees(device: str, name: str) -> None:
         assert same_bits(slots, expected), f"step {step}"
 
 
-def check_follows_torch(device: str, name: str, decoupled: bool) -> None:
-    """Compare 100 steps with `torch.optim`: fp32 to 1e-6; 16-bit copies are the master's rounding, exactly."""
-    fmt = FORMATS[name]
-    slots = on(make_slots(fmt, 1003), device)
-    for moment in (slots.exp_avg, slots.exp_avg_sq):
-        moment.zero_()
-    theirs = torch.nn.Parameter(target_of(fmt, slots).cpu().clone())
-    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    optimizer = kind([theirs], lr=1e-3, weight_decay=0.1, foreach=False)
-    for step in range(1, 101):
-        slots.grad.copy_(make_slots(fmt, 1003, seed=step).grad)
-        theirs.grad = slots.grad.float().cpu() * 0.5
-        optimizer.step()
-        hypers = [AdamHyper(lr=1e-3, weight_decay=0.1, step=step, decoupled=decoupled)]
-        scale = GradScale(torch.tensor(0.25, device=device), torch.tensor(2.0, device=device))
-        triton_update(fmt, slots, [Span(0, 1003, 0)], scalar_table(hypers), scale=scale)
-        if slots.master is not None:
-            assert torch.equal(slots.param, target_of(fmt, slots).to(fmt.param_dtype)), f"step {step}"
-    state = optimizer.state[theirs]
-    for ours, expected in (
-        (target_of(fmt, slots), theirs.detach()),
-        (slots.exp_avg, state["exp_avg"]),
-        (slots.exp_avg_sq, state["exp_avg_sq"]),
-    ):
-        torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=1e-6)
-
-
 def check_found_inf(device: str, name: str) -> None:
     """Check that nothing changes where found_inf is not 0, NaN included; all changes where it is."""
     fmt = FORMATS[name]
@@ -295,10 +268,6 @@ for _name, _format in FORMATS.items():
         CASES[f"gradient-in-parameter:{_name}"] = lambda device, name=_name: check_gradient_in_parameter(device, name)  # type: ignore[misc]
 for _name in ("bf16-master", "bf16-split", "bf16-master-stochastic", "fp16-master"):
     CASES[f"every-rounding:{_name}"] = lambda device, name=_name: check_every_rounding(device, name)  # type: ignore[misc]
-for _name, _decoupled in itertools.product(("fp32", "bf16-master", "bf16-split", "fp16-master"), (True, False)):
-    CASES[f"torch-{'adamw' if _decoupled else 'adam'}:{_name}"] = (
-        lambda device, name=_name, decoupled=_decoupled: check_follows_torch(device, name, decoupled)  # type: ignore[misc]
-    )
 
 
 def interpreted(name: str) -> None:

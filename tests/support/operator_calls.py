@@ -669,6 +669,10 @@ def pools(dtype: torch.dtype) -> Iterator[Call]:
 
 @family
 def products(dtype: torch.dtype) -> Iterator[Call]:
+    for rows, inner, columns in ((3, 5, 4), (32, 32, 96), (300, 64, 500)):
+        for a, b in itertools.product(layouts(dtype, rows, inner), layouts(dtype, inner, columns)):
+            yield call(aten.mm.default, a, b)
+            yield call(aten.addmm.default, torch.randn(columns).to(dtype), a, b)
     for a in layouts(dtype, 33, 77):
         for b in layouts(dtype, 77, 129):
             yield call(aten.mm.default, a, b)

@@ -75,20 +75,6 @@ def test_a_forward_of_two_segments() -> None:
     assert program.num_user_outputs == 1
 
 
-def test_everything_that_the_caller_passes_is_held() -> None:
-    program = forward_of(trace(two_layers, *MATRICES), NAMES, {"w_1": 0, "v_1": 1})
-    assert program.held == {"in:x_1", "in:w_1", "in:v_1"}
-    assert program.external_nbytes == 64
-
-
-def test_inputs_that_share_a_storage_count_once() -> None:
-    base = torch.ones(4, 4)
-    gm = trace(lambda x, y: (torch.mm(x, y),), base, base.t())
-    program = forward_of(gm, {}, {})
-    assert len(set(program.inputs.values())) == 1
-    assert program.external_nbytes == 64
-
-
 def test_a_small_parameter_is_read_where_it_is() -> None:
     program = forward_of(trace(two_layers, *MATRICES), NAMES, {})
     (call,) = program.calls
@@ -201,15 +187,6 @@ def test_saved_values_keep_their_storages_in_the_backward() -> None:
     assert backward.storages[backward.inputs[names[3]]] == 0
     assert len(set(backward.storages)) == len(backward.storages)
     assert forward.storages["in:x_1"] == backward.storages["in:x_1"] == 64
-
-
-def test_the_backward_holds_what_the_caller_does() -> None:
-    forward, backward = backward_of()
-    storage_of = forward.value_storages()
-    tangent = list(backward.inputs)[4]
-    assert {"in:x_1", storage_of[str(forward.outputs[0])]} <= backward.held
-    assert backward.inputs[tangent] not in backward.held, "autograd lets go of it; only a loss's is its caller's"
-    assert backward.external_nbytes == 2 * 64
 
 
 def test_gradients_are_sunk_and_not_returned() -> None:

@@ -90,46 +90,6 @@ def taking(value: float) -> Callable[[], Tensor]:
 # ---------------------------------------------------------------- prefetch after mark
 
 
-@pytest.mark.parametrize("left_out", [(), ("prefetch after mark",)])
-def test_a_prefetch_finds_what_eager_code_writes_home_before_it(
-    gpu: FakeGpu, home: Home, left_out: tuple[str, ...]
-) -> None:
-    """The write is still in the compute stream's queue when the prefetch is submitted."""
-    store, tier, parameters = placed(gpu, home)
-    tier.left_out = frozenset(left_out)
-    gate = Gate(gpu.compute)
-    tier.enqueue(parameters["a"].data.fill_, 5.0)
-    store.prefetch(Chunk("param", 0))
-    if left_out:
-        store.slots.slot(Chunk("param", 0)).copy.wait()  # it does not wait for anything, so it ends
-    gate.open()
-    store.slots.wait(Chunk("param", 0))
-    seen = read(tier, store.views.slot_view(Chunk("param", 0), "a"))
-    tier.settle()
-    assert seen == [1.0 if left_out else 5.0] * NUMEL
-
-
-@pytest.mark.parametrize("left_out", [(), ("prefetch after mark",)])
-def test_a_prefetch_does_not_overwrite_what_is_still_read(gpu: FakeGpu, home: Home, left_out: tuple[str, ...]) -> None:
-    """Its slot's memory was another chunk's, which a kernel in the queue will read."""
-    store, tier, _ = placed(gpu, home)
-    tier.left_out = frozenset(left_out)
-    fetch(store, Chunk("param", 0))
-    view = store.views.slot_view(Chunk("param", 0), "a")
-    gate = Gate(gpu.compute)
-    seen = read(tier, view)
-    store.slots.evict(Chunk("param", 0))
-    store.slots.drop_spare()
-    store.prefetch(Chunk("param", 1))
-    assert store.slots.slot(Chunk("param", 1)).buffer.data_ptr() == view.data_ptr()
-    if left_out:
-        store.slots.slot(Chunk("param", 1)).copy.wait()
-    gate.open()
-    store.slots.wait(Chunk("param", 1))
-    tier.settle()
-    assert seen == [2.0 if left_out else 1.0] * NUMEL
-
-
 def test_a_gradient_of_the_user_s_own_goes_home_in_the_stream_s_order(gpu: FakeGpu, home: Home) -> None:
     """The user put another tensor into `.grad`; the kernel that makes its values has not run yet."""
     store, tier, parameters = placed(gpu, home)
@@ -150,70 +110,10 @@ def test_a_gradient_of_the_user_s_own_goes_home_in_the_stream_s_order(gpu: FakeG
 # ---------------------------------------------------------------- write-backs
 
 
-@pytest.mark.parametrize("left_out", [(), ("write_back after mark",)])
-def test_a_write_back_finds_what_computation_put_into_the_slot(
-    gpu: FakeGpu, home: Home, left_out: tuple[str, ...]
-) -> None:
-    store, tier, parameters = placed(gpu, home)
-    tier.left_out = frozenset(left_out)
-    fetch(store, Chunk("grad", 0))
-    tier.enqueue(store.slots.begin_compute(Chunk("grad", 0)).fill_, 0.0)
-    store.slots.end_compute(Chunk("grad", 0))
-    tier.settle()
-    gate = Gate(gpu.compute)
-    store.gradients.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
-    store.write_back(Chunk("grad", 0))
-    if left_out:
-        store.slots.slot(Chunk("grad", 0)).copy.wait()
-    gate.open()
-    store.slots.wait(Chunk("grad", 0))
-    store.slots.evict(Chunk("grad", 0))
-    seen = read(tier, parameters["a"].grad)
-    tier.settle()
-    assert seen == [0.0 if left_out else 4.0] * NUMEL
-
-
 def written_back(store: ChunkStore) -> None:
     fetch(store, Chunk("grad", 0))
     store.gradients.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
     store.write_back(Chunk("grad", 0))
-
-
-@pytest.mark.parametrize("left_out", [(), ("hold for write_back",)])
-def test_what_follows_a_phase_finds_its_write_backs_at_home(gpu: FakeGpu, left_out: tuple[str, ...]) -> None:
-    """Without a wait of the host: the compute stream waits, and with it any eager reader of `.grad`."""
-    store, tier, parameters = placed(gpu, PinnedHome(gpu))
-    tier.left_out = frozenset(left_out)
-    gate = Gate(tier.links["to_home"]._stream)
-    written_back(store)
-    store.slots.wait(Chunk("grad", 0))  # returns though the copy cannot have ended
-    store.slots.evict(Chunk("grad", 0))
-    seen = read(tier, parameters["a"].grad)
-    if left_out:
-        gpu.compute.synchronize()
-    else:
-        assert not seen
-    gate.open()
-    tier.settle()
-    assert seen == [0.0 if left_out else 4.0] * NUMEL
-
-
-@pytest.mark.parametrize("left_out", [(), ("hold for write_back",)])
-def test_a_slot_is_not_used_again_under_its_write_back(gpu: FakeGpu, left_out: tuple[str, ...]) -> None:
-    """The next kernel that gets the slot's memory waits for the copy out of it."""
-    store, tier, parameters = placed(gpu, PinnedHome(gpu))
-    tier.left_out = frozenset(left_out)
-    gate = Gate(tier.links["to_home"]._stream)
-    written_back(store)
-    store.slots.wait(Chunk("grad", 0))
-    buffer = store.slots.slot(Chunk("grad", 0)).buffer
-    store.slots.evict(Chunk("grad", 0))
-    tier.enqueue(buffer.fill_, -1.0)  # an activation of some later kernel
-    if left_out:
-        gpu.compute.synchronize()
-    gate.open()
-    tier.settle()
-    assert parameters["a"].grad.tolist() == [-1.0 if left_out else 4.0] * NUMEL
 
 
 # ---------------------------------------------------------------- the host itself

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -25,13 +24,6 @@ def test_a_slot_is_flat_and_charged_to_the_byte(dtype: torch.dtype) -> None:
     assert cpu_allocator.current_nbytes() - before == 1001 * dtype.itemsize == slot.untyped_storage().nbytes()
     del slot
     assert cpu_allocator.current_nbytes() == before
-
-
-def test_a_slot_beyond_the_hard_limit_is_refused() -> None:
-    cpu_allocator.install()
-    tier = CpuTier()
-    with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + 4095), pytest.raises(torch.OutOfMemoryError):
-        tier.allocate_slot(1024, torch.float32)
 
 
 def test_the_lap_peak_starts_anew_each_time() -> None:
@@ -74,26 +66,6 @@ def test_drain_waits_for_both_directions() -> None:
     assert done == []
     tier.drain()
     assert sorted(done) == ["to_device", "to_home"]
-
-
-def test_the_delay_comes_before_every_copy_of_either_direction() -> None:
-    asked = []
-
-    def delay() -> float:
-        asked.append(threading.current_thread().name)
-        return 0.02
-
-    tier = CpuTier(delay=delay)
-    start_s = time.perf_counter()
-    streams = (tier.links["to_device"], tier.links["to_device"], tier.links["to_home"])
-    events = [stream.submit(lambda: None) for stream in streams]
-    assert not any(event.done() for event in events)  # the caller never sleeps
-    for event in events:
-        event.wait()
-    assert time.perf_counter() - start_s >= 0.04
-    assert len(asked) == 3
-    assert len(set(asked)) == 2
-    assert threading.current_thread().name not in asked
 
 
 @pytest.mark.parametrize("stream", ["to_device", "to_home", "from_disk", "to_disk"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import ctypes
-import io
 import mmap
 import os
 import random
@@ -129,40 +127,6 @@ def test_a_view_owns_a_storage_of_its_own_size(home: Home) -> None:
     view.fill_(3)  # no copy was made: the bytes are the home's, and shared
     assert torch.equal(shadow, view)
     assert not next_view.any()
-
-
-def test_save_and_deepcopy_carry_a_views_own_bytes(home: Home) -> None:
-    region = home.allocate(MIB)
-    view = home.tensor(region, torch.bfloat16, (4, 8), (8, 1), 512)
-    view.copy_(random_tensor(torch.bfloat16, 4, 8))
-    file = io.BytesIO()
-    torch.save(view, file)
-    assert file.tell() < 4096
-    file.seek(0)
-    assert torch.equal(torch.load(file), view)
-    clone = copy.deepcopy(torch.nn.Parameter(view))
-    assert clone.untyped_storage().nbytes() == 64
-    before = view.clone()
-    with torch.no_grad():
-        clone.fill_(7)
-    assert torch.equal(view, before)
-
-
-def test_a_view_is_a_parameter_that_trains(home: Home) -> None:
-    model = torch.nn.Linear(4, 3)
-    expected = copy.deepcopy(model)
-    region = home.allocate(4 * 12)
-    view = home.tensor(region, torch.float32, (3, 4), (4, 1), 0)
-    view.copy_(model.weight.detach())
-    model.weight.data = view
-    x = torch.randn(5, 4)
-    for each in (model, expected):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        each(x).sum().backward()
-        optimizer.step()
-    out = torch.empty(3, 4)
-    home.read(region, 0, out)
-    assert torch.equal(out, expected.weight.detach())
 
 
 def test_views_outlive_the_home(home: Home) -> None:

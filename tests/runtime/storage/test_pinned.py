@@ -149,18 +149,6 @@ def test_the_waits_for_buffers_of_casts_matter(monkeypatch: pytest.MonkeyPatch) 
     assert wrong > 0
 
 
-def test_a_cast_is_of_what_home_holds() -> None:
-    gpu = FakeGpu()
-    home = PinnedHome(gpu)
-    region = home.allocate(4096)
-    view, cast = home.tensor(region, torch.float32, (1000,), (1,), 0), torch.zeros(1000, dtype=torch.float16)
-    for _ in range(2):
-        view.copy_(torch.randn(1000))
-        home.read_cast(region, torch.float32, cast)
-        gpu.compute.synchronize()
-        assert torch.equal(cast, view.half())
-
-
 def test_the_process_s_end_waits_for_what_is_being_unpinned_and_for_no_more() -> None:
     """A thread that comes back from a call of CUDA's when the interpreter is gone ends the process as a failure."""
     begun, may_go_on = threading.Event(), threading.Event()
@@ -368,17 +356,6 @@ def test_several_threads_find_pages_for_a_large_region() -> None:
     populate(address, nbytes)
     if tuple(map(int, platform.release().split(".")[:2])) >= (5, 14):
         assert is_resident(address, nbytes)
-
-
-def test_how_long_pinning_takes_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunkc.runtime.storage.pinned, "_LOG_EVERY_NBYTES", 1 << 20)
-    home = PinnedHome(FakeGpu())
-    with caplog.at_level(logging.INFO, logger="chunkc"):
-        for _ in range(4):
-            home.allocate(512 << 10)
-    found = [record.message for record in caplog.records if record.message.startswith("pinned")]
-    assert [text.split(" (")[0] for text in found] == ["pinned 1.00 MiB", "pinned 2.00 MiB"]
-    assert all(text.endswith(" s") for text in found)
 
 
 def test_a_child_of_a_fork_neither_unpins_nor_unmaps() -> None:

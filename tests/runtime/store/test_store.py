@@ -17,7 +17,6 @@ from store_cases import (
     layout_of,
     make_parameters,
     placed,
-    put_back,
     random_gradients,
     sink_all,
 )
@@ -27,7 +26,7 @@ from chunkc.ir.errors import HomeError
 from chunkc.ir.layout import PARAM, Chunk
 from chunkc.runtime.device.tier import CpuTier
 from chunkc.runtime.storage.arena import Arena
-from chunkc.runtime.storage.homes import DiskHome, Home, MemoryHome
+from chunkc.runtime.storage.homes import DiskHome, Home
 from chunkc.runtime.store.store import ChunkStore
 
 pytestmark = pytest.mark.timeout(30)
@@ -47,24 +46,6 @@ def test_placing_keeps_values_strides_and_identity(home: Home, dtype: torch.dtyp
         assert p.data_ptr() == store.views.home_view("param", name).data_ptr()
     assert parameters["conv"].is_contiguous(memory_format=CHANNELS_LAST)
     assert store.views.parameters() == parameters
-
-
-def test_a_write_to_a_home_view_reaches_the_slot_and_back(home: Home) -> None:
-    """What an ordinary optimizer writes between calls is what the next prefetch brings, and the reverse."""
-    store, parameters = placed(home)
-    with torch.no_grad():
-        parameters["matrix"].copy_(torch.arange(42.0).view(7, 6))
-    fetch(store, Chunk("param", 0))
-    view = store.views.slot_view(Chunk("param", 0), "matrix")
-    assert torch.equal(view, torch.arange(42.0).view(7, 6))
-    assert view.stride() == parameters["matrix"].stride()
-    assert view.data_ptr() != parameters["matrix"].data_ptr()
-    store.slots.begin_compute(Chunk("param", 0))
-    view.mul_(2)
-    store.slots.end_compute(Chunk("param", 0), wrote=True)
-    put_back(store, Chunk("param", 0))
-    assert torch.equal(parameters["matrix"], 2 * torch.arange(42.0).view(7, 6))
-    assert torch.equal(parameters["conv"], make_parameters()["conv"])
 
 
 def test_to_the_tier_and_home_again_keeps_everything(home: Home) -> None:
@@ -99,29 +80,6 @@ def test_a_resident_group_takes_no_room_at_home() -> None:
     assert store.arena.nbytes == store.layout.groups[2].nbytes("param")  # gradients will have room where they come
     store.place(store.layout, {}, frozenset({0, 1, 2}))
     assert store.arena.nbytes == 0
-
-
-def test_placing_resident_parameters_moves_nothing() -> None:
-    parameters = make_parameters()
-    addresses = {name: p.data_ptr() for name, p in parameters.items()}
-    store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier())
-    store.place(layout_of(parameters), parameters, frozenset({0, 1, 2}))
-    assert {name: p.data_ptr() for name, p in parameters.items()} == addresses
-
-
-def test_a_gradient_from_before_is_adopted(home: Home) -> None:
-    parameters = make_parameters()
-    gradients = random_gradients(1, parameters)
-    for name, gradient in gradients.items():
-        parameters[name].grad = gradient.clone()
-    store = ChunkStore(EMPTY, Arena(home), CpuTier(), True)
-    store.place(layout_of(parameters), parameters, frozenset())
-    for name, gradient in gradients.items():
-        assert torch.equal(parameters[name].grad, gradient)
-        assert parameters[name].grad.data_ptr() == store.views.home_view("grad", name).data_ptr()
-    sink_all(store, gradients, Chunk("grad", 0))
-    for name, gradient in gradients.items():
-        assert torch.equal(parameters[name].grad, 2 * gradient)
 
 
 def test_a_gradient_that_another_thread_trains_stays_where_it_is(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,16 +181,3 @@ def test_room_for_states_is_all_or_nothing() -> None:
     assert store.arena.nbytes == reserved_nbytes
     assert not store.views.home_view("exp_avg", "conv").any()
     assert store.views.home_view("exp_avg_sq", "conv").stride() == make_parameters()["conv"].stride()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "master", "master_dtype"),
-    [(torch.bfloat16, "master_low", torch.int16), (torch.float16, "master", torch.float32)],
-)
-def test_states_of_16_bit_parameters_have_a_master(dtype: torch.dtype, master: str, master_dtype: torch.dtype) -> None:
-    store, _ = placed(dtype=dtype)
-    store.reserve_states(0)
-    assert store.views.home_view(master, "matrix").dtype is master_dtype
-    for kind in ("exp_avg", "exp_avg_sq"):
-        assert store.views.home_view(kind, "matrix").dtype is torch.float32
-    assert store.views.home_view("grad", "matrix").dtype is dtype

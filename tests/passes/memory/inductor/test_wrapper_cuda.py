@@ -105,23 +105,3 @@ def test_an_odd_head_size_is_copied() -> None:
     op = aten._scaled_dot_product_flash_attention.default
     odd = fakes(*[(16, 16, 2048, 60)] * 3, dtype=BF16)
     assert cuda_scratch_nbytes(op, tuple(odd), {}, odd[0]) >= 3 * odd[0].numel() // 60 * 64 * 2
-
-
-def test_attention_by_other_kernels_sums_gradients_in_fp32() -> None:
-    query, key, value = attention()
-    (lse,) = fakes((2, 4, 256))
-    seed = torch.empty(0, dtype=torch.int64)
-    operands, gradients = (query, key, value), (query, key, value)
-    efficient = aten._scaled_dot_product_efficient_attention.default
-    assert cuda_scratch_nbytes(efficient, (*operands, None, True), {}, query) == 0
-    (wide,) = fakes((2, 4, 256, 192), dtype=query.dtype)
-    assert cuda_scratch_nbytes(efficient, (wide, wide, wide, None, True), {}, wide) == wide.numel() * 4
-    backward = aten._scaled_dot_product_efficient_attention_backward.default
-    arguments = (query, *operands, None, query, lse, seed, seed, 0.0, [True, True, True, False], True)
-    assert cuda_scratch_nbytes(backward, arguments, {}, gradients) >= query.numel() * 4 + query.nbytes
-    cudnn = aten._scaled_dot_product_cudnn_attention.default
-    workspace_nbytes = cuda_scratch_nbytes(cudnn, (*operands, None, True), {}, query)
-    assert workspace_nbytes > 0
-    backward = aten._scaled_dot_product_cudnn_attention_backward.default
-    arguments = (query, *operands, query, lse, seed, seed, None, seed, seed, 256, 256, 0.0, True)
-    assert cuda_scratch_nbytes(backward, arguments, {}, gradients) >= workspace_nbytes + query.numel() * 4

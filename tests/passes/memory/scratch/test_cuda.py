@@ -165,6 +165,7 @@ def test_cudnn_s_attention_makes_gradients_per_query_head_where_heads_share_keys
     assert nbytes(2) - nbytes(8) == 2 * 4 * query.numel()
 
 
+HEADS_64, HEADS_192 = ((*[meta(2, 4, 256, width, dtype=HALF)] * 3, None, True) for width in (64, 192))
 COPIES: dict[str, tuple[torch._ops.OpOverload, tuple[Any, ...], Any, list[int]]] = {
     # What runs, its arguments, its results, and the bytes inside: each a block of its own.
     "a sum of bools": (aten.sum.default, (meta(3000, dtype=torch.bool),), LONG, [24_000]),
@@ -218,6 +219,13 @@ COPIES: dict[str, tuple[torch._ops.OpOverload, tuple[Any, ...], Any, list[int]]]
     "chances": (aten.bernoulli.default, (meta(900, dtype=HALF),), meta(900, dtype=HALF), [3600]),
     "a chance": (aten.bernoulli.p, (meta(900, dtype=HALF), 0.5), meta(900, dtype=HALF), []),
     "deviations": (aten.normal.float_Tensor, (0.0, meta(900)), meta(900), [3600, 4, 4, 4]),
+    "attention of narrow heads": (aten._scaled_dot_product_efficient_attention.default, HEADS_64, HEADS_64[0], []),
+    "attention of wide heads": (
+        aten._scaled_dot_product_efficient_attention.default,
+        HEADS_192,
+        HEADS_192[0],
+        [4 * HEADS_192[0].numel()],
+    ),
     "no tensors": (aten.normal_.default, (meta(900),), meta(900), []),
     "columns": (aten.im2col.default, (meta(1, 3, 8, 8), [3, 3], [1, 1], [1, 1], [1, 1]), meta(1, 27, 64), [768]),
     "channels last": (
