@@ -20,7 +20,15 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from chunkc.passes.graphs.collectives import is_collective
-from chunkc.passes.graphs.graphs import is_compute, is_view_of, placeholders, returned, storage_keys, tensors_of
+from chunkc.passes.graphs.graphs import (
+    is_compute,
+    is_view_of,
+    placeholders,
+    returned,
+    storage_keys,
+    tensors_of,
+    value_of,
+)
 from chunkc.passes.graphs.symbols import size_of
 from chunkc.passes.planning.recompute import draws
 from chunkc.torch_private.aot import min_cut_rematerialization_partition, states_kept_for
@@ -155,4 +163,26 @@ def partition(
     `kwargs` are the partitioner's own.
     """
     with states_kept_for(draws):
-        return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    _trace_plain_tangents(backward.graph)
+    return forward, backward
+
+
+def _trace_plain_tangents(backward: fx.Graph) -> None:
+    """Let gradients of outputs that were traced with a conjugate bit be plain ones, as most that arrive are.
+
+    What reads such a gradient's conjugate then gets a copy of it, which counts as scratch.
+    """
+    conjugated = [
+        node
+        for node in placeholders(backward)
+        if str(node.target).startswith("tangents") and any(tensor.is_conj() for tensor in tensors_of(node))
+    ]
+    keys = {key for node in conjugated for key in storage_keys(node)}
+    for node in conjugated:
+        value = node.meta["val"]
+        node.meta["val"] = value.new_empty_strided(value.shape, value.stride())
+    for node in backward.nodes if keys else ():
+        if is_view_of(node, keys):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+            node.meta["val"] = node.target(*args, **kwargs)

@@ -124,6 +124,7 @@ ENDS: dict[str, Last] = {
     "as it is": _nothing,
     "transpose": lambda out: out.unflatten(0, (8, 8)).transpose(1, 2),
     "fft": lambda out: torch.fft.fft(out.mT).mT,
+    "conjugated": lambda out: torch.fft.ifft(out.mT).mT,
     "a chunk": lambda out: out.chunk(2, -1)[0],
     "chunk": lambda out: out.chunk(2, -1),
     "unbind": lambda out: out.unflatten(-1, (-1, 2)).unbind(-1),

@@ -31,6 +31,7 @@ from chunkc.passes.memory.scratch.products import (
     operand_copy_nbytes,
     uses_onednn,
 )
+from chunkc.torch_private.dispatcher import has_kernel
 
 # A Python number becomes a 0-dim tensor (8 bytes, 16 if complex), which is cast twice at most.
 SCALAR_NBYTES = 32
@@ -146,15 +147,10 @@ def resolved_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict) ->
         for tensor in tree_leaves((args, kwargs))
         if isinstance(tensor, Tensor)
         and (
-            (tensor.is_conj() and not _knows(target, "Conjugate"))
-            or (tensor.is_neg() and not _knows(target, "Negative"))
+            (tensor.is_conj() and not has_kernel(target, "Conjugate"))
+            or (tensor.is_neg() and not has_kernel(target, "Negative"))
         )
     )
-
-
-@cache
-def _knows(target: torch._ops.OpOverload, bit: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), bit)
 
 
 @cache
