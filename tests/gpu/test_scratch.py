@@ -169,6 +169,7 @@ REFUSED = {
     "aten::native_layer_norm_backward": "16 bits with weights of 32",
     "aten::native_batch_norm_backward": "statistics of 16 bits, which the CPU keeps",
     "aten::channel_shuffle": "images with gaps, of which it wants a view",
+    "aten::native_dropout_backward": "gradients that are integers",
     "aten::_functional_assert_async": "the CPU has it alone",
 }
 """Of these ATen does not do each call on a GPU."""

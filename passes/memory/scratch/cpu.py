@@ -56,7 +56,7 @@ def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, out
         return measured
     if rule is None:
         return sum(guessed_nbytes(args, kwargs, outputs))
-    return rule(_call(target, args, kwargs, outputs, num_threads)) + resolved_nbytes(target, args, kwargs)
+    return rule(_call(target, args, kwargs, outputs, num_threads)) + sum(resolved_nbytes(target, args, kwargs))
 
 
 def is_known(target: torch._ops.OpOverload) -> bool:

@@ -19,7 +19,7 @@ from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.memory.scratch.cuda_rules import Call, nothing
 from chunkc.passes.memory.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
 from chunkc.passes.memory.scratch.operators import find
-from chunkc.passes.memory.scratch.rules import is_elementwise, is_view
+from chunkc.passes.memory.scratch.rules import is_elementwise, is_view, resolved_nbytes
 
 
 def cuda_scratch_nbytes(
@@ -43,7 +43,8 @@ def cuda_scratch_nbytes(
     rule = _rule(target)
     if rule is None:
         return sum(map(rounded_nbytes, guessed_nbytes(args, kwargs, outputs)))
-    return sum(map(rounded_nbytes, rule(Call(target, args, kwargs, outputs, capability))))
+    taken = [*rule(Call(target, args, kwargs, outputs, capability)), *resolved_nbytes(target, args, kwargs)]
+    return sum(map(rounded_nbytes, taken))
 
 
 def cuda_output_nbytes(

@@ -215,7 +215,7 @@ def log_gamma(call: Call) -> list[int]:
 def difference(call: Call) -> list[int]:
     """Count the difference, and its reduction: `ATen/native/ReduceOps.cpp`, `dist`."""
     shape = torch.broadcast_shapes(call.tensor("self").shape, call.tensor("other").shape)
-    difference = call.outputs[0].new_empty(()).expand(shape)
+    difference = call.tensor("self").new_empty(()).expand(shape)
     reduced = Call(torch.ops.aten.norm.Scalar, (difference,), {}, call.outputs)
     return [nbytes_of(difference), *reduction(reduced)]
 

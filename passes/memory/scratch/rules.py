@@ -137,12 +137,12 @@ def is_view(target: torch._ops.OpOverload) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def resolved_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> int:
-    """Count the copies of operands with a conjugate or negative bit that an operator gets which does not know the bit.
+def resolved_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> list[int]:
+    """List the copies of operands with a conjugate or negative bit that an operator gets which does not know the bit.
 
     Source: ATen's `MathBitsFallback.h`.
     """
-    return sum(
+    return [
         nbytes_of(tensor)
         for tensor in tree_leaves((args, kwargs))
         if isinstance(tensor, Tensor)
@@ -150,7 +150,7 @@ def resolved_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict) ->
             (tensor.is_conj() and not has_kernel(target, "Conjugate"))
             or (tensor.is_neg() and not has_kernel(target, "Negative"))
         )
-    )
+    ]
 
 
 @cache
