@@ -174,9 +174,14 @@ def result_once(call: Call) -> list[int]:
 
 
 def is_infinite(call: Call) -> list[int]:
-    """Count the magnitudes of floating-point or complex numbers: `ATen/native/TensorCompare.cpp`."""
+    """Count the magnitudes of floating-point or complex numbers, and of these a mask of the real parts.
+
+    Source: `ATen/native/TensorCompare.cpp`.
+    """
     source = call.tensor("self")
-    return [nbytes_of(source)] if source.dtype.is_floating_point or source.dtype.is_complex else []
+    if source.dtype.is_complex:
+        return [nbytes_of(source), source.numel()]
+    return [nbytes_of(source)] if source.dtype.is_floating_point else []
 
 
 def is_finite(call: Call) -> list[int]:
