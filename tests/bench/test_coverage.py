@@ -216,11 +216,12 @@ def relative_distance(one: Any, other: Any) -> float:
 
 @pytest.mark.slow
 def test_wrong_losses_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if chunkc's optimizer had another learning rate than PyTorch's."""
+    """As if chunkc's optimizer had another learning rate than PyTorch's, under chunkc alone."""
     subject = build("transformers/gpt2/GPT2LMHeadModel")
     cpu_allocator.install()
     real = chunkc.optim.AdamW
     monkeypatch.setattr(chunkc.optim, "AdamW", lambda p, lr, **more: real(p, lr=30 * lr, **more))
+    monkeypatch.setattr(Judge, "_by_default", Judge._by_plain)
     cell = Judge(subject).cell(Column.named("eager/fp32"))
     assert isinstance(cell, Cell)
     assert cell.outcome == FAILED
