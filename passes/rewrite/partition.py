@@ -171,7 +171,7 @@ def partition(
 def _trace_plain_tangents(backward: fx.Graph) -> None:
     """Let gradients of outputs that were traced with a conjugate bit be plain ones, as most that arrive are.
 
-    What reads such a gradient's conjugate then gets a copy of it, which counts as scratch.
+    An operator that reads the conjugate of such a gradient gets a copy of it, which counts as scratch.
     """
     conjugated = [
         node

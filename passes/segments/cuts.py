@@ -87,7 +87,7 @@ def _clone_chain(graph: fx.Graph, view: fx.Node, views: Sequence[fx.Node], befor
 
 
 def copy_parameters_for_scatters(graph: fx.Graph, parameters: Sequence[fx.Node]) -> None:
-    """Let operators that copy the whole storage of what they read read copies of parameters: that storage is a slot.
+    """Copy parameters for operators that copy their operand's whole storage, which for a parameter is a slot.
 
     Of views, the parameter itself is copied, so that the operator's result has the strides that were traced.
     """
@@ -105,7 +105,7 @@ def copy_parameters_for_scatters(graph: fx.Graph, parameters: Sequence[fx.Node])
             copy = graph.call_function(torch.ops.aten.clone.default, (source,))
             copy.meta = node.meta | {"val": torch.empty_like(value_of(source))}
             for view in reversed(views):
-                known = {node: node for node in view.all_input_nodes} | {view.args[0]: copy}
+                known = {value: value for value in view.all_input_nodes} | {view.args[0]: copy}
                 copy = graph.node_copy(view, known.__getitem__)
                 copy.meta["val"] = view.target(*fx.map_arg(copy.args, value_of), **fx.map_arg(copy.kwargs, value_of))
         node.update_arg(0, copy)

@@ -294,7 +294,7 @@ def test_one_tensor_as_the_gradient_of_several_in_a_chunked_update() -> None:
 
 
 @slowly_on_disks
-def test_views_of_a_gradient_whose_chunk_gets_another_home() -> None:
+def test_views_of_a_gradient_outlive_a_new_home_of_its_chunk() -> None:
     """Views of one parameter's gradient are kept, which is none any more; another's is still one, and has views too."""
     model, compiled = compile_small(room=2.0)
     backward(compiled, 0)

@@ -335,7 +335,7 @@ def test_without_gradients() -> None:
 
 
 def test_a_model_on_several_devices_gets_the_error_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one whose embeddings the CPU looks up: its step cannot be traced, and the budget is what is wrong."""
+    """Like a model with embeddings on the CPU: its step cannot be traced, and the budget is what is wrong."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     error = BudgetError(minimum_nbytes=2, budget_nbytes=1, moment="", module="", contents=(), covers="the first graph")
     monkeypatch.setattr(whole_step, "compiled_call", lambda: CalledModule(model, (), {}))

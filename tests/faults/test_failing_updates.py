@@ -167,7 +167,7 @@ def test_an_update_that_is_interrupted_anywhere_as_it_begins_is_waited_for_or_ne
         updates.finish()
         assert len(ran) == has_begun
         updates._stream.drain()
-        assert len(ran) == has_begun, "it ran, or ran again, when nobody waited for it any more"
+        assert len(ran) == has_begun, "it ran, or ran again, after the last wait for it"
         outcomes.add((interrupter.delivered, has_begun))
         if not interrupter.delivered:
             break

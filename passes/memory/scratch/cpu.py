@@ -49,7 +49,7 @@ def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, out
     """
     declared = declared_nbytes(target, args, kwargs, outputs, num_threads)
     if declared is not None:
-        return declared
+        return declared + sum(resolved_nbytes(target, args, kwargs))
     rule = _rule(target)
     measured = looked_up(target, args, kwargs, num_threads, has_rule=rule is not None)
     if measured is not None:

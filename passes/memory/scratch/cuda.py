@@ -39,7 +39,7 @@ def cuda_scratch_nbytes(
     """
     declared = declared_nbytes(target, args, kwargs, outputs, num_threads)
     if declared is not None:
-        return rounded_nbytes(declared)
+        return sum(map(rounded_nbytes, [declared, *resolved_nbytes(target, args, kwargs)]))
     rule = _rule(target)
     if rule is None:
         return sum(map(rounded_nbytes, guessed_nbytes(args, kwargs, outputs)))

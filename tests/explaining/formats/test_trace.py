@@ -175,7 +175,7 @@ def test_made_explanations_give_valid_traces(name: str) -> None:
 
 
 def trained(budget: int) -> Explanation:
-    """An explanation beside what two steps measured."""
+    """An explanation, and what two steps measured."""
     model = Stack(6, width=256)
     compiled = segmented(model, budget)
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
@@ -187,7 +187,7 @@ def trained(budget: int) -> Explanation:
     return chunkc.explain(compiled, x)
 
 
-def test_a_run_stands_beside_its_prediction() -> None:
+def test_a_trace_shows_a_run_and_its_prediction() -> None:
     cpu_allocator.install()
     explanation = trained(3 * 2**20)
     text = render_trace(explanation)

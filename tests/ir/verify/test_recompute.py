@@ -155,9 +155,7 @@ BY_RULE: dict[str, dict[str, Sabotage]] = {
         "a_segment_in_which_ranks_meet_is_called_again": lambda s: s.graphs["backward"].set_submodule(
             "layer", layer(torch.ops._c10d_functional.wait_tensor.default)
         ),
-        "a_segment_that_nobody_can_look_into_is_called_again": lambda s: s.graphs["backward"].set_submodule(
-            "layer", torch.nn.Identity()
-        ),
+        "an_opaque_segment_is_called_again": lambda s: s.graphs["backward"].set_submodule("layer", torch.nn.Identity()),
     },
     "only the placeholder of": {
         "a_repeated_call_reads_what_is_not_there": lambda s: s.change(

@@ -20,7 +20,7 @@ from chunkc.ir.verify.verifier import verify_phase
 Sabotage = Callable[[Case], Any]
 P0, P1, G0, G1 = (Chunk(kind, group) for kind in ("param", "grad") for group in (0, 1))
 ROOMY = 1 << 20
-"""Bytes beside the smallest budget with which the backward of four layers updates all of them."""
+"""Bytes added to the smallest budget with which the backward of four layers updates all of them."""
 
 
 BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {

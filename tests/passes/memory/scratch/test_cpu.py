@@ -68,6 +68,8 @@ def test_a_declaration_is_used() -> None:
     assert cpu.scratch_nbytes(target, (x,), {}, x, 3) == 3 * 64 * 64
     declared.declare_scratch("aten::linalg_ldl_solve", lambda *_: 0)
     assert cpu.scratch_nbytes(target, (x,), {}, x, 3) == 0
+    conjugated = torch.ones(4, 4, dtype=torch.complex64).conj()  # copied before the operator begins
+    assert cpu.scratch_nbytes(target, (conjugated,), {}, x, 3) == 8 * 4 * 4
 
 
 @pytest.mark.parametrize("answer", [None, -1, 1.5, True, "8"])
