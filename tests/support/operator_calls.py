@@ -981,6 +981,33 @@ def complex_numbers_and_integers(dtype: torch.dtype) -> Iterator[Call]:
                 yield call(aten.ldexp_.default, x.clone(), other)
 
 
+def layouts_of_factors(dtype: torch.dtype) -> Iterator[Call]:
+    """Yield what reads factors that lie by columns, by rows and with gaps; LAPACK reads columns."""
+    for batch, edge in (((), 64), ((4,), 20)):
+        x = torch.randn(*batch, edge, edge, dtype=dtype)
+        definite = x @ x.mH + edge * torch.eye(edge)
+        factors, pivots, _ = aten.linalg_lu_factor_ex.default(definite)
+        reflectors, scales = aten.geqrf.default(x)
+        yield call(aten._linalg_eigh.default, definite, "L", False)
+        yield call(aten.lu_unpack.default, *aten.linalg_lu_factor_ex.default(x[..., :12])[:2])
+        yield call(aten.lu_unpack.default, *aten.linalg_lu_factor_ex.default(x[..., :12, :])[:2])
+        for of in (Tensor.contiguous, lambda y: y.mT.contiguous().mT, lambda y: torch.stack([y, y], -1)[..., 0]):
+            yield call(aten.linalg_lu_solve.default, of(factors), pivots, x)
+            yield call(aten.ormqr.default, of(reflectors), scales, x)
+            yield call(aten.linalg_solve_triangular.default, of(definite), x, upper=True)
+            yield call(aten.cholesky.default, of(definite))
+            yield call(aten.linalg_cholesky_ex.default, of(definite))
+            yield call(aten.cholesky_solve.default, x, of(definite))
+            yield call(aten.lu_unpack.default, of(factors), pivots)
+    large = torch.randn(512, 512, dtype=dtype)
+    reflectors, scales = aten.geqrf.default(large)
+    yield call(aten.geqrf.default, large)
+    yield call(aten.linalg_householder_product.default, reflectors, scales)
+    yield call(aten.linalg_qr.default, large)
+    for driver in ("gelsy", "gelsd"):
+        yield call(aten.linalg_lstsq.default, large[:64, :64], large[:64, :64], driver=driver)
+
+
 @family
 def decompositions(dtype: torch.dtype) -> Iterator[Call]:
     """Yield decompositions of square, high and wide matrices, of sizes for which LAPACK wants more and less."""
@@ -1011,6 +1038,7 @@ def decompositions(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten.cholesky.default, definite)
             yield call(aten.cholesky_inverse.default, definite)
             yield call(aten.cholesky_solve.default, x, definite)
+        yield from layouts_of_factors(kind)
     many, wide = torch.randn(9, 61, 61, dtype=torch.complex128), torch.randn(9, 61, 150, dtype=torch.complex128)
     for determinant in (aten._linalg_det, aten._linalg_slogdet):
         yield call(determinant.default, many)

@@ -6,12 +6,11 @@ of that is modelled. What its kernels take is bounded by what they are given:
 - image, filters and result, each padded to blocks of 16 channels; with channels last, filters alone;
 - per thread, rows that it gathers, pads or sums;
 - for the filters' gradient, a float32 sum for each thread; in 16 bits, its transposed inputs as well;
-- for shapes without a direct kernel (`Convolution.usual`), an image unfolded to columns for each thread, and three
-  times all of that.
+- for shapes without a direct kernel (`Convolution.usual`), an image unfolded to columns for each thread as well.
 
 `chunkc calibrate --operators` replaces a bound by what was measured. Sources: ATen's `Convolution.cpp`,
 `ConvolutionMM2d.cpp`, `ConvolutionMM3d.cpp` and `mkldnn/Conv.cpp`, ideep's `conv.hpp`. The bounds were held against
-oneDNN's scratch for some 71,000 calls on one to four threads of an AMD EPYC with AVX-512, with all its instructions and
+oneDNN's scratch for some 35,000 calls on one to 16 threads of an AMD EPYC with AVX-512, with all its instructions and
 under `ONEDNN_MAX_CPU_ISA` SSE41, AVX2 and AVX512_CORE.
 """
 
@@ -42,8 +41,8 @@ _WIDEST_FILTERS, _WIDEST_DEPTHWISE = 13, 3
 """Widths up to which filters, and the gradients of depthwise filters, have a direct kernel."""
 _WIDEST_FEW = 7
 """The same without AVX-512, for images of fewer channels than a block."""
-_UNUSUAL = 3
-"""Factor by which kernels for unusual shapes may exceed what is counted here."""
+_MOST_PADDING = 3
+"""Padding up to which filters have a direct kernel without AVX-512."""
 _MIN_POSITIONS = 4
 """Positions of an image or a result below which operands are packed once more."""
 
@@ -245,7 +244,9 @@ def _is_usual(c: Convolution) -> bool:
     odd = c.groups > 1 or (c.pixels == 1 and c.strided) or (c.transposed and c.inside < _BLOCK)
     if not onednn.uses_avx2() or (c.low and onednn.multiplies_tiles()):
         return False
-    if (volume and odd) or (c.dilated and (odd or volume or not avx512)) or (c.groups > 1 and c.transposed):
+    if (volume and odd) or (c.dilated and (odd or volume or not avx512)) or (c.transposed and c.groups > 1):
+        return False
+    if c.transposed and c.dilated:
         return False
     if c.lanes < (4 if avx512 else 8) or (c.transposed and c.last and c.inside == 1):
         return False
@@ -262,7 +263,9 @@ def _is_usual(c: Convolution) -> bool:
             return False
         if kernel > _WIDEST_FILTERS and volume:
             return False
-        if kernel > most and not c.depthwise and step < (2 if most == _WIDEST_FILTERS else kernel):
+        if kernel > most and not c.depthwise and (c.groups > 1 or step < (2 if most == _WIDEST_FILTERS else kernel)):
+            return False
+        if before > _MOST_PADDING and not avx512:
             return False
     return True
 
@@ -295,23 +298,38 @@ def convolution_backward_nbytes(c: Convolution, grad: Tensor, outputs: Sequence[
     peak = 0
     if d_image:  # computed first, before there are other gradients
         peak = (_forward(c) if c.transposed else _image_gradient(c)) - d_filters - d_bias
-    return nbytes + _with_slack(c, max(peak, _filter_gradient(c, d_bias) if d_filters else 0))
+    if d_filters:
+        shared = 5 + 2 * c.num_threads if c.low else 7 if d_bias and c.num_threads > 1 else 3  # pages, to share sums
+        peak = max(peak, _filter_gradient(c, d_bias) + shared * _PAGE)
+    return nbytes + _with_slack(c, peak)
 
 
 def _with_slack(c: Convolution, nbytes: int) -> int:
-    """Add bytes for alignment, barriers, addresses, a padded bias, and kernels for unusual shapes."""
-    if min(c.positions, math.prod(c.read)) < _MIN_POSITIONS:
+    """Add bytes for alignment, a padded bias, few positions, and constants of kernels for unusual shapes."""
+    thread = 128
+    if min(c.positions, math.prod(c.read)) < _MIN_POSITIONS:  # a product of matrices
         nbytes += 4 * c.groups * _pad(c.inside) * _pad(c.outside) * c.pixels * _FLOAT32_NBYTES
-    thread = 2 * _PAGE if c.usual else _MIB if c.low else 16 * _PAGE
+        thread += 64 * min(1024, _pad(c.inside * c.pixels)) * _FLOAT32_NBYTES
+    if not c.usual and (c.low or c.last):
+        thread += 16 * _PAGE + (2 * _PAGE * c.pixels if c.low and c.last else 0)
+        thread = _MIB if c.low and onednn.multiplies_tiles() else min(thread, _MIB)
     return nbytes + _PAGE + c.num_threads * thread + _pad(c.groups * c.outside) * _FLOAT32_NBYTES
 
 
 def _or_unfolded(c: Convolution, direct: int, blocked: int, num_sums: int) -> int:
-    """Bound any kernel for an unusual shape: each thread unfolds an image, and has float32 sums in low precision."""
-    if c.usual:
+    """Bound any kernel for an unusual shape: each thread unfolds an image, and has float32 sums in low precision.
+
+    With channels last, threads pad or transpose their images as well.
+    """
+    is_wide_depthwise = c.depthwise and max(c.kernel) > _WIDEST_FILTERS
+    if c.usual and not is_wide_depthwise:
         return direct
     columns = c.inside * c.pixels * math.prod(c.written if c.last else c.written[-2:])
-    return _UNUSUAL * (direct + c.num_threads * _FLOAT32_NBYTES * (columns + (num_sums if c.low else 0))) + blocked
+    if c.usual:
+        return max(direct, c.num_threads * _FLOAT32_NBYTES * columns)
+    sizes = (size + 2 * before for size, before in zip(c.read, c.padding, strict=True))
+    image = _pad(c.inside) * math.prod(sizes) if c.last else 0
+    return direct + c.num_threads * _FLOAT32_NBYTES * (columns + image + (num_sums if c.low else 0)) + blocked
 
 
 def _forward(c: Convolution) -> int:
@@ -326,7 +344,7 @@ def _direct(c: Convolution) -> int:
     """
     filters, result = c.blocked_filters_nbytes(), c.blocked_result_nbytes
     if c.last:
-        return filters + c.num_threads * _row(c)
+        return filters + c.num_threads * _row(c) + _PAGE * (2 if c.low else 1)
     image = 0 if c.few_colours else c.blocked_image_nbytes
     return max(result, image + filters + result - c.result_nbytes + c.num_threads * _row(c))
 
@@ -388,7 +406,7 @@ def _strided(c: Convolution) -> int:
     if c.low:
         thread += min(64, _pad(c.inside)) * -(-width // step) * _FLOAT32_NBYTES
     filters = c.groups * _pad(c.outside, 2) * _pad(c.inside) * c.pixels * c.itemsize
-    return max(filters, replace(c.mirrored(), last=True).blocked_filters_nbytes()) + c.num_threads * thread
+    return max(filters, replace(c.mirrored(), last=True).blocked_filters_nbytes()) + c.num_threads * thread + 3 * _PAGE
 
 
 def _filter_gradient(c: Convolution, d_bias: int) -> int:
@@ -402,11 +420,12 @@ def _filter_gradient(c: Convolution, d_bias: int) -> int:
     if not c.last:
         direct += c.blocked_result_nbytes + (0 if c.few_colours and onednn.uses_avx512() else c.blocked_image_nbytes)
     direct = max(direct, filters + d_bias + (given if c.last else 0), given + d_bias)
-    columns = c.inside * c.pixels * c.itemsize * (2 * c.positions if c.last else math.prod(c.written[-2:]))
+    columns = c.pixels * math.prod(c.written if c.last else c.written[-2:]) + (math.prod(c.read) if c.last else 0)
+    columns *= c.inside * c.itemsize
     alone = c.usual and (math.prod(c.written[-2:]) >= 256 * c.num_threads or (c.image.shape[0] == 1 and c.groups < 3))
     columns = (1 if alone else c.num_threads) * (columns + 4 * given // c.itemsize * _FLOAT32_NBYTES + _PAGE)
     if not c.usual:
-        return _UNUSUAL * (direct + columns)
+        return direct + columns
     if c.depthwise:
         wide = c.kernel[-1] > _WIDEST_DEPTHWISE
     elif c.groups > 1:
@@ -448,7 +467,7 @@ def _thread_sums(c: Convolution, filters: int) -> int:
         grad = _pad(c.outside) * math.prod(size + 1 for size in c.written[:-1]) * _pad(c.written[-1], 2)
         sharing = min(sharing, 2 + sums // filters)
         sums += filters + bias + sharing * c.groups * ((image + grad) * c.itemsize + 2 * _PAGE)
-    return 4 * _PAGE + bias + c.num_threads * _gathered(c) + sums
+    return bias + c.num_threads * _gathered(c) + sums
 
 
 def _format(dims: int) -> torch.memory_format:

@@ -17,6 +17,7 @@ from chunkc.passes.memory.scratch import (
     cuda_indexing,
     cuda_rules,
     cuda_sorting,
+    decompositions,
     exceptions,
     fourier,
     images,
@@ -27,7 +28,7 @@ from chunkc.passes.memory.scratch import (
     reductions,
     rules,
 )
-from chunkc.passes.memory.scratch.bounds import Bound, qr_rule
+from chunkc.passes.memory.scratch.bounds import Bound
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION
 from chunkc.passes.memory.scratch.exceptions import BEYOND_OPERATORS, Inexact
 
@@ -164,7 +165,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         """,
     ),
     (
-        Operator(Bound(copies=4, positions=5), inexact=exceptions.REPEATED),
+        Operator(Bound(copies=4, positions=5, transposes=True), inexact=exceptions.REPEATED),
         "isin _unique _unique2 unique_dim unique_consecutive",
     ),
     (Operator(indexing.masked_select_rule, inexact=exceptions.SELECTED), "masked_select"),
@@ -400,31 +401,33 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(random_numbers.randomised_relu_rule), "rrelu_with_noise"),
     (Operator(random_numbers.functional_randomised_relu_rule), "rrelu_with_noise_functional"),
     # --- linear algebra ---
-    (Operator(Bound(rows=32), inexact=exceptions.LAPACK), "_linalg_det _linalg_slogdet _linalg_solve_ex"),
+    (Operator(decompositions.determinant_rule, inexact=exceptions.LAPACK), "_linalg_det _linalg_slogdet"),
+    (Operator(Bound(rows=2), inexact=exceptions.LAPACK), "_linalg_solve_ex"),
+    (Operator(Bound(), inexact=exceptions.LAPACK), "cholesky_inverse triangular_solve"),
+    (Operator(Bound(strided=1), inexact=exceptions.LAPACK), "linalg_cholesky_ex"),
+    (Operator(decompositions.cholesky_rule, inexact=exceptions.LAPACK), "cholesky"),
+    (Operator(decompositions.solve_triangular_rule, inexact=exceptions.LAPACK), "linalg_solve_triangular"),
+    (Operator(decompositions.lu_unpack_rule, inexact=exceptions.LAPACK), "lu_unpack"),
+    (Operator(Bound(by_columns=True, rows=2), inexact=exceptions.LAPACK), "linalg_lu_solve"),
     (
-        Operator(Bound(strided=1, rows=16), inexact=exceptions.LAPACK),
-        """
-        cholesky cholesky_inverse linalg_cholesky_ex lu_unpack linalg_lu_solve linalg_solve_triangular triangular_solve
-        """,
+        Operator(Bound(copies=1, transposes=True, rows=24), inexact=exceptions.LAPACK),
+        "cholesky_solve linalg_inv_ex linalg_lu",
     ),
-    (Operator(Bound(copies=1, rows=24), inexact=exceptions.LAPACK), "cholesky_solve linalg_inv_ex linalg_lu"),
     (Operator(Bound(copies=4, rows=32), inexact=exceptions.LAPACK), "linalg_pinv"),
-    (Operator(Bound(copies=1, work=64), inexact=exceptions.LAPACK), "_linalg_svd"),
-    (Operator(Bound(copies=2, work=64), inexact=exceptions.LAPACK), "_linalg_eigh"),
-    (
-        Operator(Bound(strided=1, work=97, small_work=2), inexact=exceptions.LAPACK),
-        "geqrf linalg_householder_product",
-    ),
-    (Operator(qr_rule, inexact=exceptions.LAPACK), "linalg_qr"),
-    (Operator(Bound(strided=1, work=97, small_work=1, numbers=14_000), inexact=exceptions.LAPACK), "ormqr"),
-    (Operator(Bound(strided=1, work=48), inexact=exceptions.LAPACK), "linalg_ldl_factor_ex"),
+    (Operator(Bound(copies=1, transposes=True, work=8), inexact=exceptions.LAPACK), "_linalg_svd"),
+    (Operator(decompositions.eigh_rule, inexact=exceptions.LAPACK), "_linalg_eigh"),
+    (Operator(decompositions.geqrf_rule, inexact=exceptions.LAPACK), "geqrf"),
+    (Operator(decompositions.householder_rule, inexact=exceptions.LAPACK), "linalg_householder_product"),
+    (Operator(decompositions.qr_rule, inexact=exceptions.LAPACK), "linalg_qr"),
+    (Operator(decompositions.ormqr_rule, inexact=exceptions.LAPACK), "ormqr"),
+    (Operator(Bound(strided=1, work=72), inexact=exceptions.LAPACK), "linalg_ldl_factor_ex"),
     (Operator(Bound(copies=2, rows=16, work=396), inexact=exceptions.LAPACK), "linalg_eig"),
     (Operator(Bound(copies=1, rows=16, work=40), inexact=exceptions.LAPACK), "_linalg_eigvals linalg_eigvals"),
-    (Operator(Bound(copies=2, rows=32, work=240, numbers=1024), inexact=exceptions.LAPACK), "linalg_lstsq"),
+    (Operator(Bound(copies=2, rows=32, work=300, numbers=600), inexact=exceptions.LAPACK), "linalg_lstsq"),
     (Operator(linear_algebra.matrix_exp_rule, inexact=exceptions.POWERS), "linalg_matrix_exp"),
     (Operator(linear_algebra.check_rule, cuda_rules.check), "_linalg_check_errors"),
     (Operator(fourier.transform_rule), "_fft_r2c _fft_c2c"),
-    (Operator(Bound(copies=2), inexact=exceptions.FOURIER), "_fft_c2r"),
+    (Operator(Bound(copies=2, transposes=True), inexact=exceptions.FOURIER), "_fft_c2r"),
     # --- elementwise operators on the CPU, which take more on CUDA devices ---
     (Operator(cuda=cuda_rules.is_finite), "isfinite"),
     # --- collectives of a model: on gloo, and on NCCL, which writes straight to where results are to be ---

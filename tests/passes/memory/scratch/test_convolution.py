@@ -125,6 +125,13 @@ FORMERLY_TOO_LITTLE = {
     "few positions": (Shape(2, 64, 384, 14, 1), 4, False),
     "groups as wide as lanes, strided": (Shape(2, 512, 512, 14, 3, stride=2, padding=1, groups=32), 4, True),
     "wide filters on colours": (Shape(2, 3, 64, 112, 11, stride=4, padding=2), 4, False),
+    "wide filters, much padding": (Shape(4, 100, 16, 14, 9, padding=4), 4, False),
+    "wide filters in groups, strided": (Shape(2, 64, 64, 64, 45, stride=2, groups=4, dimensions=1), 8, False),
+    "gaps, transposed": (Shape(2, 16, 16, 8, 5, padding=4, transposed=True, dilation=2), 8, True),
+    "a product of matrices": (Shape(2, 16, 4, 5, 5, dimensions=3), 4, True),
+    "few positions, strided": (Shape(4, 32, 1, 2, 2, stride=2), 4, True),
+    "more colours than images": (Shape(1, 4, 100, 16, 5, stride=3, transposed=True), 1, True),
+    "wide filters in groups, of few channels": (Shape(4, 4, 64, 32, 9, stride=3, groups=4), 16, True),
 }  # fmt: skip
 """Shape, threads, channels last: what was predicted too low, with AVX-512 or AVX2, where bounds were fitted closer."""
 
