@@ -25,7 +25,7 @@ def determinant_rule(call: Call) -> int:
 
 
 def cholesky_rule(call: Call) -> int:
-    """Bound `cholesky`, whose result is a copy by columns."""
+    """Bound `cholesky`: its result is a copy by columns."""
     return Bound()(call) + copy_block_nbytes(call["self"].mT)
 
 
