@@ -10,7 +10,7 @@ of that is modelled. What its kernels take is bounded by what they are given:
 
 `chunkc calibrate --operators` replaces a bound by what was measured. Sources: ATen's `Convolution.cpp`,
 `ConvolutionMM2d.cpp`, `ConvolutionMM3d.cpp` and `mkldnn/Conv.cpp`, ideep's `conv.hpp`. The bounds were held against
-oneDNN's scratch for some 35,000 calls on one to 16 threads of an AMD EPYC with AVX-512, with all its instructions and
+oneDNN's scratch for some 37,000 calls on one to 16 threads of an AMD EPYC with AVX-512, with all its instructions and
 under `ONEDNN_MAX_CPU_ISA` SSE41, AVX2 and AVX512_CORE.
 """
 
@@ -143,8 +143,15 @@ class Convolution:
         return _BLOCK if self.groups == 1 or self.depthwise else math.gcd(_BLOCK, self.inside, self.outside)
 
     @property
+    def unblocked(self) -> bool:
+        """Whether images and filters are unfolded as they are: plain float32 groups without a direct kernel."""
+        return self.groups > 1 and not (self.depthwise or self.usual or self.low or self.last)
+
+    @property
     def block(self) -> int:
         """Channels of a block, to a multiple of which filters are padded."""
+        if self.unblocked:
+            return self.lanes
         return _BLOCK if self.groups == 1 or onednn.uses_avx512() or not self.usual else _BLOCK // 2
 
     @property
@@ -259,11 +266,12 @@ def _is_usual(c: Convolution) -> bool:
             return False
         if whole > size + (whole if c.depthwise else c.groups == 1 and avx512):
             return False
-        if gap > 1 and (step > 1 or before < whole // 2):
+        if gap > 1 and (step > 1 or before < whole // 2 or whole > size):
             return False
         if kernel > _WIDEST_FILTERS and volume:
             return False
-        if kernel > most and not c.depthwise and (c.groups > 1 or step < (2 if most == _WIDEST_FILTERS else kernel)):
+        patches = c.groups == 1 and before == 0 and step >= (2 if most == _WIDEST_FILTERS else kernel)
+        if kernel > most and not (c.depthwise or patches):
             return False
         if before > _MOST_PADDING and not avx512:
             return False
@@ -299,21 +307,29 @@ def convolution_backward_nbytes(c: Convolution, grad: Tensor, outputs: Sequence[
     if d_image:  # computed first, before there are other gradients
         peak = (_forward(c) if c.transposed else _image_gradient(c)) - d_filters - d_bias
     if d_filters:
-        shared = 5 + 2 * c.num_threads if c.low else 7 if d_bias and c.num_threads > 1 else 3  # pages, to share sums
-        peak = max(peak, _filter_gradient(c, d_bias) + shared * _PAGE)
+        peak = max(peak, _filter_gradient(c, d_bias) + _shared_pages(c, d_bias) * _PAGE)
     return nbytes + _with_slack(c, peak)
 
 
+def _shared_pages(c: Convolution, d_bias: int) -> int:
+    """Bound the pages by which threads share the sums of a filters' gradient."""
+    if c.unblocked:
+        return 0
+    if c.low:
+        return 5 + 2 * c.num_threads
+    return 7 if d_bias and c.num_threads > 1 else 3
+
+
 def _with_slack(c: Convolution, nbytes: int) -> int:
-    """Add bytes for alignment, a padded bias, few positions, and constants of kernels for unusual shapes."""
+    """Add bytes for alignment, a padded bias, and constants of products of matrices and kernels for unusual shapes."""
     thread = 128
-    if min(c.positions, math.prod(c.read)) < _MIN_POSITIONS:  # a product of matrices
-        nbytes += 4 * c.groups * _pad(c.inside) * _pad(c.outside) * c.pixels * _FLOAT32_NBYTES
+    if c.groups == 1 and min(c.positions, math.prod(c.read)) < _MIN_POSITIONS:  # a product of matrices
         thread += 64 * min(1024, _pad(c.inside * c.pixels)) * _FLOAT32_NBYTES
     if not c.usual and (c.low or c.last):
         thread += 16 * _PAGE + (2 * _PAGE * c.pixels if c.low and c.last else 0)
         thread = _MIB if c.low and onednn.multiplies_tiles() else min(thread, _MIB)
-    return nbytes + _PAGE + c.num_threads * thread + _pad(c.groups * c.outside) * _FLOAT32_NBYTES
+    page = 512 if c.unblocked else _PAGE
+    return nbytes + page + c.num_threads * thread + _pad(c.groups * c.outside) * _FLOAT32_NBYTES
 
 
 def _or_unfolded(c: Convolution, direct: int, blocked: int, num_sums: int) -> int:

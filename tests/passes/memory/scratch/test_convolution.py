@@ -128,6 +128,11 @@ FORMERLY_TOO_LITTLE = {
     "wide filters, much padding": (Shape(4, 100, 16, 14, 9, padding=4), 4, False),
     "wide filters in groups, strided": (Shape(2, 64, 64, 64, 45, stride=2, groups=4, dimensions=1), 8, False),
     "gaps, transposed": (Shape(2, 16, 16, 8, 5, padding=4, transposed=True, dilation=2), 8, True),
+    "gaps, filters larger than the image": (Shape(2, 32, 64, 8, 5, padding=4, dilation=2), 8, False),
+    "wide filters, strided and padded": (
+        Shape(2, 24, 1, 112, 45, stride=3, padding=22, dimensions=1), 1, False
+    ),
+    "strided groups of odd channels": (Shape(4, 16, 96, 5, 3, stride=3, groups=4, dimensions=1), 8, False),
     "a product of matrices": (Shape(2, 16, 4, 5, 5, dimensions=3), 4, True),
     "few positions, strided": (Shape(4, 32, 1, 2, 2, stride=2), 4, True),
     "more colours than images": (Shape(1, 4, 100, 16, 5, stride=3, transposed=True), 1, True),
