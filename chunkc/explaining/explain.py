@@ -52,6 +52,7 @@ from chunkc.machines.presets import load_hardware
 from chunkc.optim.update_mode import AUTO, DEVICE
 from chunkc.options import LossTileRows, Options, parse_options, resolve_budget
 from chunkc.passes.planning.residency import everything
+from chunkc.passes.rewrite.runner import code_of
 from chunkc.session.declared_states import state_format_of
 from chunkc.torch_private.dynamo import unwrapped
 from chunkc.tracing.dynamic_shapes import input_symbols
@@ -379,7 +380,7 @@ def explain_step(
             *notes(ranks, hardware),
             *(f"{symbol}: {what}" for graph in captured.graphs for symbol, what in graph.sizes.items()),
         ),
-        graphs={run.name: run.graph.code for run in step.runs},
+        graphs={run.name: code_of(run.graph) for run in step.runs},
         plan_text="".join(map(str, step.plans)),
         device_is_host=hardware.kind == "cpu",
         activation_checkpointing=any(graph.checkpointed for graph in captured.graphs),

@@ -150,11 +150,12 @@ def capture_offline(
     answers = explained_with({**copied.values, **values})
     states = {name: state_format_of(parameter) for name, parameter in named.items()}
     recorder = _Recorder(codegen, loss_tile_rows, repeatable, copied, unmovable, states)
-    many_recompiles = patched(
+    settings = patched(
         recompile_limit=NUM_RECOMPILES,
         accumulated_recompile_limit=NUM_RECOMPILES,
         fake_tensor_cache_enabled=True,
         automatic_dynamic_shapes=False,
+        run_gc_after_compile=False,  # it would visit every node
     )
     call_model = _with_own_code(fake_model)
     compiled = torch.compile(call_model, backend=recorder.backend, dynamic=None if dynamic else False)
@@ -164,7 +165,7 @@ def capture_offline(
             return module_that_raises(fake_model, lambda: fake_model(*fake_args, **fake_kwargs))
 
     try:
-        with _default_device(), mode, many_recompiles, torch.random.fork_rng(), answers:
+        with _default_device(), mode, settings, torch.random.fork_rng(), answers:
             compiled(*fake_args, **fake_kwargs)
             step = recorder.step()
             if len(step.calls) > 1:  # storages between graphs are those of a step in which nothing is traced
