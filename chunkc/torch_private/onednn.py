@@ -29,9 +29,14 @@ def uses_avx2() -> bool:
     return torch.cpu._is_avx2_supported() and _limit() not in _WITHOUT_AVX2
 
 
+def is_x86() -> bool:
+    """Whether the processor is one that oneDNN has these instruction sets' kernels for."""
+    return platform.machine().lower() in ("x86_64", "amd64")
+
+
 def uses_avx512() -> bool:
     """Whether oneDNN runs its kernels for AVX-512."""
-    return platform.machine().lower() in ("x86_64", "amd64") and computes(torch.bfloat16)
+    return is_x86() and computes(torch.bfloat16)
 
 
 @cache

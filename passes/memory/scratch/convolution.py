@@ -43,6 +43,8 @@ _WIDEST_FEW = 7
 """The same without AVX-512, for images of fewer channels than a block."""
 _MOST_PADDING = 3
 """Padding up to which filters have a direct kernel without AVX-512."""
+_UNMEASURED = 3
+"""Factor by which kernels may exceed what is counted here on processors where none was measured."""
 _MIN_POSITIONS = 4
 """Positions of an image or a result below which operands are packed once more."""
 
@@ -322,6 +324,8 @@ def _shared_pages(c: Convolution, d_bias: int) -> int:
 
 def _with_slack(c: Convolution, nbytes: int) -> int:
     """Add bytes for alignment, a padded bias, and constants of products of matrices and kernels for unusual shapes."""
+    if (c.low and onednn.multiplies_tiles()) or not onednn.is_x86():
+        nbytes *= _UNMEASURED
     thread = 128
     if c.groups == 1 and min(c.positions, math.prod(c.read)) < _MIN_POSITIONS:  # a product of matrices
         thread += 64 * min(1024, _pad(c.inside * c.pixels)) * _FLOAT32_NBYTES

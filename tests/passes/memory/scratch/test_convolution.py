@@ -252,3 +252,19 @@ def test_unknown_kernels_are_bounded_by_more(missing: str, monkeypatch: pytest.M
     known = predicted(multiplies_bfloat16=True, multiplies_tiles=False)
     tiles = missing == "AMX is there"
     assert predicted(multiplies_bfloat16=tiles, multiplies_tiles=tiles) > 2 * known
+
+
+def test_processors_that_none_was_measured_on_are_bounded_by_three_times_as_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape = Shape(2, 64, 128, 16, 3, padding=1)
+    args = (shape.image(), shape.filters(), None, *shape.how)
+    monkeypatch.setattr(onednn, "computes", lambda dtype: dtype == torch.float32)
+    monkeypatch.setattr(onednn, "uses_avx2", lambda: False)
+
+    def predicted() -> int:
+        return cpu.scratch_nbytes(aten.convolution.default, args, {}, torch.empty(2, 128, 16, 16), 2)
+
+    oldest = predicted()
+    monkeypatch.setattr(onednn, "is_x86", lambda: False)
+    assert predicted() > 2.9 * oldest
