@@ -66,7 +66,7 @@ def computes(dtype: torch.dtype) -> bool:
 
 def description() -> str:
     """Describe all that this module answers, and the limit that the environment sets, in a text."""
-    kinds = (uses_avx2, uses_avx512, multiplies_bfloat16, multiplies_tiles)
+    kinds = (is_x86, uses_avx2, uses_avx512, multiplies_bfloat16, multiplies_tiles)
     used = [kind.__name__ for kind in kinds if kind()]
     return " ".join([_limit(), *used, *(str(dtype) for dtype in (torch.bfloat16, torch.float16) if computes(dtype))])
 
