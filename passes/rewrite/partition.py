@@ -171,7 +171,7 @@ def partition(
 def _trace_plain_tangents(backward: fx.Graph) -> None:
     """Let gradients of outputs that were traced with a conjugate bit be plain ones, as most that arrive are.
 
-    An operator that reads the conjugate of such a gradient gets a copy of it, which counts as scratch.
+    Where an operator reads the conjugate of such a gradient, it is copied first; the copy counts as scratch.
     """
     conjugated = [
         node

@@ -46,7 +46,7 @@ _MOST_PADDING = 3
 _UNMEASURED = 3
 """Factor by which kernels may exceed what is counted here on processors where none was measured."""
 _MIN_POSITIONS = 4
-"""Positions of an image or a result below which operands are packed once more."""
+"""Positions of an image or a result below which oneDNN multiplies matrices, which threads pack."""
 
 
 def _pad(size: int, block: int = _BLOCK) -> int:
@@ -253,9 +253,9 @@ def _is_usual(c: Convolution) -> bool:
     odd = c.groups > 1 or (c.pixels == 1 and c.strided) or (c.transposed and c.inside < _BLOCK)
     if not onednn.uses_avx2() or (c.low and onednn.multiplies_tiles()):
         return False
-    if (volume and odd) or (c.dilated and (odd or volume or not avx512)) or (c.transposed and c.groups > 1):
+    if (volume and odd) or (c.dilated and (odd or volume or not avx512)):
         return False
-    if c.transposed and c.dilated:
+    if c.transposed and (c.groups > 1 or c.dilated):
         return False
     if c.lanes < (4 if avx512 else 8) or (c.transposed and c.last and c.inside == 1):
         return False
@@ -317,6 +317,8 @@ def _shared_pages(c: Convolution, d_bias: int) -> int:
     """Bound the pages by which threads share the sums of a filters' gradient."""
     if c.unblocked:
         return 0
+    if c.depthwise:
+        return 2 * c.num_threads
     if c.low:
         return 5 + 2 * c.num_threads
     return 7 if d_bias and c.num_threads > 1 else 3

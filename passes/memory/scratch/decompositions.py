@@ -59,7 +59,7 @@ def householder_rule(call: Call) -> int:
 
 
 def qr_rule(call: Call) -> int:
-    """Bound `linalg_qr`: the scales of reflectors, and the more of what makes them and what multiplies them.
+    """Bound `linalg_qr`: the reflectors' scales, and the workspace of `geqrf` or of their product.
 
     Of matrices of more rows than columns, R is made in a copy, and in mode "r" what it is cut from in another.
     """
