@@ -1,10 +1,19 @@
-"""The suites `fits`, `disk` and `adam` in small form, for real: fresh processes, and no failure of chunkc."""
+"""Suites in small form, for real: fresh processes, and no failure of chunkc. They keep to their time: what would begin
+late does not begin.
+"""
 
+from __future__ import annotations
+
+import time
 from pathlib import Path
 
 import pytest
+from measuring.context import Context
 from measuring.small_run import medians, run_small
-from peers.specs import CHUNKC, DDP, FSDP2_RANKS, PLAIN
+from measuring.subject_process import Turn, interleave
+from peers.specs import CHECKPOINTING, CHUNKC, DDP, DEEPSPEED, FSDP2, FSDP2_RANKS, PLAIN, TORCHAO
+from peers.subject import phase_peaks
+from suites import disk, fits, least_budget, prediction
 from suites.ranks import AS_FSDP2, LEAST, ROOMY
 
 pytestmark = pytest.mark.timeout(600)
@@ -60,3 +69,111 @@ def test_adam(tmp_path: Path):
 def test_checkpoint(tmp_path: Path):
     (section,) = run_small("checkpoint", tmp_path)
     assert all(row["to no saving"] > 0 for row in medians(section).values())
+
+
+@pytest.mark.slow
+def test_budget(tmp_path: Path):
+    tight, roomy = run_small("budget", tmp_path)
+    rows = medians(tight)
+    assert list(rows) == [CHUNKC, FSDP2, DEEPSPEED, TORCHAO, CHECKPOINTING, PLAIN]
+    assert rows[CHUNKC]["measured peak"] <= tight["setting"]["budget_nbytes"]
+    assert rows[CHUNKC]["moved in"] > 0
+    assert rows[FSDP2]["loss difference"] < 1e-3
+    assert "out of memory" in rows[PLAIN]["note"]
+    assert "installed" in rows[DEEPSPEED]["note"] or "step" in rows[DEEPSPEED]
+    assert medians(roomy)[PLAIN]["loss difference"] < 1e-3
+
+
+@pytest.mark.slow
+def test_bound(tmp_path: Path):
+    machine, case = run_small("bound", tmp_path)
+    assert medians(machine)["rate"]["matrix products"] > 0
+    (row,) = medians(case).values()
+    assert row["of bound"] > 0
+    assert row["bound"] == max(row["compute"], row["links"], row["CPU update"])
+
+
+@pytest.mark.slow
+def test_scale(tmp_path: Path):
+    (section,) = run_small("scale", tmp_path)
+    rows = medians(section)
+    assert rows[CHUNKC]["parameters"] > rows[PLAIN]["parameters"]
+    assert rows[CHUNKC]["measured peak"] <= section["setting"]["budget_nbytes"]
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.num_turns = 0
+
+    def step(self, num_steps: int) -> Turn:
+        self.num_turns += 1
+        return Turn((1.0,) * num_steps, (1.0,) * num_steps, (2.0,) * num_steps, (3.0,) * num_steps, {})
+
+
+def test_rounds_end_with_the_time_but_one_is_complete():
+    subjects = {"a": Counting(), "b": Counting()}
+    turns = interleave(subjects, num_rounds=5, num_steps=2, is_over=lambda: True)
+    assert {name: len(of) for name, of in turns.items()} == {"a": 1, "b": 1}
+    left = iter([False, True])
+    turns = interleave(subjects, num_rounds=5, num_steps=2, is_over=lambda: next(left))
+    assert len(turns["a"]) == 2
+
+
+@pytest.mark.parametrize("suite", [disk, prediction])
+def test_no_section_begins_when_the_time_is_up(suite, monkeypatch):
+    def begun(*arguments: object) -> None:
+        raise AssertionError("a section began")
+
+    monkeypatch.setattr(suite, "_section", begun)
+    context = Context(True, "cpu", lambda *shown: None, deadline_s=time.monotonic() - 1)
+    assert list(suite.run(context)) == []
+
+
+def test_starts_are_left_out_when_the_steps_took_all_the_time(monkeypatch):
+    monkeypatch.setattr(fits, "_steps", lambda *arguments: "steps")
+    monkeypatch.setattr(fits, "_starts", lambda title, size, *arguments: (title, size.model.num_layers))
+    monkeypatch.setattr(fits, "_second_starts", lambda *arguments: "second")
+
+    def sections(deadline_s: float) -> list[object]:
+        return list(fits.run(Context(True, "cpu", lambda *shown: None, deadline_s=deadline_s)))
+
+    layers = fits.SMALL.model.num_layers
+    cold = [(fits.COLD, layers), (fits.COLD, 2 * layers)]
+    assert sections(time.monotonic() + 100) == ["steps", *cold, "second"]
+    assert sections(time.monotonic() - 1) == ["steps"]
+
+
+def test_peaks_by_phase():
+    moments = [("forward.0", 10, 9), ("forward.1", 30, 31), ("backward.0", 20, None), ("update.0[0:4]", 5, 5)]
+    assert phase_peaks(moments) == {"forward": (30, 31), "backward": (20, None), "update": (5, 5)}
+
+
+def test_ratios_only_where_both_sides_are_there():
+    both = prediction.metrics_of(10, 20, 40, 30)
+    assert both["measured to plan"].median == 0.75
+    assert both["CPU to CUDA fakes"].median == 0.5
+    assert set(prediction.metrics_of(None, 20, 40, None)) == {"CUDA fakes", "plan"}
+
+
+@pytest.mark.slow
+def test_a_rehearsal_compares_all_three(tmp_path: Path):
+    sections = run_small("prediction", tmp_path)
+    assert [section["setting"]["name"] for section in sections] == ["tiny-3", "hf-tiny"]
+    for section in sections:
+        rows = medians(section)
+        assert list(rows) == list(prediction.PHASES)
+        for phase, row in rows.items():
+            if phase == "update" and section["setting"]["name"] == "hf-tiny":
+                assert set(row) == {"note"}  # all of it fits: updates are of no plan
+                continue
+            # On a CPU, compiled eagerly: to the byte, but for the loss's own gradient and a buffer that no graph reads.
+            assert abs(row["measured"] - row["plan"]) <= 64, phase
+            assert row["plan"] == row["CPU fakes"], phase
+            assert row["CPU to CUDA fakes"] == row["CPU fakes"] / row["CUDA fakes"]
+
+
+def test_the_gpu_is_known_by_the_driver_s_name(monkeypatch: pytest.MonkeyPatch):
+    found = {"gpu": "NVIDIA H200", "gpu_memory_nbytes": 140 << 30}
+    monkeypatch.setattr(least_budget.machine, "hardware", lambda: found)
+    gpu = least_budget.hardware_here("cuda")
+    assert (gpu.name, gpu.device_memory_nbytes) == ("h200", 140 << 30)

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from executor_cases import Builder, make_store
 from fault_cases import CASE, expected_losses, small_budget, train_steps, undisturbed
 from harness import adamw, compile_case, differences, gradients, weights
+from store_cases import Builder, make_store
 from torch import nn
 
 import chunkc

@@ -10,8 +10,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 import pytest
-from runtime_helpers import ctrl_c_in_a_wait, raiser
-from update_cases import Gate, Subject
+from store_cases import Gate, Subject, ctrl_c_in_a_wait, raiser
 
 from chunkc.ir.errors import HomeError, StreamError
 from chunkc.ir.layout import Chunk

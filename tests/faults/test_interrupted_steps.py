@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import array, differences
 from overlap_cases import Late, Subject
-from runtime_helpers import ctrl_c_in_a_wait
+from store_cases import ctrl_c_in_a_wait
 
 import chunkc
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from update_cases import NUMEL, Subject, opened_soon
+from store_cases import NUMEL, Subject, opened_soon
 
 from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.runtime.device.updates import HomeUpdate

@@ -1,4 +1,4 @@
-"""What a rank has of a tensor lies in runs of it."""
+"""What a rank has of a tensor lies in runs of it; parts over ranks are PyTorch's own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chunkc.ir.blocks import block_of
+from chunkc.ir.shards import Shards
 
 CUTS = [
     [],
@@ -52,3 +55,21 @@ def test_runs_are_as_long_as_they_can_be() -> None:
     assert (list(rows.runs()), rows.run_numel) == ([24], 12)
     columns = block_of((4, 6), [(1, 2, 1), (0, 2, 1)], is_first=True)
     assert (list(columns.runs()), columns.run_numel) == ([15, 21], 3)
+
+
+DRAWN_SHAPES = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
+
+
+@given(DRAWN_SHAPES, st.integers(1, 5))
+def test_parts_are_those_of_torch_chunk(shape: tuple[int, ...], num_ranks: int) -> None:
+    """By which `Shard(0)` is defined; ranks beyond the last part have none."""
+    whole = torch.arange(torch.empty(shape).numel()).view(shape)
+    chunks = [chunk.flatten() for chunk in torch.chunk(whole, num_ranks)]
+    chunks += [whole.flatten()[:0]] * (num_ranks - len(chunks))
+    shards = Shards(shape, num_ranks, 0)
+    for rank, chunk in enumerate(chunks):
+        begin, end = shards.span(rank)
+        assert torch.equal(whole.flatten()[begin:end], chunk)
+        assert end - begin <= shards.largest_numel
+    assert shards.numel == whole.numel()
+    assert shards.stride == whole.stride()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from itertools import pairwise
 
-import lamb_cases
 import lamb_reference
 import pytest
 import torch
@@ -102,7 +101,7 @@ def test_follows_the_paper(fmt, kernel, limits):
         slots.grad.copy_(make_slots(fmt, seed=step).grad)
         slots.grad[parts[2]] = 0
         expected.step([slots.grad[part] for part in parts], [hypers[run.group] for run in tensors])
-        lamb_cases.update(kernel, fmt, slots, work, scalar_table(hypers))
+        lamb_reference.update(kernel, fmt, slots, work, scalar_table(hypers))
     for part, value, exp_avg in zip(parts, expected.values, expected.exp_avgs, strict=True):
         torch.testing.assert_close(target_of(slots)[part], value.float(), rtol=0, atol=2e-6)
         torch.testing.assert_close(slots.exp_avg[part], exp_avg.float(), rtol=0, atol=1e-6)
@@ -141,7 +140,7 @@ def test_tiles_do_not_change_a_bit(fmt, kernel):
     """A tensor spans tiles: its norms are of all of it. Tiles end at multiples of ROW, so even the sums are equal."""
     whole, tiled = make_slots(fmt), make_slots(fmt)
     (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
-    lamb_cases.update(kernel, fmt, whole, work, SCALARS)
+    lamb_reference.update(kernel, fmt, whole, work, SCALARS)
     tiles = [(0, ROW), (ROW, 3 * ROW), (3 * ROW, NUM_ELEMENTS)]
     works = lamb_work(TENSORS, tiles)
     partials = new_partials(works[0])
@@ -156,7 +155,7 @@ def test_tiles_may_end_anywhere():
     fmt = FORMATS["fp32"]
     whole, tiled = make_slots(fmt), make_slots(fmt)
     (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
-    lamb_cases.update(lamb_cpu, fmt, whole, work, SCALARS)
+    lamb_reference.update(lamb_cpu, fmt, whole, work, SCALARS)
     tiles = [(0, 50), (50, ROW + 7), (ROW + 7, 4 * ROW + 18), (4 * ROW + 18, NUM_ELEMENTS)]
     works = lamb_work(TENSORS, tiles)
     partials = new_partials(works[0])
@@ -175,7 +174,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
     try:
         for slots, count in ((one, 1), (many, 3)):
             torch.set_num_threads(count)
-            lamb_cases.update(lamb_cpu, fmt, slots, work, SCALARS)
+            lamb_reference.update(lamb_cpu, fmt, slots, work, SCALARS)
     finally:
         torch.set_num_threads(num_threads)
     assert_same(one, many)
@@ -204,7 +203,7 @@ def test_little_is_allocated():
     (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
     before = clone(slots)
     with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + 4096):
-        lamb_cases.update(lamb_cpu, fmt, slots, work, SCALARS)
+        lamb_reference.update(lamb_cpu, fmt, slots, work, SCALARS)
     assert not torch.equal(slots.param, before.param)
 
 
@@ -276,9 +275,9 @@ def test_unsuitable_arguments_are_refused(kernel, stage):
 def test_other_devices_are_refused():
     fmt = FORMATS["fp32"]
     slots = AdamSlots(*[t.to("meta") for t in tensors_of(make_slots(fmt, 10))])
-    work = lamb_cases.on(lamb_work([Span(0, 10, 0)], [(0, 10)])[0], "meta")
+    work = lamb_reference.on(lamb_work([Span(0, 10, 0)], [(0, 10)])[0], "meta")
     with pytest.raises(ValueError, match="on the CPU"):
-        lamb_cases.update(lamb_cpu, fmt, slots, work, SCALARS.to("meta"))
+        lamb_reference.update(lamb_cpu, fmt, slots, work, SCALARS.to("meta"))
 
 
 @pytest.mark.parametrize("wrong", [{"step": 0}, {"beta1": 1.0}, {"lr": -1.0}, {"eps": float("nan")}], ids=str)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields
 
-import lamb_cases
-import lamb_reference
+import lamb_reference as lamb
 import pytest
 import torch
 from interpreting import interpret, needs_gpu, needs_triton
@@ -67,18 +66,18 @@ def check_agrees(device: str, name: str, tiles: list[tuple[int, int]], scale: Gr
     partials_again = partials.clone()
     there = GradScale(*[None if t is None else t.to(device) for t in (scale.unscale, scale.clip, scale.found_inf)])
     for work, tile in zip(works, tiles, strict=True):
-        lamb_reference.lamb_moments(fmt, expected.part(*tile), work, SCALARS, sums, scale=scale)
+        lamb.lamb_moments(fmt, expected.part(*tile), work, SCALARS, sums, scale=scale)
         for each, buffer in ((slots, partials), (again, partials_again)):
             part = each.part(*tile)
-            lamb_triton.lamb_moments(fmt, part, lamb_cases.on(work, device), SCALARS.to(device), buffer, scale=there)
+            lamb_triton.lamb_moments(fmt, part, lamb.on(work, device), SCALARS.to(device), buffer, scale=there)
     assert same(slots, expected)
     assert torch.equal(partials.cpu(), partials_again.cpu())
     torch.testing.assert_close(partials.cpu(), sums, rtol=1e-6, atol=0)
     for work, tile in zip(works, tiles, strict=True):
-        lamb_reference.lamb_apply(fmt, expected.part(*tile), work, SCALARS, sums, scale=scale)
+        lamb.lamb_apply(fmt, expected.part(*tile), work, SCALARS, sums, scale=scale)
         for each in (slots, again):
             part = each.part(*tile)
-            lamb_triton.lamb_apply(fmt, part, lamb_cases.on(work, device), SCALARS.to(device), partials, scale=there)
+            lamb_triton.lamb_apply(fmt, part, lamb.on(work, device), SCALARS.to(device), partials, scale=there)
     assert same(slots, again)
     for tensor, other in zip(tensors_of(slots), tensors_of(expected), strict=True):
         torch.testing.assert_close(tensor, other, rtol=2e-7 if tensor.dtype == FP32 else 0.01, atol=1e-7)
@@ -92,7 +91,7 @@ def check_empty(device: str) -> None:
     fmt = FORMATS["bf16-master"]
     slots = make_slots(fmt, device)
     (work,) = lamb_work([], [(0, NUM_ELEMENTS)])
-    lamb_cases.update(lamb_triton, fmt, slots, lamb_cases.on(work, device), SCALARS.to(device))
+    lamb.update(lamb_triton, fmt, slots, lamb.on(work, device), SCALARS.to(device))
     assert same(slots, make_slots(fmt, "cpu"))
 
 
@@ -133,4 +132,4 @@ def test_on_gpu(name: str) -> None:
 def test_the_cpu_needs_the_interpreter() -> None:
     (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
     with pytest.raises(UnsupportedError, match="lamb_cpu"):
-        lamb_cases.update(lamb_triton, FORMATS["fp32"], make_slots(FORMATS["fp32"], "cpu"), work, SCALARS)
+        lamb.update(lamb_triton, FORMATS["fp32"], make_slots(FORMATS["fp32"], "cpu"), work, SCALARS)

@@ -2,5 +2,4 @@
 
 from __future__ import annotations
 
-from store_cases import home  # noqa: F401
-from update_cases import subject  # noqa: F401
+from store_cases import home, subject  # noqa: F401

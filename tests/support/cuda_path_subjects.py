@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from fake_gpu import FakeGpu
+from fake_gpu import FakeGpu, QueuedTier
 from harness import TINY, array, refuse, session_of
-from queued_tier import QueuedTier
 from torch import Tensor, nn
 from zoo import Case, floats
 

@@ -1,8 +1,9 @@
-"""LAMB in plain PyTorch: the reference for tests of its kernels (see `chunkc.kernels.lamb_host`)."""
+"""LAMB in plain PyTorch, and cases of its kernels for both stages."""
 
 from __future__ import annotations
 
 from itertools import pairwise
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -10,8 +11,20 @@ from torch import Tensor
 from chunkc.kernels.arithmetic import exact_root
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.lamb import LAMB_APPLY, LAMB_MOMENTS
-from chunkc.kernels.lamb_formats import LambPiece, LambScalars, LambWork
+from chunkc.kernels.lamb_formats import LambPiece, LambScalars, LambWork, new_partials
 from chunkc.kernels.lamb_host import apply_stage, moments_stage
+
+
+def on(work: LambWork, device: torch.device | str) -> LambWork:
+    """Return the same work on another device."""
+    return work.with_rows(work.rows.to(device))
+
+
+def update(kernel: ModuleType, fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor) -> None:
+    """Run both stages of a tile that contains all its tensors as a whole."""
+    partials = new_partials(work, slots.param.device)
+    kernel.lamb_moments(fmt, slots, work, scalars, partials)
+    kernel.lamb_apply(fmt, slots, work, scalars, partials)
 
 
 @moments_stage

@@ -11,33 +11,31 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from ladder_modules import (
-    LSTM,
-    AutocastConvNet,
-    AutocastGPT,
-    CheckpointedGPT,
-    ConvNeXt,
-    DropoutMLP,
-    LSTMCells,
-    ResNet,
-    SharedBlocks,
-    UNet,
-)
 from plain_modules import (
     HEADS,
     LAYERS,
+    LSTM,
     SEQUENCE,
     VOCAB,
     WIDTH,
+    AutocastConvNet,
+    AutocastGPT,
     BigEmbedding,
     BreaksInLoop,
     ByteGPT,
     CalledTwice,
+    CheckpointedGPT,
     ConvNet,
+    ConvNeXt,
+    DropoutMLP,
     Encoder,
     FrozenMLP,
     GraphBreaks,
+    LSTMCells,
+    ResNet,
+    SharedBlocks,
     SometimesUnused,
+    UNet,
 )
 from torch import Tensor, nn
 

@@ -1,32 +1,53 @@
-"""Updates in a backward: behind the last use of each group, where they fit; gradients that are used up stay away."""
+"""Updates in a backward: behind the last use of each group, where they fit; gradients that are used up stay away. Of
+groups that stay, and whose gradients the backward uses up: what waits when, who stays then, and the verifier.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from verify_cases import HARDWARE, HUGE, LAYOUT, MEMORIES, MODULES, NUM_LAYERS, backward_program, plan_step
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+from verify_cases import (
+    HARDWARE,
+    HUGE,
+    LAYOUT,
+    MEMORIES,
+    MODULES,
+    NUM_LAYERS,
+    Case,
+    backward_program,
+    forward_program,
+    plan_step,
+    step_positions,
+)
 from verify_cases import step_positions as positions_of_step
 
+from chunkc.ir import chunk_ops
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.layout import GRAD, PARAM, Chunk, ParamSpec
+from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.links import host_links
-from chunkc.ir.plan import PREFETCH, WRITE_BACK, PhasePlan, Position
+from chunkc.ir.plan import PREFETCH, WRITE_BACK, PhasePlan, Plan, Position, gradients_at
+from chunkc.ir.verify.resident import resident_data_nbytes
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.planning.layout import lay_out
-from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.residency import check_minimum, choose_resident, fixed_nbytes
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import MIN_TILE_NUMEL
-from chunkc.passes.planning.updates_in_backward import updated_in, with_updates
+from chunkc.passes.planning.updates_in_backward import updated_in, with_updates, with_waiting
 from chunkc.passes.rewrite.insert import insert_events
 
-ALL = dict.fromkeys(range(NUM_LAYERS), 1)
+STAGES = dict.fromkeys(range(NUM_LAYERS), 1)
 MINIMUM = check_minimum([p for phase in positions_of_step() for p in phase], LAYOUT, HUGE, 0)
 
 
-def updated(budget_nbytes: int, updates: dict[int, int] = ALL, external_nbytes: int = 0) -> tuple[Position, ...]:
+def updated(budget_nbytes: int, updates: dict[int, int] = STAGES, external_nbytes: int = 0) -> tuple[Position, ...]:
     _, backward = positions_of_step()
     return with_updates(
         backward,
@@ -56,7 +77,7 @@ def test_a_parameter_that_is_read_again_is_updated_later() -> None:
     _, backward = positions_of_step()
     tied = (*backward[:-1], replace(backward[-1], reads=backward[-1].reads | {Chunk(PARAM, 2)}))
     found = with_updates(
-        tied, LAYOUT, ALL, budget_nbytes=HUGE, external_nbytes=0, resident=frozenset({3}), hardware=HARDWARE
+        tied, LAYOUT, STAGES, budget_nbytes=HUGE, external_nbytes=0, resident=frozenset({3}), hardware=HARDWARE
     )
     assert [p.tile.group for p in found if p.tile is not None] == [1, 0, 2]
     assert found[-3].name == "backward.3"
@@ -66,7 +87,7 @@ def test_a_gradient_that_is_returned_leaves_its_group_to_the_step() -> None:
     _, backward = positions_of_step()
     hooked = tuple(replace(p, sunk=()) if p.name == "backward.1" else p for p in backward)
     found = with_updates(
-        hooked, LAYOUT, ALL, budget_nbytes=HUGE, external_nbytes=0, resident=frozenset(), hardware=HARDWARE
+        hooked, LAYOUT, STAGES, budget_nbytes=HUGE, external_nbytes=0, resident=frozenset(), hardware=HARDWARE
     )
     assert updated_in(found) == {0, 1, 3}
 
@@ -78,7 +99,7 @@ def test_updates_come_as_soon_as_there_is_room_and_change_no_minimum(
     """Gradients of those that can be undone go home."""
     found = []
     for spare in range(-4096, 20_000, 512):
-        updates = dict.fromkeys(ALL, num_stages)
+        updates = dict.fromkeys(STAGES, num_stages)
         plan = plan_step(MINIMUM + max(0, spare), updates=updates, undoable=undoable)
         assert plan.minimum_nbytes == MINIMUM
         assert plan.predicted_peak_nbytes <= plan.budget_nbytes
@@ -132,3 +153,196 @@ def test_a_large_group_is_updated_in_tiles_that_fit() -> None:
         assert max(sum(map(nbytes, p.items)) + 70 for p in found[1:]) <= budget - check_minimum([], layout, HUGE, 0)
         plan = plan_phases([("backward", found)], layout, budget_nbytes=budget, resident=frozenset(), hardware=hardware)
         assert plan.minimum_nbytes == minimum
+
+
+ALL = frozenset(range(NUM_LAYERS))
+SPENT = replace(LAYOUT, transient=ALL)
+GRADIENT_NBYTES = 4096
+
+
+def waiting(backward: tuple[Position, ...], layout: ChunkLayout = SPENT) -> list[dict[int, int]]:
+    return [dict(position.waiting) for position in with_waiting(backward, layout)]
+
+
+def planned(budget_nbytes: int, resident: frozenset[int] = ALL, layout: ChunkLayout = SPENT) -> Plan:
+    forward, backward = step_positions()
+    room: dict[str, Any] = {"budget_nbytes": budget_nbytes, "resident": resident, "hardware": HARDWARE}
+    backward = with_updates(
+        with_waiting(backward, layout),
+        layout,
+        STAGES,
+        external_nbytes=0,
+        **room,
+    )
+    return plan_phases([("forward", forward), ("backward", backward)], layout, boundary_nbytes=500, **room)
+
+
+def case(budget_nbytes: int = HUGE, resident: frozenset[int] = ALL) -> Case:
+    plan = planned(budget_nbytes, resident)
+    graph = insert_events(
+        backward_program(), plan.phases[1], MODULES, group_of=LAYOUT.group_of(), resident=resident
+    ).graph
+    options: dict[str, Any] = {
+        "resident": resident,
+        "external_nbytes": 0,
+        "budget_nbytes": budget_nbytes,
+        "present": plan.kept,
+    }
+    return Case(plan, graph, options | {"updates": plan.phases[1].updated, "layout": SPENT})
+
+
+def rules(c: Case, **changes: object) -> set[str]:
+    found = verify_phase(c.graph, memories=MEMORIES, **(c.options | changes))
+    return {violation.partition(" ")[0].rstrip(":") for violation in found}
+
+
+# --- what waits ---
+
+
+def test_a_group_of_which_a_gradient_is_returned_does_not_wait() -> None:
+    _, backward = step_positions()
+    hooked = tuple(replace(p, sunk=()) if p.name == "backward.1" else p for p in backward)
+    assert all(2 not in one for one in waiting(hooked))
+
+
+@st.composite
+def backwards(draw: st.DrawFn) -> tuple[ChunkLayout, tuple[Position, ...], frozenset[int]]:
+    """A backward of some parameters of several to a group, made and read in any calls, and who stays."""
+    num_parameters, num_calls = draw(st.integers(1, 8)), draw(st.integers(1, 6))
+    numels = draw(st.lists(st.integers(1, 700), min_size=num_parameters, max_size=num_parameters))
+    specs = [ParamSpec(f"p{i}", (n,), (1,), torch.float32, True) for i, n in enumerate(numels)]
+    layout = lay_out(specs, 2048)
+    group_of = {int(name[1:]): group for name, group in layout.group_of().items()}
+    made = {i: draw(st.integers(0, num_calls - 1)) for i in range(num_parameters)}
+    read = {i: draw(st.sets(st.integers(0, num_calls - 1))) for i in range(num_parameters)}
+    handed = {i: draw(st.booleans()) for i in range(num_parameters)}
+    calls = tuple(
+        Position(
+            name=f"backward.{at}",
+            phase="backward",
+            non_model_nbytes=draw(st.integers(0, 500)),
+            op="mm",
+            module="",
+            reads=frozenset(Chunk(PARAM, group_of[i]) for i in group_of if at in read[i]),
+            writes=frozenset(Chunk(GRAD, group_of[i]) for i in group_of if made[i] == at),
+            cost_s=1.0,
+            sunk=tuple((f"p{i}", handed[i]) for i in made if made[i] == at),
+        )
+        for at in range(num_calls)
+    )
+    groups = frozenset(group.index for group in layout.groups)
+    resident = frozenset(draw(st.sets(st.sampled_from(sorted(groups))))) if groups else groups
+    return replace(layout, transient=groups), calls, resident
+
+
+@given(backwards())
+def test_what_waits_is_what_moments_count(drawn: tuple[ChunkLayout, tuple[Position, ...], frozenset[int]]) -> None:
+    """And nothing is left: every group that stays is updated, behind all that reads it."""
+    layout, backward, resident = drawn
+    room: dict[str, Any] = {"budget_nbytes": HUGE, "external_nbytes": 0, "resident": resident, "hardware": HARDWARE}
+    line = with_updates(with_waiting(backward, layout), layout, {}, **room)
+    names = {s.spec.name: s.spec.gradient_nbytes for i in resident for s in layout.groups[i].slices}
+    assert [position.waiting_nbytes(resident) for position in line] == gradients_at(line, names)
+    updated = [position.tile.group for position in line if position.tile is not None]
+    assert sorted(updated) == sorted(resident)
+    for at, position in enumerate(line):
+        if position.tile is not None:
+            later = {item.group for other in line[at + 1 :] for item in other.items}
+            assert position.tile.group not in later
+
+
+# --- who stays ---
+
+
+def test_more_groups_stay_without_their_gradients() -> None:
+    forward, backward = step_positions()
+    plain, spending = (*forward, *backward), (*forward, *with_waiting(backward, SPENT))
+    for budget_nbytes in range(fixed_nbytes(LAYOUT, frozenset()) + 20_000, 80_000, 2_000):
+        with_them = choose_resident(plain, LAYOUT, budget_nbytes, ALL)
+        without = choose_resident(spending, SPENT, budget_nbytes, ALL)
+        assert len(with_them) <= len(without)
+        if without:
+            check_minimum(spending, SPENT, budget_nbytes, 0, without)
+            plan = planned(budget_nbytes, without)
+            assert plan.predicted_peak_nbytes <= budget_nbytes
+            assert not rules(case(budget_nbytes, without))
+    everything = fixed_nbytes(SPENT, ALL) + max(p.non_model_nbytes + p.waiting_nbytes(ALL) for p in spending)
+    assert choose_resident(spending, SPENT, everything, ALL) == ALL
+    assert choose_resident(plain, LAYOUT, everything, ALL) < ALL
+    assert planned(everything).predicted_peak_nbytes == everything
+    assert not rules(case(everything))
+
+
+def test_the_verifier_counts_to_the_byte() -> None:
+    _, backward = step_positions()
+    most = max(p.non_model_nbytes + p.waiting_nbytes(ALL) for p in with_waiting(backward, SPENT))
+    needed = resident_data_nbytes(SPENT, ALL) + most
+    assert resident_data_nbytes(LAYOUT, ALL) - resident_data_nbytes(SPENT, ALL) == NUM_LAYERS * GRADIENT_NBYTES
+    assert not rules(case(), budget_nbytes=needed)
+    assert "budget" in rules(case(), budget_nbytes=needed - 1)
+
+
+# --- sabotage ---
+
+
+def update_of(c: Case, group: int) -> fx.Node:
+    return next(node for node in c.all("update") if node.args[0] == group)
+
+
+def forget_an_update(c: Case) -> None:
+    c.graph.erase_node(update_of(c, 1))
+
+
+def update_before_the_gradient(c: Case) -> None:
+    c.call("backward.2").prepend(update_of(c, 1))
+
+
+def update_before_a_reader(c: Case) -> None:
+    last = c.call("backward.3")
+    last.args = (*last.args[:-1], next(n for n in c.graph.nodes if n.name == "w1"))
+
+
+def update_twice(c: Case) -> None:
+    node = update_of(c, 1)
+    with c.graph.inserting_after(node):
+        c.graph.call_function(chunk_ops.update, node.args)
+
+
+def update_a_part(c: Case) -> None:
+    node = update_of(c, 1)
+    node.args = (*node.args[:2], 1000)
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "rule"),
+    [
+        (forget_an_update, "update"),
+        (update_before_the_gradient, "update"),
+        (update_before_a_reader, "update"),
+        (update_twice, "write"),
+        (update_a_part, "write"),
+    ],
+)
+def test_what_goes_wrong_is_found(sabotage: Callable[[Case], None], rule: str) -> None:
+    c = case()
+    assert not rules(c)
+    sabotage(c)
+    assert rule in rules(c)
+
+
+def test_gradients_that_are_not_spent_are_not_used_up() -> None:
+    c = case()
+    assert rules(c, layout=LAYOUT) == {"read", "write"}
+
+
+def test_the_forward_of_such_a_step_is_valid() -> None:
+    plan = planned(HUGE)
+    graph = insert_events(forward_program(), plan.phases[0], MODULES, group_of=LAYOUT.group_of(), resident=ALL).graph
+    options: dict[str, Any] = {
+        "resident": ALL,
+        "external_nbytes": 0,
+        "budget_nbytes": HUGE,
+        "kept": plan.kept,
+        "layout": SPENT,
+    }
+    assert not rules(Case(plan, graph, options))

@@ -1,4 +1,6 @@
-"""The rewritten graph of hand-made programs: which nodes, in which order, reading what."""
+"""The rewritten graph of hand-made programs: which nodes, in which order, reading what. Where a backward says that groups
+are settled at home: after the last copy of each, none too early.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import fx, nn
+from verify_cases import LAYOUT, MODULES, NUM_LAYERS, backward_program, case, plan_step
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.layout import Chunk, ParamSpec
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan, Tile
 from chunkc.ir.program import PhaseProgram, SegmentCall
 from chunkc.passes.planning.layout import lay_out
-from chunkc.passes.rewrite.insert import insert_events, insert_update_events
+from chunkc.passes.rewrite.insert import complete_after, insert_events, insert_update_events
 
 GROUPS = {"w": 0, "v": 1}
 
@@ -221,3 +224,45 @@ def test_chunk_nodes_are_never_called() -> None:
             target(*[Chunk("param", 0), "to_device", 512][: target.__code__.co_argcount])
     with pytest.raises(AssertionError, match="never called"):
         chunk_ops.update(0, 0, 1)
+
+
+def test_every_group_is_settled_once_after_its_gradients_left() -> None:
+    nodes = list(case("settling").graph.nodes)
+    for group in range(NUM_LAYERS):
+        (at,) = [i for i, n in enumerate(nodes) if n.target is chunk_ops.settle and n.args == (group,)]
+        copies = [
+            i
+            for i, n in enumerate(nodes)
+            if n.target in (chunk_ops.prefetch, chunk_ops.write_back) and n.args[0].group == group
+        ]
+        assert at == max(copies) + 1
+
+
+def test_a_plan_that_nobody_listens_to_says_nothing() -> None:
+    assert not case("backward").all("settle")
+
+
+def test_the_last_fetch_counts_too() -> None:
+    """Gradients gone home, the parameter fetched once more: settled only then."""
+    stops = (
+        (Event(WRITE_BACK, Chunk("grad", 2), 1), Event(EVICT, Chunk("grad", 2), 1)),
+        (Event(PREFETCH, Chunk("param", 2), 1), Event(WAIT, Chunk("param", 2), 1)),
+        (Event(EVICT, Chunk("param", 2), 1),),
+    )
+    assert complete_after(backward_program(), PhasePlan("backward", stops, ()), LAYOUT) == {(1, 0): 2}
+
+
+def test_a_group_counts_only_with_all_its_gradients() -> None:
+    program = backward_program().returning(frozenset({"h.1.w"}))
+    plan = plan_step(None, 0).phases[1]
+    graph = insert_events(
+        program, plan, MODULES, group_of=LAYOUT.group_of(), resident=frozenset(), layout=LAYOUT
+    )  # fmt: skip
+    settled = {n.args[0] for n in graph.graph.nodes if n.target is chunk_ops.settle}
+    assert settled == set(range(NUM_LAYERS)) - {1}
+
+
+def test_a_group_that_stays_is_not_settled_when_its_cast_is_made() -> None:
+    stops = ((Event(PREFETCH, Chunk("param_bf16", 2), 0), Event(WAIT, Chunk("param_bf16", 2), 0)), ())
+    plan = PhasePlan("backward", stops, ())
+    assert complete_after(backward_program(), plan, LAYOUT, resident=frozenset({2})) == {}

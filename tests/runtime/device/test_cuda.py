@@ -1,4 +1,5 @@
-"""The CUDA tier's order, edge by edge, on a fake GPU whose streams stand still until a gate opens.
+"""The CUDA tier's order, edge by edge, on a fake GPU whose streams stand still until a gate opens; its links drained,
+and exchanges between ranks launched in one order.
 
 Nothing here depends on time: what must wait is shown to wait while the gate is shut, and to be right once it is open.
 `test_queued.py` trains with the same tier.
@@ -13,16 +14,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_gpu import FakeGpu, FakeStream
-from queued_tier import QueuedTier
-from store_cases import fetch, put_back
+from fake_gpu import FakeGpu, FakeStream, QueuedTier
+from store_cases import fetch, put_back, raiser
 from torch import Tensor, nn
 
-from chunkc.ir.errors import OptionsError, StreamError
+from chunkc.ir.errors import HomeError, OptionsError, StreamError
 from chunkc.ir.layout import Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.ir.links import GATHER, SCATTER
 from chunkc.runtime.device import cuda
 from chunkc.runtime.device.cuda import CudaLink, CudaTier
-from chunkc.runtime.device.streams import Launch
+from chunkc.runtime.device.streams import Launch, WorkerStream
 from chunkc.runtime.storage.arena import Arena
 from chunkc.runtime.storage.homes import Home
 from chunkc.runtime.storage.pinned import PinnedHome
@@ -300,3 +301,112 @@ def test_a_limit_that_makes_no_sense_is_refused(cuda_module: FakeCudaModule, nby
     with pytest.raises(OptionsError, match="memory limit"), cuda.memory_limit(nbytes):
         raise AssertionError
     assert cuda_module.calls == []
+
+
+SHORT_S, LONG_S = 0.1, 10.0
+
+
+class Copy:
+    """A copy on the current stream of a fake GPU that stands still for a moment; then, perhaps, the job goes wrong."""
+
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self.gpu, self.then, self.opened = FakeGpu(), then, threading.Event()
+        self.slot, self.home = torch.zeros(4), torch.ones(4)
+        self.link = CudaLink(self.gpu, "link")
+
+    def __call__(self) -> None:
+        self.gpu.current_stream().jobs.submit(self._stand_still)
+        self.gpu.copy(self.slot, self.home)
+        threading.Timer(SHORT_S, self.opened.set).start()
+        self.then()
+
+    def _stand_still(self) -> None:
+        assert self.opened.wait(LONG_S), "nobody opened the gate"
+
+    @property
+    def is_over(self) -> bool:
+        return self.slot.tolist() == [1.0] * 4
+
+
+def test_draining_a_link_waits_for_the_copies_that_the_host_launched() -> None:
+    copy = Copy()
+    copy.link.submit(Launch(copy))
+    assert not copy.is_over
+    copy.link.drain()
+    assert copy.is_over
+
+
+def test_draining_a_link_waits_for_the_copies_that_a_thread_launched() -> None:
+    """The thread is through with its job while the device still copies."""
+    copy = Copy()
+    copy.link.submit(copy)
+    copy.link.drain()
+    assert copy.is_over
+
+
+def test_a_copy_that_fails_half_way_leaves_nothing_that_still_writes_its_slot() -> None:
+    """Whoever is told of the error gives the slot back at once."""
+    copy = Copy(then=raiser(HomeError("the disk is on fire")))
+    mark = copy.link.submit(copy)
+    with pytest.raises(HomeError, match="on fire"):
+        mark.wait()
+    assert copy.is_over
+
+
+def test_draining_a_stream_waits_for_its_jobs() -> None:
+    stream, gate = WorkerStream("slow"), threading.Event()
+    stream.submit(lambda: None if gate.wait(LONG_S) else raiser(AssertionError("nobody opened the gate"))())
+    threading.Timer(SHORT_S, gate.set).start()
+    stream.drain()
+    assert gate.is_set()
+
+
+def noting(seen: list[tuple[str, bool]], name: str) -> Callable[[], None]:
+    """An exchange: its name, and whether the caller launches it."""
+    return Launch(lambda: seen.append((name, threading.current_thread() is threading.main_thread())))
+
+
+def test_an_exchange_is_launched_at_once_where_nothing_waits() -> None:
+    tier, seen = CudaTier(FakeGpu(), meter=False), []
+    marks = [tier.links[name].submit(noting(seen, name), after=tier.mark()) for name in (GATHER, SCATTER, GATHER)]
+    assert seen == [(GATHER, True), (SCATTER, True), (GATHER, True)]
+    assert all(mark.launched is None for mark in marks)
+
+
+def test_exchanges_behind_one_that_waits_for_an_update_keep_their_order() -> None:
+    """On any link: another rank's update may be over, and there they are launched at once."""
+    tier, updates, is_over = CudaTier(FakeGpu(), meter=False), WorkerStream("update"), threading.Event()
+    seen: list[tuple[str, bool]] = []
+    update = updates.submit(lambda: assert_set(is_over))
+    tier.links[GATHER].submit(noting(seen, "first"), after=(*tier.mark(), update))
+    tier.links[SCATTER].submit(noting(seen, "second"), after=tier.mark())
+    last = tier.links[GATHER].submit(noting(seen, "third"), after=tier.mark())
+    assert seen == []
+    is_over.set()
+    last.wait()
+    assert seen == [("first", False), ("second", False), ("third", False)]
+    tier.links[SCATTER].submit(noting(seen, "fourth"), after=tier.mark())
+    assert seen[-1] == ("fourth", True)
+    tier.drain()
+    updates.close()
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
+def test_a_launch_that_fails_is_an_error_of_who_waits_for_it() -> None:
+    tier, updates, is_over = CudaTier(FakeGpu(), meter=False), WorkerStream("update"), threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("nobody is there")
+
+    with pytest.raises(RuntimeError, match="nobody is there"):
+        tier.links[GATHER].submit(Launch(fail), after=tier.mark())
+    update = updates.submit(lambda: assert_set(is_over))
+    mark = tier.links[SCATTER].submit(Launch(fail), after=(update,))
+    is_over.set()
+    with pytest.raises(StreamError, match="nobody is there"):
+        tier.hold_for(mark)
+    tier.drain()
+    updates.close()

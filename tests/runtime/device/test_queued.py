@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeGpu
+from fake_gpu import EDGES, FakeGpu, QueuedTier
 from harness import TINY, adamw, array, differences, gradients, refuse, segmented, session_of, weights
-from queued_tier import EDGES, QueuedTier
 from torch import Tensor, nn
 from zoo import Case, floats
 

@@ -17,8 +17,8 @@ import weakref
 
 import pytest
 import torch
+from store_cases import NUMEL, Gate, Subject, blocks_until_opened, opened_soon
 from torch import Tensor
-from update_cases import NUMEL, Gate, Subject, blocks_until_opened, opened_soon
 
 from chunkc.ir.errors import StreamError
 from chunkc.ir.layout import GRAD, PARAM, Chunk

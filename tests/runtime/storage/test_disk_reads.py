@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fake_gpu import FakeGpu
-from runtime_helpers import MIB, random_bytes
+from store_cases import MIB, random_bytes
 
 from chunkc.ir.errors import HomeError
 from chunkc.runtime.storage.disk_reads import NUM_UNDER_WAY, PIECE_NBYTES, is_cached

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_helpers import MIB, open_fds, random_bytes
+from store_cases import MIB, open_fds, random_bytes
 
 from chunkc.runtime.storage import maps
 from chunkc.runtime.storage.homes import DiskHome, MemoryHome

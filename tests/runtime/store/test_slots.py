@@ -1,4 +1,4 @@
-"""Slots on the compute tier, and copies that fail."""
+"""Slots on the compute tier: every transition between chunk states, and copies that fail."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from chunkc.runtime.device.streams import WorkerStream
 from chunkc.runtime.device.tier import CpuTier
 from chunkc.runtime.storage.arena import Arena
 from chunkc.runtime.storage.homes import MemoryHome
-from chunkc.runtime.store.slots import ChunkState
+from chunkc.runtime.store.slots import ChunkState, advance
 from chunkc.runtime.store.store import ChunkStore
 
 pytestmark = pytest.mark.timeout(30)
@@ -277,3 +278,31 @@ def test_a_host_that_reads_home_memory_waits_for_the_write_back(waited: bool) ->
     store.slots.await_home(Chunk("grad", 2))
     assert (parameters["last"].grad == 3.0).all()
     store.release_slots()
+
+
+ALLOWED = (
+    ("FREE", "PREFETCHING"),  # a slot is taken
+    ("PREFETCHING", "HOLD"),  # waited for
+    ("HOLD", "COMPUTE"),
+    ("COMPUTE", "HOLD"),
+    ("HOLD", "EVICTING"),  # written back
+    ("EVICTING", "HOLD"),  # waited for
+    ("HOLD", "FREE"),  # the slot is given back
+)
+ILLEGAL = sorted(set(product(ChunkState.__members__, repeat=2)) - set(ALLOWED))
+
+
+def test_there_are_five_states() -> None:
+    assert set(ChunkState.__members__) == {"FREE", "PREFETCHING", "HOLD", "COMPUTE", "EVICTING"}
+    assert len(ILLEGAL) == 25 - len(ALLOWED)
+
+
+@pytest.mark.parametrize(("current", "new"), ALLOWED)
+def test_an_allowed_transition_gives_the_new_state(current: str, new: str) -> None:
+    assert advance(Chunk("param", 3), ChunkState[current], ChunkState[new]) is ChunkState[new]
+
+
+@pytest.mark.parametrize(("current", "new"), ILLEGAL)
+def test_an_illegal_transition_names_the_chunk_and_both_states(current: str, new: str) -> None:
+    with pytest.raises(ChunkStateError, match=rf"^chunk grad:7 .*from {current} to {new}$"):
+        advance(Chunk("grad", 7), ChunkState[current], ChunkState[new])

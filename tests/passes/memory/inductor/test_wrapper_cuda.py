@@ -1,13 +1,17 @@
-"""Wrappers that Inductor generated for CUDA devices, replayed without one: what they hold, when, and rounded."""
+"""Wrappers that Inductor generated for CUDA devices, replayed without one: what they hold, when, and rounded. Options
+for such segments: in force for them alone, known to this version, given back.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from cuda_wrappers import LAYER, OLDER
+from torch._inductor import config
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.passes.memory.inductor.cuda import steady_inductor
 from chunkc.passes.memory.inductor.memory import inductor_memory
 from chunkc.passes.memory.scratch.cuda import cuda_scratch_nbytes
 
@@ -105,3 +109,31 @@ def test_an_odd_head_size_is_copied() -> None:
     op = aten._scaled_dot_product_flash_attention.default
     odd = fakes(*[(16, 16, 2048, 60)] * 3, dtype=BF16)
     assert cuda_scratch_nbytes(op, tuple(odd), {}, odd[0]) >= 3 * odd[0].numel() // 60 * 64 * 2
+
+
+def test_only_cuda_segments_are_compiled_that_way() -> None:
+    with FakeTensorMode():
+        there = torch.empty(2, device="cuda:0")
+    before = config.shape_padding, config.triton.autotune_pointwise, config.deterministic
+    with steady_inductor([torch.zeros(2), 3, None]):
+        assert (config.shape_padding, config.triton.autotune_pointwise, config.deterministic) == before
+    with steady_inductor([torch.zeros(2), there]):
+        assert (config.shape_padding, config.triton.autotune_pointwise, config.deterministic) == (False, False, True)
+    assert (config.shape_padding, config.triton.autotune_pointwise, config.deterministic) == before
+
+
+def test_what_a_user_has_set_that_measures_on_the_device_is_without_effect_and_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with FakeTensorMode():
+        there = torch.empty(2, device="cuda:0")
+    with config.patch({"max_autotune": True, "triton.cudagraphs": True}):
+        for _ in range(2):
+            with steady_inductor([there]):
+                assert (config.max_autotune, config.triton.cudagraphs) == (False, False)
+        assert config.max_autotune
+    (record,) = caplog.records
+    assert "options max_autotune, triton.cudagraphs are without effect" in record.getMessage()
+    with steady_inductor([there]):
+        pass
+    assert len(caplog.records) == 1
