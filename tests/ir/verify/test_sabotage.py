@@ -29,13 +29,25 @@ BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
         "a_load_is_waited_for_too_late": lambda c: move_after(c.the(WAIT, P1), c.call("forward.1")),
         "a_slot_goes_before_its_reader": lambda c: move_before(c.the(EVICT, P1), c.call("forward.1")),
         "a_slot_goes_before_its_view_is_made": lambda c: move_before(c.the(EVICT, P1), c.the("parameter", P1)),
+        "a_chunk_is_never_loaded": lambda c: erase(c, P1, PREFETCH, WAIT, EVICT),
+        "a_parameter_is_read_from_the_chunk_of_another": lambda c: give(c.the("parameter", P1), P1, "h.2.w"),
     },
-    ("read", "update", 0): {
-        "an_update_before_its_gradients_have_arrived": lambda c: c.erase(
-            WAIT, next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == G1)
+    ("read", "forward", 1 << 20): {
+        "a_view_is_read_after_its_chunk_came_back_into_another_slot": lambda c: c.add_before(
+            c.call("forward.1"), (EVICT, P1), (PREFETCH, P1), (WAIT, P1)
         ),
     },
+    ("read", "backward", 0): {
+        "what_the_forward_kept_is_not_there": lambda c: c.options.update(present=()),
+    },
+    ("read", "update", 0): {
+        "an_update_before_its_gradients_have_arrived": lambda c: c.erase(WAIT, part_of(c, PREFETCH, G1)),
+        "an_update_without_gradients": lambda c: erase(c, part_of(c, PREFETCH, G1), PREFETCH, WAIT, EVICT),
+    },
     ("read", "casting", 0): {
+        "a_cast_is_read_from_the_chunk_of_another": lambda c: give(
+            c.the("parameter", Chunk("param_bf16", 1)), Chunk("param_bf16", 1), "h.2.w"
+        ),
         "a_cast_is_not_waited_for": lambda c: c.erase(WAIT, Chunk("param_bf16", 1)),
     },
     ("write", "casting", 0): {
@@ -52,6 +64,10 @@ BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
     },
     ("dirty", "updating", ROOMY): {
         "a_gradient_is_given_up_before_the_update": lambda c: move_before(c.the(EVICT, G1), update_of(c, 1)),
+        "an_update_leaves_a_part_of_the_gradient_out": lambda c: give(update_of(c, 1), 1, 0, 512),
+        "a_gradient_that_an_update_may_need_again_does_not_go_home": lambda c: c.options.update(
+            undoable=frozenset({1})
+        ),
     },
     ("write", "updating", ROOMY): {
         "a_group_is_not_updated": lambda c: c.graph.erase_node(update_of(c, 1)),
@@ -65,12 +81,17 @@ BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
         "a_gradient_is_sunk_before_the_wait": lambda c: move_after(c.the(WAIT, G1), c.the("sink", G1)),
         "a_gradient_is_sunk_after_its_slot_went": lambda c: move_after(c.the("sink", G1), c.the(EVICT, G1)),
         "a_gradient_is_sunk_during_the_write_back": lambda c: move_before(c.the(WRITE_BACK, G1), c.the("sink", G1)),
+        "a_gradient_goes_into_a_slot_that_is_not_there": lambda c: erase(c, G1, PREFETCH, WAIT),
+        "a_gradient_goes_into_the_chunk_of_another": lambda c: give(
+            c.the("sink", G1), "h.2.w", *c.the("sink", G1).args[1:]
+        ),
     },
     ("slot", "forward", 4096): {
         "a_slot_goes_while_its_load_is_under_way": lambda c: move_before(c.the(EVICT, P1), c.the(WAIT, P1)),
     },
     ("slot", "backward", 0): {
         "a_slot_goes_while_its_write_back_is_under_way": lambda c: c.erase(WAIT, G1, 1),
+        "a_write_back_is_waited_for_as_if_it_were_a_load": lambda c: give(c.all(WAIT, G1)[-1], G1, TO_DEVICE),
     },
     ("dirty", "backward", 0): {
         "a_gradient_is_never_written_back": lambda c: c.erase(WRITE_BACK, G1),
@@ -98,6 +119,29 @@ BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
     },
     ("link", "forward", 0): {
         "a_wait_for_a_copy_that_was_waited_for": lambda c: c.add_after(c.the(WAIT, P1), (WAIT, P1)),
+        "a_load_names_no_link": lambda c: give(c.the(PREFETCH, P1), P1),
+        "a_load_by_the_link_that_leads_home": lambda c: relink(c, P1, TO_HOME, PREFETCH, WAIT),
+        "a_load_by_the_disk_s_link_of_what_is_in_ram": lambda c: relink(c, P1, FROM_DISK, PREFETCH, WAIT),
+        "a_load_is_waited_for_on_another_link": lambda c: relink(c, P1, TO_HOME, WAIT),
+        "a_link_that_there_is_not": lambda c: relink(c, P1, "moon", PREFETCH, WAIT),
+    },
+    ("link", "backward", 0): {
+        "a_gradient_is_written_to_a_disk_that_is_not_its_home": lambda c: relink(c, G1, TO_DISK, WRITE_BACK),
+    },
+    ("budget", "backward", 0): {
+        "one_byte_less": lambda c: c.options.update(budget_nbytes=c.options["budget_nbytes"] - 1),
+        "a_resident_that_nobody_counted": lambda c: c.options.update(resident={0}),
+        "a_load_starts_too_early": lambda c: [
+            move_before(c.the(PREFETCH, chunk), c.call("backward.0")) for chunk in (P0, G0)
+        ],
+    },
+    ("budget", "update", 0): {
+        "one_byte_more_of_others": lambda c: c.options.update(external_nbytes=c.options["external_nbytes"] + 1),
+        "a_slot_stays_too_long": lambda c: move_before(c.the(EVICT, part_of(c, EVICT, G0)), last(c)),
+    },
+    ("end", "forward", 0): {
+        "what_should_be_kept_is_given_back": lambda c: c.add_before(last(c), (EVICT, next(iter(c.options["kept"])))),
+        "more_is_kept_than_should_be": lambda c: c.options.update(kept=()),
     },
     ("end", "backward", 0): {
         "the_last_slot_is_not_given_back": lambda c: c.graph.erase_node(c.all(EVICT)[-1]),
@@ -107,6 +151,9 @@ BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
         "a_group_is_settled_before_its_gradient_leaves": lambda c: move_before(settled(c, 1), c.the(WRITE_BACK, G1)),
         "a_parameter_is_fetched_after_its_group_was_settled": lambda c: c.add_after(
             settled(c, 1), (PREFETCH, P1), (WAIT, P1), (EVICT, P1)
+        ),
+        "a_gradient_comes_back_after_its_group_was_settled": lambda c: c.add_after(
+            c.the(EVICT, G1), (PREFETCH, G1), (WAIT, G1), (EVICT, G1)
         ),
     },
 }
@@ -131,22 +178,27 @@ def move_after(node: fx.Node, other: fx.Node) -> None:
     other.append(node)
 
 
-@sabotage("link", "forward")
-def a_load_names_no_link(c: Case) -> None:
-    node = c.the(PREFETCH, P1)
-    node.args = node.args[:1]
+def erase(c: Case, chunk: Chunk, *kinds: str) -> None:
+    for kind in kinds:
+        c.erase(kind, chunk)
 
 
-@sabotage("read", "forward")
-def a_chunk_is_never_loaded(c: Case) -> None:
-    for kind in (PREFETCH, WAIT, EVICT):
-        c.erase(kind, P1)
+def give(node: fx.Node, *arguments: object) -> None:
+    node.args = arguments  # type: ignore[assignment]
 
 
-@sabotage("read", "forward", 1 << 20)
-def a_view_is_read_after_its_chunk_came_back_into_another_slot(c: Case) -> None:
-    call = c.call("forward.1")
-    c.add_before(call, (EVICT, P1), (PREFETCH, P1), (WAIT, P1))
+def relink(c: Case, chunk: Chunk, link: str, *kinds: str) -> None:
+    for kind in kinds:
+        give(c.the(kind, chunk), chunk, link)
+
+
+def last(c: Case) -> fx.Node:
+    return next(iter(reversed(c.graph.nodes)))
+
+
+def part_of(c: Case, kind: str, whole: Chunk) -> Chunk:
+    """Return the chunk of the first such event for a part of another chunk."""
+    return next(n.args[0] for n in c.all(kind) if n.args[0].whole == whole)
 
 
 @sabotage("read", "forward", 1 << 20)
@@ -163,35 +215,11 @@ def two_loads_change_places(c: Case) -> None:
     one.args, two.args = two.args, one.args
 
 
-@sabotage("read", "backward")
-def what_the_forward_kept_is_not_there(c: Case) -> None:
-    assert c.options["present"]
-    c.options["present"] = ()
-
-
-@sabotage("read", "update")
-def an_update_without_gradients(c: Case) -> None:
-    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == G1)
-    for kind in (PREFETCH, WAIT, EVICT):
-        c.erase(kind, chunk)
-
-
 @sabotage("read", "forward")
 def a_result_is_a_view_of_a_slot(c: Case) -> None:
     memory = MEMORIES["layer"]
     c.call("forward.1").target = "view"
     c.names["view"] = SegmentMemory(memory.steps, memory.input_released, (-2,), ())  # type: ignore[assignment]
-
-
-@sabotage("read", "forward")
-def a_parameter_is_read_from_the_chunk_of_another(c: Case) -> None:
-    node = c.the("parameter", P1)
-    node.args = (P1, "h.2.w")
-
-
-@sabotage("read", "casting")
-def a_cast_is_read_from_the_chunk_of_another(c: Case) -> None:
-    c.the("parameter", Chunk("param_bf16", 1)).args = (Chunk("param_bf16", 1), "h.2.w")
 
 
 def update_of(c: Case, group: int) -> fx.Node:
@@ -202,17 +230,6 @@ def update_of(c: Case, group: int) -> fx.Node:
 def a_call_reads_what_was_updated(c: Case) -> None:
     call = c.call("backward.3")
     call.args = (*call.args[:2], c.the("parameter", P1))
-
-
-@sabotage("dirty", "updating", ROOMY)
-def an_update_leaves_a_part_of_the_gradient_out(c: Case) -> None:
-    node = update_of(c, 1)
-    node.args = (1, 0, 512)
-
-
-@sabotage("dirty", "updating", ROOMY)
-def a_gradient_that_an_update_may_need_again_does_not_go_home(c: Case) -> None:
-    c.options["undoable"] = frozenset({1})
 
 
 @sabotage("write", "updating", ROOMY)
@@ -230,28 +247,15 @@ def updated_parameters_do_not_go_home(c: Case) -> None:
     c.graph.erase_node(waits[-1])
 
 
-@sabotage("write", "backward")
-def a_gradient_goes_into_a_slot_that_is_not_there(c: Case) -> None:
-    for kind in (PREFETCH, WAIT):
-        c.erase(kind, G1)
-
-
-@sabotage("write", "backward")
-def a_gradient_goes_into_the_chunk_of_another(c: Case) -> None:
-    node = c.the("sink", G1)
-    node.args = ("h.2.w", *node.args[1:])
-
-
 @sabotage("write", "update")
 def an_update_during_the_write_back_of_a_state(c: Case) -> None:
     node = c.all("update")[1]
-    chunk = next(n.args[0] for n in c.all(WRITE_BACK) if n.args[0].whole == Chunk("exp_avg", 1))
-    move_before(c.the(WRITE_BACK, chunk), node)
+    move_before(c.the(WRITE_BACK, part_of(c, WRITE_BACK, Chunk("exp_avg", 1))), node)
 
 
 @sabotage("write", "update")
 def an_update_without_its_parameters(c: Case) -> None:
-    chunk = next(n.args[0] for n in c.all(PREFETCH) if n.args[0].whole == P1)
+    chunk = part_of(c, PREFETCH, P1)
     for node in [n for kind in (PREFETCH, WAIT, WRITE_BACK, EVICT) for n in c.all(kind, chunk)]:
         c.graph.erase_node(node)
 
@@ -264,8 +268,7 @@ def an_update_of_other_elements(c: Case) -> None:
 
 @sabotage("slot", "update")
 def a_states_slot_goes_while_its_write_back_is_under_way(c: Case) -> None:
-    chunk = next(n.args[0] for n in c.all(WRITE_BACK) if n.args[0].whole == Chunk("exp_avg_sq", 2))
-    c.erase(WAIT, chunk, 1)
+    c.erase(WAIT, part_of(c, WRITE_BACK, Chunk("exp_avg_sq", 2)), 1)
 
 
 @sabotage("dirty", "backward")
@@ -296,71 +299,10 @@ def two_parts_that_overlap_are_there_at_once(c: Case) -> None:
     c.add_after(wait, (PREFETCH, part), (WAIT, part), (EVICT, part))
 
 
-@sabotage("link", "forward")
-def a_load_by_the_link_that_leads_home(c: Case) -> None:
-    for kind in (PREFETCH, WAIT):
-        c.the(kind, P1).args = (P1, TO_HOME)
-
-
-@sabotage("link", "forward")
-def a_load_by_the_disk_s_link_of_what_is_in_ram(c: Case) -> None:
-    for kind in (PREFETCH, WAIT):
-        c.the(kind, P1).args = (P1, FROM_DISK)
-
-
-@sabotage("link", "backward")
-def a_gradient_is_written_to_a_disk_that_is_not_its_home(c: Case) -> None:
-    c.the(WRITE_BACK, G1).args = (G1, TO_DISK)
-
-
-@sabotage("link", "forward")
-def a_load_is_waited_for_on_another_link(c: Case) -> None:
-    c.the(WAIT, P1).args = (P1, TO_HOME)
-
-
-@sabotage("slot", "backward")
-def a_write_back_is_waited_for_as_if_it_were_a_load(c: Case) -> None:
-    c.all(WAIT, G1)[-1].args = (G1, TO_DEVICE)
-
-
-@sabotage("link", "forward")
-def a_link_that_there_is_not(c: Case) -> None:
-    for kind in (PREFETCH, WAIT):
-        c.the(kind, P1).args = (P1, "moon")
-
-
 @sabotage("state", "forward")
 def something_that_is_no_chunk_operation(c: Case) -> None:
     with c.graph.inserting_before(c.call("forward.0")):
         c.graph.call_function(torch.relu, ())
-
-
-@sabotage("budget", "backward")
-def one_byte_less(c: Case) -> None:
-    c.options["budget_nbytes"] -= 1
-
-
-@sabotage("budget", "update")
-def one_byte_more_of_others(c: Case) -> None:
-    c.options["external_nbytes"] += 1
-
-
-@sabotage("budget", "backward")
-def a_resident_that_nobody_counted(c: Case) -> None:
-    c.options["resident"] = {0}
-
-
-@sabotage("budget", "update")
-def a_slot_stays_too_long(c: Case) -> None:
-    evict = next(n for n in c.all(EVICT) if n.args[0].whole == G0)
-    move_before(evict, next(iter(reversed(c.graph.nodes))))
-
-
-@sabotage("budget", "backward")
-def a_load_starts_too_early(c: Case) -> None:
-    early = c.call("backward.0")
-    move_before(c.the(PREFETCH, P0), early)
-    move_before(c.the(PREFETCH, G0), early)
 
 
 @sabotage("budget", "backward")
@@ -375,17 +317,6 @@ def a_call_needs_more_than_planned(c: Case) -> None:
     memory = MEMORIES["layer_backward"]
     more = (MemoryStep("mm", "h", 4197), *memory.steps[1:])
     c.names["layer_backward"] = SegmentMemory(more, memory.input_released, memory.outputs, memory.storage_nbytes)  # type: ignore[assignment]
-
-
-@sabotage("end", "forward")
-def what_should_be_kept_is_given_back(c: Case) -> None:
-    kept = next(iter(c.options["kept"]))
-    c.add_before(next(iter(reversed(c.graph.nodes))), (EVICT, kept))
-
-
-@sabotage("end", "forward")
-def more_is_kept_than_should_be(c: Case) -> None:
-    c.options["kept"] = ()
 
 
 @sabotage("end", "backward", 1 << 20)
@@ -405,17 +336,11 @@ def the_end_leaves_a_dirty_chunk(c: Case) -> None:
 @sabotage("end", "forward", 1 << 20)
 def the_end_comes_during_a_load(c: Case) -> None:
     c.options["kept"] = {*c.options["kept"], G0}
-    c.add_before(next(iter(reversed(c.graph.nodes))), (PREFETCH, G0))
+    c.add_before(last(c), (PREFETCH, G0))
 
 
 def settled(c: Case, group: int) -> fx.Node:
     return next(n for n in c.all("settle") if n.args == (group,))
-
-
-@sabotage("home", "settling")
-def a_gradient_comes_back_after_its_group_was_settled(c: Case) -> None:
-    wait = next(n for n in c.graph.nodes if n.target is chunk_ops.evict and n.args == (G1,))
-    c.add_after(wait, (PREFETCH, G1), (WAIT, G1), (EVICT, G1))
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
