@@ -84,6 +84,8 @@ def test_with_room_copies_are_spread_and_with_none_they_are_waited_for_at_once()
 Sabotage = Callable[[Case], Any]
 BY_RULE: dict[tuple[str, str], dict[str, Sabotage]] = {
     ("saved", "forward"): {
+        "one_that_stays_leaves": lambda c: c.options.update(offloaded=frozenset({FIRST})),
+        "one_that_leaves_stays": lambda c: c.options.update(offloaded=AWAY | {"forward.2:0"}),
         "it_is_copied_before_its_last_reader": lambda c: c.call("forward.1").prepend(c.the(OFFLOAD, FIRST)),
         "it_is_given_up_without_a_copy": lambda c: c.erase(OFFLOAD, FIRST),
         "it_is_given_up_before_its_copy": lambda c: c.the(OFFLOAD, FIRST).prepend(c.the(LEAVE, FIRST)),
@@ -101,6 +103,9 @@ BY_RULE: dict[tuple[str, str], dict[str, Sabotage]] = {
     },
     ("link", "backward"): {
         "it_comes_back_by_another_link": lambda c: change(c.the(RELOAD, FIRST), link=FROM_DISK),
+    },
+    ("budget", "backward"): {  # all at the very beginning, where the plan has just the room for one call
+        "it_comes_back_while_there_is_no_room": lambda c: c.call("backward.0").prepend(c.the(RELOAD, FIRST)),
     },
 }
 SABOTAGES: dict[str, tuple[str, str, Sabotage]] = {
@@ -152,16 +157,6 @@ def nothing_stands_for_it(c: Case) -> None:
     output.args = (tuple(value for value in output.args[0] if value not in left.users),)
 
 
-@sabotage("saved", "forward")
-def one_that_stays_leaves(c: Case) -> None:
-    c.options["offloaded"] = frozenset({FIRST})
-
-
-@sabotage("saved", "forward")
-def one_that_leaves_stays(c: Case) -> None:
-    c.options["offloaded"] = AWAY | {"forward.2:0"}
-
-
 @sabotage("end", "forward")
 def it_is_never_waited_for(c: Case) -> None:
     left = c.the(LEAVE, FIRST)
@@ -194,13 +189,6 @@ def it_comes_back_and_never_arrives(c: Case) -> None:
     value.replace_all_uses_with(stand_in)
     c.graph.erase_node(value)
     c.graph.erase_node(last)
-
-
-@sabotage("budget", "backward")
-def it_comes_back_while_there_is_no_room(c: Case) -> None:
-    """All at the very beginning, where the plan has just the room for one call."""
-    first = c.call("backward.0")
-    first.prepend(c.the(RELOAD, FIRST))
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
