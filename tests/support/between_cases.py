@@ -27,37 +27,21 @@ class Between:
         assert self.weight.grad is not None
         return self.weight.grad
 
+    @property
+    def exp_avg(self) -> torch.Tensor:
+        return self.optimizer.state[self.weight]["exp_avg"]
 
-UserAct = Callable[[Between], None]
+
+UserAct = Callable[[Between], object]
 
 
 def data_of_a_gradient(now: Between) -> None:
     now.grad.data.clamp_(-1e-4, 1e-4)
 
 
-def data_of_a_parameter(now: Between) -> None:
-    now.weight.data.mul_(0.5)
-
-
-def one_element(now: Between) -> None:
-    now.grad.data.view(-1)[-1] = 0.25
-
-
-def other_data_for_a_gradient(now: Between) -> None:
-    now.grad.data = now.grad.detach() * 0.5
-
-
-def other_data_for_a_parameter(now: Between) -> None:
-    now.weight.data = now.weight.detach() * 0.5
-
-
 def set_of_a_gradient(now: Between) -> None:
     now.grad.data.set_((now.grad * 0.5).untyped_storage())
     now.grad.set_(now.grad.detach() * 0.5)
-
-
-def through_dlpack(now: Between) -> None:
-    dlpack.from_dlpack(dlpack.to_dlpack(now.grad)).mul_(0.5)
 
 
 def through_addresses(now: Between) -> None:
@@ -67,69 +51,17 @@ def through_addresses(now: Between) -> None:
     ctypes.memset(now.grad.data_ptr(), 0, now.grad.nbytes // 2)
 
 
-def through_the_storage(now: Between) -> None:
-    torch.tensor([], dtype=now.grad.dtype, device=now.grad.device).set_(now.grad.untyped_storage()).mul_(0.5)
-
-
-def kept_parameter(now: Between) -> None:
-    if "data" in now.kept:
-        now.kept["data"].mul_(0.5)
-    now.kept["data"] = now.weight.data
-
-
-def kept_view_of_a_parameter(now: Between) -> None:
-    if "view" in now.kept:
-        now.kept["view"].mul_(0.5)
-    now.kept["view"] = now.weight.data.view(-1)[:7]
-
-
-def lists_of_data(now: Between) -> None:
-    torch._foreach_mul_([p.grad.data for p in now.model.parameters() if p.grad is not None], 0.5)
-
-
-def in_place(now: Between) -> None:
-    now.grad.mul_(0.5)
-
-
 def parameter_in_place(now: Between) -> None:
     with torch.no_grad():
         now.weight.clamp_(-0.05, 0.05)
-
-
-def clip_norm(now: Between) -> None:
-    torch.nn.utils.clip_grad_norm_(now.model.parameters(), 1e-3)
-
-
-def clip_values(now: Between) -> None:
-    torch.nn.utils.clip_grad_value_(now.model.parameters(), 1e-4)
 
 
 def clip_in_the_step(now: Between) -> None:
     now.optimizer.clip_grad_norm_(1e-3)
 
 
-def dropped_gradients(now: Between) -> None:
-    now.optimizer.zero_grad()
-
-
-def zeroed_gradients(now: Between) -> None:
-    now.optimizer.zero_grad(set_to_none=False)
-
-
-def dropped_gradient(now: Between) -> None:
-    now.weight.grad = None
-
-
-def replaced_gradient(now: Between) -> None:
-    now.weight.grad = now.grad.detach() * 0.5
-
-
 def another_rate(now: Between) -> None:
     now.optimizer.param_groups[0]["lr"] *= 0.5
-
-
-def loaded_model(now: Between) -> None:
-    now.model.load_state_dict({name: value * 0.5 for name, value in now.model.state_dict().items()})
 
 
 def loaded_states(now: Between) -> None:
@@ -137,48 +69,6 @@ def loaded_states(now: Between) -> None:
     for state in saved["state"].values():
         state["exp_avg"] = state["exp_avg"] * 0.5
     now.optimizer.load_state_dict(saved)
-
-
-def data_of_a_state(now: Between) -> None:
-    now.optimizer.state[now.weight]["exp_avg"].data.mul_(0.5)
-
-
-def state_in_place(now: Between) -> None:
-    now.optimizer.state[now.weight]["exp_avg"].mul_(0.5)
-
-
-def kept_state(now: Between) -> None:
-    if "state" in now.kept:
-        now.kept["state"].data.mul_(0.5)
-    now.kept["state"] = now.optimizer.state[now.weight]["exp_avg"]
-
-
-def kept_state_in_place(now: Between) -> None:
-    if "state" in now.kept:
-        now.kept["state"].mul_(0.5)
-    now.kept["state"] = now.optimizer.state[now.weight]["exp_avg"]
-
-
-def kept_view_of_a_state(now: Between) -> None:
-    if "state" in now.kept:
-        now.kept["state"].mul_(0.5)
-    now.kept["state"] = now.optimizer.state[now.weight]["exp_avg"].data.view(-1)
-
-
-def kept_states_of_a_parameter(now: Between) -> None:
-    if "states" in now.kept:
-        now.kept["states"]["exp_avg"].data.mul_(0.5)
-    now.kept["states"] = now.optimizer.state[now.weight]
-
-
-def kept_states_of_all(now: Between) -> None:
-    if "all" in now.kept:
-        now.kept["all"][now.weight]["exp_avg"].data.mul_(0.5)
-    now.kept["all"] = now.optimizer.state
-
-
-def step_counter(now: Between) -> None:
-    now.optimizer.state[now.weight]["step"].fill_(7.0)
 
 
 def nothing_but_reading(now: Between) -> None:
@@ -190,38 +80,54 @@ def nothing_but_reading(now: Between) -> None:
     repr(now.weight)
 
 
+def keeping(keep: Callable[[Between], Any], part: Callable[[Between, Any], torch.Tensor]) -> UserAct:
+    """Write to a part of what was kept at the step before, and keep it from this one."""
+
+    def act(now: Between) -> None:
+        if "it" in now.kept:
+            part(now, now.kept["it"]).mul_(0.5)
+        now.kept["it"] = keep(now)
+
+    return act
+
+
+_NAMED: dict[str, UserAct] = {
+    "data_of_a_parameter": lambda now: now.weight.data.mul_(0.5),
+    "one_element": lambda now: now.grad.data.view(-1)[-1:].fill_(0.25),
+    "other_data_for_a_gradient": lambda now: setattr(now.grad, "data", now.grad.detach() * 0.5),
+    "other_data_for_a_parameter": lambda now: setattr(now.weight, "data", now.weight.detach() * 0.5),
+    "through_dlpack": lambda now: dlpack.from_dlpack(dlpack.to_dlpack(now.grad)).mul_(0.5),
+    "through_the_storage": lambda now: (
+        torch.tensor([], dtype=now.grad.dtype, device=now.grad.device).set_(now.grad.untyped_storage()).mul_(0.5)
+    ),
+    "kept_parameter": keeping(lambda now: now.weight.data, lambda now, kept: kept),
+    "kept_view_of_a_parameter": keeping(lambda now: now.weight.data.view(-1)[:7], lambda now, kept: kept),
+    "lists_of_data": lambda now: torch._foreach_mul_(
+        [p.grad.data for p in now.model.parameters() if p.grad is not None], 0.5
+    ),
+    "in_place": lambda now: now.grad.mul_(0.5),
+    "clip_norm": lambda now: nn.utils.clip_grad_norm_(now.model.parameters(), 1e-3),
+    "clip_values": lambda now: nn.utils.clip_grad_value_(now.model.parameters(), 1e-4),
+    "dropped_gradients": lambda now: now.optimizer.zero_grad(),
+    "zeroed_gradients": lambda now: now.optimizer.zero_grad(set_to_none=False),
+    "dropped_gradient": lambda now: setattr(now.weight, "grad", None),
+    "replaced_gradient": lambda now: setattr(now.weight, "grad", now.grad.detach() * 0.5),
+    "loaded_model": lambda now: now.model.load_state_dict({n: v * 0.5 for n, v in now.model.state_dict().items()}),
+    "data_of_a_state": lambda now: now.exp_avg.data.mul_(0.5),
+    "state_in_place": lambda now: now.exp_avg.mul_(0.5),
+    "kept_state": keeping(lambda now: now.exp_avg, lambda now, kept: kept.data),
+    "kept_state_in_place": keeping(lambda now: now.exp_avg, lambda now, kept: kept),
+    "kept_view_of_a_state": keeping(lambda now: now.exp_avg.data.view(-1), lambda now, kept: kept),
+    "kept_states_of_a_parameter": keeping(
+        lambda now: now.optimizer.state[now.weight], lambda now, kept: kept["exp_avg"].data
+    ),
+    "kept_states_of_all": keeping(lambda now: now.optimizer.state, lambda now, kept: kept[now.weight]["exp_avg"].data),
+    "step_counter": lambda now: now.optimizer.state[now.weight]["step"].fill_(7.0),
+}
+for _name, _act in _NAMED.items():
+    _act.__name__ = _name  # the tests' names
+
 ACTS: list[UserAct] = [
-    data_of_a_gradient,
-    data_of_a_parameter,
-    one_element,
-    other_data_for_a_gradient,
-    other_data_for_a_parameter,
-    set_of_a_gradient,
-    through_dlpack,
-    through_addresses,
-    through_the_storage,
-    kept_parameter,
-    kept_view_of_a_parameter,
-    lists_of_data,
-    in_place,
-    parameter_in_place,
-    clip_norm,
-    clip_values,
-    clip_in_the_step,
-    dropped_gradients,
-    zeroed_gradients,
-    dropped_gradient,
-    replaced_gradient,
-    another_rate,
-    loaded_model,
-    loaded_states,
-    data_of_a_state,
-    state_in_place,
-    kept_state,
-    kept_state_in_place,
-    kept_view_of_a_state,
-    kept_states_of_a_parameter,
-    kept_states_of_all,
-    step_counter,
-    nothing_but_reading,
-]
+    data_of_a_gradient, set_of_a_gradient, through_addresses, parameter_in_place, clip_in_the_step, another_rate,
+    loaded_states, *_NAMED.values(), nothing_but_reading,
+]  # fmt: skip

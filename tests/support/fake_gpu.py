@@ -74,6 +74,13 @@ class FakeEvent:
         self.at_s = time.perf_counter()
 
 
+class NoWait(FakeEvent):
+    """An event that the host does not wait for."""
+
+    def synchronize(self) -> None:
+        pass
+
+
 class FakeGpu:
     """Stands for `chunkc.runtime.device.gpu.TorchGpu`; its device memory is RAM.
 

@@ -293,10 +293,10 @@ def open_fds() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def raiser(error: BaseException) -> Callable[[], None]:
+def raiser(error: BaseException) -> Callable[..., None]:
     """A job that fails."""
 
-    def job() -> None:
+    def job(*args: object, **more: object) -> None:
         raise error
 
     return job

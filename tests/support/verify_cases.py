@@ -102,6 +102,11 @@ def backward_program() -> PhaseProgram:
     return PhaseProgram("backward", inputs, storages, held, names, calls, (None,) * NUM_LAYERS + ("g0",), 5)
 
 
+def give(node: fx.Node, *arguments: object) -> None:
+    """Give a node other arguments."""
+    node.args = arguments  # type: ignore[assignment]
+
+
 @dataclass
 class Case:
     """A planned phase, its graph, and what the verifier must be told."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import fx
-from verify_cases import LAYOUT, MEMORIES, Case, case
+from verify_cases import LAYOUT, MEMORIES, Case, case, give
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.layout import Chunk
@@ -181,10 +181,6 @@ def move_after(node: fx.Node, other: fx.Node) -> None:
 def erase(c: Case, chunk: Chunk, *kinds: str) -> None:
     for kind in kinds:
         c.erase(kind, chunk)
-
-
-def give(node: fx.Node, *arguments: object) -> None:
-    node.args = arguments  # type: ignore[assignment]
 
 
 def relink(c: Case, chunk: Chunk, link: str, *kinds: str) -> None:

@@ -107,18 +107,9 @@ def of_module(path: str) -> fx.Graph:
     return graph
 
 
-def with_a_larger_storage() -> fx.Graph:
-    """The input is the first part of a larger tensor."""
-    return graph_of(torch.empty(16, 8)[:8])
-
-
 def with_one_storage() -> fx.Graph:
     both = torch.empty(2, 8, 8)
     return graph_of(both[0], both[0])
-
-
-def conjugated() -> fx.Graph:
-    return graph_of(square(dtype=torch.complex64).conj())
 
 
 VARIANTS: dict[str, tuple[Callable[[], fx.Graph], Callable[[], fx.Graph]]] = {
@@ -129,26 +120,23 @@ VARIANTS: dict[str, tuple[Callable[[], fx.Graph], Callable[[], fx.Graph]]] = {
     "module": (graph_of, lambda: of_module("L['self'].act")),
     "number of inputs": (graph_of, lambda: graph_of(square(), square())),
     "shared storage": (lambda: graph_of(square(), square()), with_one_storage),
-    "bytes of a storage": (graph_of, with_a_larger_storage),
-    "conjugated": (lambda: graph_of(square(dtype=torch.complex64)), conjugated),
+    "bytes of a storage": (graph_of, lambda: graph_of(torch.empty(16, 8)[:8])),  # the first part of a larger tensor
+    "conjugated": (
+        lambda: graph_of(square(dtype=torch.complex64)),
+        lambda: graph_of(square(dtype=torch.complex64).conj()),
+    ),
 }
 
 
-@pytest.mark.parametrize(("former", "other"), VARIANTS.values(), ids=VARIANTS)
-def test_other_graphs_have_other_entries(former: Callable[[], fx.Graph], other: Callable[[], fx.Graph]) -> None:
-    assert asked(former())
-    assert asked(other())
-    assert not asked(former())
-
-
 @pytest.mark.parametrize(
-    "other",
-    [lambda: square(9), lambda: square(dtype=torch.bfloat16), lambda: square().t()],
-    ids=["shape", "dtype", "strides"],
+    ("name", "code"), [*((name, "") for name in VARIANTS), *((name, "code") for name in ("sizes", "dtype", "strides"))]
 )
-def test_bytes_of_code_depend_on_its_inputs(other: Callable[[], torch.Tensor]) -> None:
-    assert asked(graph_of(), "code")
-    assert asked(graph_of(other()), "code")
+def test_other_graphs_have_other_entries(name: str, code: str) -> None:
+    """And bytes of code depend on its inputs."""
+    former, other = VARIANTS[name]
+    assert asked(former(), code)
+    assert asked(other(), code)
+    assert not asked(former(), code)
 
 
 def test_bytes_depend_on_code_and_threads() -> None:

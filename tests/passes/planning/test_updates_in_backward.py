@@ -24,6 +24,7 @@ from verify_cases import (
     Case,
     backward_program,
     forward_program,
+    give,
     plan_step,
     step_positions,
 )
@@ -47,17 +48,12 @@ STAGES = dict.fromkeys(range(NUM_LAYERS), 1)
 MINIMUM = check_minimum([p for phase in positions_of_step() for p in phase], LAYOUT, HUGE, 0)
 
 
-def updated(budget_nbytes: int, updates: dict[int, int] = STAGES, external_nbytes: int = 0) -> tuple[Position, ...]:
-    _, backward = positions_of_step()
-    return with_updates(
-        backward,
-        LAYOUT,
-        updates,
-        budget_nbytes=budget_nbytes,
-        external_nbytes=external_nbytes,
-        resident=frozenset(),
-        hardware=HARDWARE,
-    )
+def updated(
+    backward: tuple[Position, ...] | None = None, resident: frozenset[int] = frozenset(), external_nbytes: int = 0
+) -> tuple[Position, ...]:
+    """The step's backward, or another one, with all updates for which a huge budget has room."""
+    room = {"budget_nbytes": HUGE, "external_nbytes": external_nbytes, "resident": resident, "hardware": HARDWARE}
+    return with_updates(backward or positions_of_step()[1], LAYOUT, STAGES, **room)  # type: ignore[arg-type]
 
 
 def copies(phase: PhasePlan, kind: str, of: str) -> Counter[int]:
@@ -65,7 +61,7 @@ def copies(phase: PhasePlan, kind: str, of: str) -> Counter[int]:
 
 
 def test_a_group_is_updated_right_behind_the_last_call_that_uses_it() -> None:
-    names = [(p.name, None if p.tile is None else p.tile.group) for p in updated(HUGE)]
+    names = [(p.name, None if p.tile is None else p.tile.group) for p in updated()]
     expected = []
     for layer in reversed(range(NUM_LAYERS)):
         expected += [(f"backward.{NUM_LAYERS - 1 - layer}", None), (f"update.{layer}[0:1024]", layer)]
@@ -76,9 +72,7 @@ def test_a_parameter_that_is_read_again_is_updated_later() -> None:
     """A tied weight: the last call of the backward reads it, too."""
     _, backward = positions_of_step()
     tied = (*backward[:-1], replace(backward[-1], reads=backward[-1].reads | {Chunk(PARAM, 2)}))
-    found = with_updates(
-        tied, LAYOUT, STAGES, budget_nbytes=HUGE, external_nbytes=0, resident=frozenset({3}), hardware=HARDWARE
-    )
+    found = updated(tied, frozenset({3}))
     assert [p.tile.group for p in found if p.tile is not None] == [1, 0, 2]
     assert found[-3].name == "backward.3"
 
@@ -86,10 +80,8 @@ def test_a_parameter_that_is_read_again_is_updated_later() -> None:
 def test_a_gradient_that_is_returned_leaves_its_group_to_the_step() -> None:
     _, backward = positions_of_step()
     hooked = tuple(replace(p, sunk=()) if p.name == "backward.1" else p for p in backward)
-    found = with_updates(
-        hooked, LAYOUT, STAGES, budget_nbytes=HUGE, external_nbytes=0, resident=frozenset(), hardware=HARDWARE
-    )
-    assert updated_in(found) == {0, 1, 3}
+    assert updated_in(updated(hooked)) == {0, 1, 3}
+    assert all(2 not in one for one in waiting(hooked)), "nor does it wait"
 
 
 @pytest.mark.parametrize(("num_stages", "undoable"), [(1, ()), (2, ()), (1, (1, 2))])
@@ -126,7 +118,7 @@ def test_updates_come_as_soon_as_there_is_room_and_change_no_minimum(
             assert copies(phase, WRITE_BACK, "exp_avg")[group] == copies(phase, PREFETCH, "exp_avg")[group] >= 1
     assert found == sorted(found)
     assert (found[0], found[-1]) == (0, NUM_LAYERS)
-    assert updated_in(updated(HUGE, external_nbytes=HUGE - MINIMUM)) == set()
+    assert updated_in(updated(external_nbytes=HUGE - MINIMUM)) == set()
 
 
 def test_a_large_group_is_updated_in_tiles_that_fit() -> None:
@@ -167,13 +159,7 @@ def waiting(backward: tuple[Position, ...], layout: ChunkLayout = SPENT) -> list
 def planned(budget_nbytes: int, resident: frozenset[int] = ALL, layout: ChunkLayout = SPENT) -> Plan:
     forward, backward = step_positions()
     room: dict[str, Any] = {"budget_nbytes": budget_nbytes, "resident": resident, "hardware": HARDWARE}
-    backward = with_updates(
-        with_waiting(backward, layout),
-        layout,
-        STAGES,
-        external_nbytes=0,
-        **room,
-    )
+    backward = with_updates(with_waiting(backward, layout), layout, STAGES, external_nbytes=0, **room)
     return plan_phases([("forward", forward), ("backward", backward)], layout, boundary_nbytes=500, **room)
 
 
@@ -182,13 +168,9 @@ def case(budget_nbytes: int = HUGE, resident: frozenset[int] = ALL) -> Case:
     graph = insert_events(
         backward_program(), plan.phases[1], MODULES, group_of=LAYOUT.group_of(), resident=resident
     ).graph
-    options: dict[str, Any] = {
-        "resident": resident,
-        "external_nbytes": 0,
-        "budget_nbytes": budget_nbytes,
-        "present": plan.kept,
-    }
-    return Case(plan, graph, options | {"updates": plan.phases[1].updated, "layout": SPENT})
+    options: dict[str, Any] = {"resident": resident, "external_nbytes": 0, "budget_nbytes": budget_nbytes}
+    options |= {"present": plan.kept, "updates": plan.phases[1].updated, "layout": SPENT}
+    return Case(plan, graph, options)
 
 
 def rules(c: Case, **changes: object) -> set[str]:
@@ -197,12 +179,6 @@ def rules(c: Case, **changes: object) -> set[str]:
 
 
 # --- what waits ---
-
-
-def test_a_group_of_which_a_gradient_is_returned_does_not_wait() -> None:
-    _, backward = step_positions()
-    hooked = tuple(replace(p, sunk=()) if p.name == "backward.1" else p for p in backward)
-    assert all(2 not in one for one in waiting(hooked))
 
 
 @st.composite
@@ -289,17 +265,8 @@ def update_of(c: Case, group: int) -> fx.Node:
     return next(node for node in c.all("update") if node.args[0] == group)
 
 
-def forget_an_update(c: Case) -> None:
-    c.graph.erase_node(update_of(c, 1))
-
-
-def update_before_the_gradient(c: Case) -> None:
-    c.call("backward.2").prepend(update_of(c, 1))
-
-
-def update_before_a_reader(c: Case) -> None:
-    last = c.call("backward.3")
-    last.args = (*last.args[:-1], next(n for n in c.graph.nodes if n.name == "w1"))
+def placeholder(c: Case, name: str) -> fx.Node:
+    return next(n for n in c.graph.nodes if n.name == name)
 
 
 def update_twice(c: Case) -> None:
@@ -308,20 +275,16 @@ def update_twice(c: Case) -> None:
         c.graph.call_function(chunk_ops.update, node.args)
 
 
-def update_a_part(c: Case) -> None:
-    node = update_of(c, 1)
-    node.args = (*node.args[:2], 1000)
-
-
 @pytest.mark.parametrize(
     ("sabotage", "rule"),
     [
-        (forget_an_update, "update"),
-        (update_before_the_gradient, "update"),
-        (update_before_a_reader, "update"),
+        (lambda c: c.graph.erase_node(update_of(c, 1)), "update"),
+        (lambda c: c.call("backward.2").prepend(update_of(c, 1)), "update"),
+        (lambda c: give(c.call("backward.3"), *c.call("backward.3").args[:-1], placeholder(c, "w1")), "update"),
         (update_twice, "write"),
-        (update_a_part, "write"),
+        (lambda c: give(update_of(c, 1), *update_of(c, 1).args[:2], 1000), "write"),
     ],
+    ids=["forgotten", "before the gradient", "before a reader", "twice", "of a part"],
 )
 def test_what_goes_wrong_is_found(sabotage: Callable[[Case], None], rule: str) -> None:
     c = case()
@@ -338,11 +301,5 @@ def test_gradients_that_are_not_spent_are_not_used_up() -> None:
 def test_the_forward_of_such_a_step_is_valid() -> None:
     plan = planned(HUGE)
     graph = insert_events(forward_program(), plan.phases[0], MODULES, group_of=LAYOUT.group_of(), resident=ALL).graph
-    options: dict[str, Any] = {
-        "resident": ALL,
-        "external_nbytes": 0,
-        "budget_nbytes": HUGE,
-        "kept": plan.kept,
-        "layout": SPENT,
-    }
-    assert not rules(Case(plan, graph, options))
+    options: dict[str, Any] = {"resident": ALL, "external_nbytes": 0, "budget_nbytes": HUGE}
+    assert not rules(Case(plan, graph, options | {"kept": plan.kept, "layout": SPENT}))

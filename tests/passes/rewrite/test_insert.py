@@ -1,5 +1,5 @@
-"""The rewritten graph of hand-made programs: which nodes, in which order, reading what. Where a backward says that groups
-are settled at home: after the last copy of each, none too early.
+"""The rewritten graph of hand-made programs: which nodes, in which order, reading what. Where a backward says that
+groups are settled at home: after the last copy of each, none too early.
 """
 
 from __future__ import annotations

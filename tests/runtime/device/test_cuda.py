@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_gpu import FakeGpu, FakeStream, QueuedTier
-from store_cases import fetch, put_back, raiser
+from store_cases import Gate, fetch, opened_soon, put_back, raiser
 from torch import Tensor, nn
 
 from chunkc.ir.errors import HomeError, OptionsError, StreamError
@@ -35,22 +35,15 @@ pytestmark = pytest.mark.timeout(60)
 NUMEL = 16
 
 
-class Gate:
-    """Holds a stream up at one point."""
-
-    def __init__(self, stream: FakeStream) -> None:
-        self._open = threading.Event()
-        stream.jobs.submit(self._wait)
-
-    def _wait(self) -> None:
-        assert self._open.wait(20), "nobody opened the gate"
-
-    def open(self) -> None:
-        self._open.set()
+def assert_true(value: bool) -> None:
+    assert value
 
 
-def open_soon(gate: Gate) -> None:
-    threading.Timer(0.05, gate.open).start()
+def shut(stream: FakeStream) -> Gate:
+    """Hold a stream up at one point, until the gate is opened."""
+    gate = Gate()
+    stream.jobs.submit(gate.wait)
+    return gate
 
 
 @pytest.fixture
@@ -88,18 +81,15 @@ def taking(value: float) -> Callable[[], Tensor]:
     return lambda: torch.full((NUMEL,), value)
 
 
-# ---------------------------------------------------------------- prefetch after mark
-
-
 def test_a_gradient_of_the_user_s_own_goes_home_in_the_stream_s_order(gpu: FakeGpu, home: Home) -> None:
     """The user put another tensor into `.grad`; the kernel that makes its values has not run yet."""
     store, tier, parameters = placed(gpu, home)
-    gate = Gate(gpu.compute)
+    gate = shut(gpu.compute)
     own = torch.zeros(NUMEL)
     tier.enqueue(own.fill_, 3.0)
     parameters["a"].grad = own
     store.prefetch(Chunk("grad", 0))
-    gate.open()
+    gate.opened.set()
     store.slots.wait(Chunk("grad", 0))
     store.gradients.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
     put_back(store, Chunk("grad", 0))
@@ -108,29 +98,23 @@ def test_a_gradient_of_the_user_s_own_goes_home_in_the_stream_s_order(gpu: FakeG
     assert seen == [7.0] * NUMEL
 
 
-# ---------------------------------------------------------------- write-backs
-
-
 def written_back(store: ChunkStore) -> None:
     fetch(store, Chunk("grad", 0))
     store.gradients.sink("a", Chunk("grad", 0), taking(4.0), owned=True)
     store.write_back(Chunk("grad", 0))
 
 
-# ---------------------------------------------------------------- the host itself
-
-
 @pytest.mark.parametrize("waited", ["before", "after"])
 def test_a_host_that_reads_home_memory_waits_for_the_write_back(gpu: FakeGpu, home: Home, waited: str) -> None:
     """As an update on CPU threads does; whether the plan has come to the write-back's wait already or not."""
     store, tier, parameters = placed(gpu, home)
-    gate = Gate(gpu.compute)
+    gate = shut(gpu.compute)
     written_back(store)
     if waited == "after" and isinstance(home, PinnedHome):
         store.slots.wait(Chunk("grad", 0))
         store.slots.evict(Chunk("grad", 0))
     assert parameters["a"].grad.tolist() == [0.0] * NUMEL  # too early: this is what the wait is for
-    open_soon(gate)
+    opened_soon(gate)
     store.slots.await_home(Chunk("grad", 0))
     assert parameters["a"].grad.tolist() == [4.0] * NUMEL
     tier.settle()
@@ -138,10 +122,10 @@ def test_a_host_that_reads_home_memory_waits_for_the_write_back(gpu: FakeGpu, ho
 
 def test_a_host_that_reads_home_memory_waits_for_eager_code_too(gpu: FakeGpu, home: Home) -> None:
     store, tier, parameters = placed(gpu, home)
-    gate = Gate(gpu.compute)
+    gate = shut(gpu.compute)
     tier.enqueue(parameters["b"].data.fill_, 9.0)
     assert parameters["b"].tolist() == [2.0] * NUMEL
-    open_soon(gate)
+    opened_soon(gate)
     store.slots.await_home(Chunk("param", 1))
     assert parameters["b"].tolist() == [9.0] * NUMEL
 
@@ -152,9 +136,9 @@ def test_releasing_slots_brings_gradients_home_in_order(gpu: FakeGpu, home: Home
     store.prefetch(Chunk("grad", 0))
     store.prefetch(Chunk("param", 1))
     store.slots.wait(Chunk("grad", 0))
-    gate = Gate(gpu.compute)
+    gate = shut(gpu.compute)
     store.gradients.sink("a", Chunk("grad", 0), taking(6.0), owned=True)
-    open_soon(gate)
+    opened_soon(gate)
     store.release_slots()
     seen = read(tier, parameters["a"].grad)
     tier.settle()
@@ -168,7 +152,7 @@ def test_releasing_slots_brings_gradients_home_in_order(gpu: FakeGpu, home: Home
 def test_the_host_is_not_held_up_by_copies_of_pinned_memory(gpu: FakeGpu) -> None:
     """A whole round of a chunk is submitted while computation stands still."""
     store, tier, parameters = placed(gpu, PinnedHome(gpu))
-    gate = Gate(gpu.compute)
+    gate = shut(gpu.compute)
     fetch(store, Chunk("param", 0))
     written_back(store)
     store.slots.wait(Chunk("grad", 0))
@@ -176,7 +160,7 @@ def test_the_host_is_not_held_up_by_copies_of_pinned_memory(gpu: FakeGpu) -> Non
         store.slots.evict(chunk)
     store.slots.drop_spare()
     assert parameters["a"].grad.tolist() == [0.0] * NUMEL
-    gate.open()
+    gate.opened.set()
     tier.settle()
     assert parameters["a"].grad.tolist() == [4.0] * NUMEL
 
@@ -195,10 +179,10 @@ def test_a_copy_that_blocks_does_not_hold_up_one_that_does_not(gpu: FakeGpu) -> 
 def test_a_link_counts_the_seconds_its_copies_took(gpu: FakeGpu) -> None:
     link = CudaLink(gpu, "link")
     assert link.busy_s == 0.0
-    gate = Gate(link._stream)
+    gate = shut(link._stream)
     mark = link.submit(Launch(gpu.copy, torch.zeros(4), torch.ones(4)))
     assert link.busy_s == 0.0
-    gate.open()
+    gate.opened.set()
     mark.wait()
     first_s = link.busy_s
     assert first_s > 0.0
@@ -214,7 +198,7 @@ def test_two_threads_that_ask_for_the_seconds_count_each_copy_once(
     """One asks while the other one is about to count what has ended; behind it, a copy has not."""
     link = CudaLink(gpu, "link")
     first = link.submit(Launch(gpu.copy, torch.zeros(4), torch.ones(4)))
-    gate = Gate(link._stream)
+    gate = shut(link._stream)
     first.wait()
     under_way = link.submit(Launch(gpu.copy, torch.zeros(4), torch.ones(4)))
     link._running = deque([first, under_way])  # as if it had not ended by then
@@ -230,7 +214,7 @@ def test_two_threads_that_ask_for_the_seconds_count_each_copy_once(
     assert link.busy_s > 0.0
     other.join()
     assert list(link._running) == [under_way]
-    gate.open()
+    gate.opened.set()
     link.drain()
 
 
@@ -303,43 +287,31 @@ def test_a_limit_that_makes_no_sense_is_refused(cuda_module: FakeCudaModule, nby
     assert cuda_module.calls == []
 
 
-SHORT_S, LONG_S = 0.1, 10.0
-
-
 class Copy:
     """A copy on the current stream of a fake GPU that stands still for a moment; then, perhaps, the job goes wrong."""
 
     def __init__(self, then: Callable[[], None] = lambda: None) -> None:
-        self.gpu, self.then, self.opened = FakeGpu(), then, threading.Event()
+        self.gpu, self.then, self.gate = FakeGpu(), then, Gate()
         self.slot, self.home = torch.zeros(4), torch.ones(4)
         self.link = CudaLink(self.gpu, "link")
 
     def __call__(self) -> None:
-        self.gpu.current_stream().jobs.submit(self._stand_still)
+        self.gpu.current_stream().jobs.submit(self.gate.wait)
         self.gpu.copy(self.slot, self.home)
-        threading.Timer(SHORT_S, self.opened.set).start()
+        opened_soon(self.gate)
         self.then()
-
-    def _stand_still(self) -> None:
-        assert self.opened.wait(LONG_S), "nobody opened the gate"
 
     @property
     def is_over(self) -> bool:
         return self.slot.tolist() == [1.0] * 4
 
 
-def test_draining_a_link_waits_for_the_copies_that_the_host_launched() -> None:
+@pytest.mark.parametrize("launched", [True, False], ids=["by the host", "by a thread"])
+def test_draining_a_link_waits_for_the_copies_on_it(launched: bool) -> None:
+    """A thread is through with its job while the device still copies."""
     copy = Copy()
-    copy.link.submit(Launch(copy))
-    assert not copy.is_over
-    copy.link.drain()
-    assert copy.is_over
-
-
-def test_draining_a_link_waits_for_the_copies_that_a_thread_launched() -> None:
-    """The thread is through with its job while the device still copies."""
-    copy = Copy()
-    copy.link.submit(copy)
+    copy.link.submit(Launch(copy) if launched else copy)
+    assert not launched or not copy.is_over
     copy.link.drain()
     assert copy.is_over
 
@@ -354,11 +326,11 @@ def test_a_copy_that_fails_half_way_leaves_nothing_that_still_writes_its_slot() 
 
 
 def test_draining_a_stream_waits_for_its_jobs() -> None:
-    stream, gate = WorkerStream("slow"), threading.Event()
-    stream.submit(lambda: None if gate.wait(LONG_S) else raiser(AssertionError("nobody opened the gate"))())
-    threading.Timer(SHORT_S, gate.set).start()
+    stream, gate = WorkerStream("slow"), Gate()
+    stream.submit(gate.wait)
+    opened_soon(gate)
     stream.drain()
-    assert gate.is_set()
+    assert gate.done()
 
 
 def noting(seen: list[tuple[str, bool]], name: str) -> Callable[[], None]:
@@ -377,7 +349,7 @@ def test_exchanges_behind_one_that_waits_for_an_update_keep_their_order() -> Non
     """On any link: another rank's update may be over, and there they are launched at once."""
     tier, updates, is_over = CudaTier(FakeGpu(), meter=False), WorkerStream("update"), threading.Event()
     seen: list[tuple[str, bool]] = []
-    update = updates.submit(lambda: assert_set(is_over))
+    update = updates.submit(lambda: assert_true(is_over.wait(20)))
     tier.links[GATHER].submit(noting(seen, "first"), after=(*tier.mark(), update))
     tier.links[SCATTER].submit(noting(seen, "second"), after=tier.mark())
     last = tier.links[GATHER].submit(noting(seen, "third"), after=tier.mark())
@@ -391,10 +363,6 @@ def test_exchanges_behind_one_that_waits_for_an_update_keep_their_order() -> Non
     updates.close()
 
 
-def assert_set(event: threading.Event) -> None:
-    assert event.wait(20)
-
-
 def test_a_launch_that_fails_is_an_error_of_who_waits_for_it() -> None:
     tier, updates, is_over = CudaTier(FakeGpu(), meter=False), WorkerStream("update"), threading.Event()
 
@@ -403,7 +371,7 @@ def test_a_launch_that_fails_is_an_error_of_who_waits_for_it() -> None:
 
     with pytest.raises(RuntimeError, match="nobody is there"):
         tier.links[GATHER].submit(Launch(fail), after=tier.mark())
-    update = updates.submit(lambda: assert_set(is_over))
+    update = updates.submit(lambda: assert_true(is_over.wait(20)))
     mark = tier.links[SCATTER].submit(Launch(fail), after=(update,))
     is_over.set()
     with pytest.raises(StreamError, match="nobody is there"):

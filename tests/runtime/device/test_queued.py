@@ -180,17 +180,16 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], 
 Subjects = Callable[[str, bool], Subject]
 
 
-def assert_same_bits(subject: Subject, expected: Any, seeds: Iterable[int]) -> None:
+@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(100, 150), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize(("home", "debug"), SUBJECTS)
+def test_whatever_is_late_the_bits_are_the_same(
+    subjects: Subjects, expected: Any, home: str, debug: bool, seeds: range
+) -> None:
+    subject = subjects(home, debug)
     assert isinstance(subject.tier, CudaTier)
     for seed in seeds:
         subject.gpu.reseed(seed)
         assert not differences(subject.step(), expected), f"seed {seed}"
-
-
-@pytest.mark.parametrize(("home", "debug"), SUBJECTS)
-def test_whatever_is_late_the_bits_are_the_same(subjects: Subjects, expected: Any, home: str, debug: bool) -> None:
-    subject = subjects(home, debug)
-    assert_same_bits(subject, expected, range(3))
     assert subject.tier.num_reused > 40
 
 
@@ -217,14 +216,6 @@ def test_norms_are_those_of_gradients_as_computation_leaves_them(
     assert subject.session.store.sums.read_nbytes - read_nbytes == 6 * 64 * 64 * 4  # of the first step
     monkeypatch.setattr(GradientSums, "take", lambda sums, group, slot, own, _: take(sums, group, slot, own, CpuTier()))
     assert any(norm != expected for norm in norms_of(subject, range(NUM_SEEDS))), "they need not wait for it"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("home", "debug"), SUBJECTS)
-def test_whatever_is_late_the_bits_are_the_same_for_long(
-    subjects: Subjects, expected: Any, home: str, debug: bool
-) -> None:
-    assert_same_bits(subjects(home, debug), expected, range(100, 150))
 
 
 @pytest.mark.parametrize("edge", EDGES)

@@ -94,8 +94,9 @@ def test_busy_counts_the_job_alone() -> None:
     assert stream.busy_s >= first_s + 0.02
 
 
-def overwrite_while_copied_out(*, ordered: bool) -> bool:
-    """A slot is copied out and filled again, as eviction and prefetch do: whether every copy was whole."""
+@pytest.mark.parametrize("ordered", [True, False])
+def test_after_orders_between_streams(ordered: bool) -> None:
+    """A slot is copied out and filled again, as eviction and prefetch do. Random delays make a missing order show."""
     delays = random.Random(0)
     out = WorkerStream("out", delay=lambda: delays.random() * 0.004)
     into = WorkerStream("into")
@@ -106,15 +107,7 @@ def overwrite_while_copied_out(*, ordered: bool) -> bool:
         filled = into.submit(lambda i=i: slot.__setitem__(0, i), after=after)
         filled.wait()
     out.drain()
-    return copies == list(range(29))
-
-
-def test_after_orders_between_streams() -> None:
-    assert overwrite_while_copied_out(ordered=True)
-
-
-def test_random_delays_make_a_missing_after_show() -> None:
-    assert not overwrite_while_copied_out(ordered=False)
+    assert (copies == list(range(29))) == ordered
 
 
 @pytest.mark.parametrize(
@@ -253,28 +246,19 @@ def test_a_dead_thread_is_an_error_not_a_hang() -> None:
 
 
 @dies_on_purpose
-def test_drain_reports_jobs_lost_with_their_thread() -> None:
+@pytest.mark.parametrize("restarted", [False, True])
+def test_jobs_lost_with_their_thread_are_reported(restarted: bool) -> None:
     stream = WorkerStream("doomed")
     first = stream.submit(lambda: None)
     first.wait()
     kill_thread(first)
     stream.submit(lambda: None)
+    if restarted:
+        wait_until(lambda: not first._thread.is_alive())
+        stream.submit(lambda: None).wait()
     with pytest.raises(StreamError, match="'doomed' died"):
-        stream.drain()
+        (stream.close if restarted else stream.drain)()
     stream.drain()
-
-
-@dies_on_purpose
-def test_jobs_lost_are_reported_even_after_a_restart() -> None:
-    stream = WorkerStream("doomed")
-    first = stream.submit(lambda: None)
-    first.wait()
-    kill_thread(first)
-    stream.submit(lambda: None)
-    wait_until(lambda: not first._thread.is_alive())
-    stream.submit(lambda: None).wait()
-    with pytest.raises(StreamError, match="'doomed' died"):
-        stream.close()
 
 
 @pytest.mark.parametrize("how", ["wait", "drain", "close"])

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from store_cases import raiser
 
 from chunkc.ir.errors import HomeError, StreamError
 from chunkc.runtime.device import cpu_allocator
@@ -69,15 +70,14 @@ def test_drain_waits_for_both_directions() -> None:
 
 
 @pytest.mark.parametrize("stream", ["to_device", "to_home", "from_disk", "to_disk"])
-def test_drain_raises_what_a_copy_raised(stream: str) -> None:
-    def fail(error: Exception) -> None:
-        raise error
-
+def test_who_holds_or_drains_is_told_what_a_copy_raised(stream: str) -> None:
     tier = CpuTier()
-    tier.links[stream].submit(lambda: fail(HomeError("the disk is on fire")))
+    with pytest.raises(HomeError, match="on fire"):
+        tier.hold_for(tier.links[stream].submit(raiser(HomeError("the disk is on fire"))))
+    tier.links[stream].submit(raiser(HomeError("the disk is on fire")))
     with pytest.raises(HomeError, match="on fire"):
         tier.drain()
-    tier.links[stream].submit(lambda: fail(ZeroDivisionError("oops")))
+    tier.links[stream].submit(raiser(ZeroDivisionError("oops")))
     with pytest.raises(StreamError, match="oops") as caught:
         tier.drain()
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -93,12 +93,3 @@ def test_on_a_cpu_the_host_computes_and_waits_itself() -> None:
     tier.hold_for(tier.links["to_home"].submit(lambda: done.append(gate.wait(10))))
     assert done == [1, True]
     tier.materialise()
-
-
-def test_holding_for_a_failed_copy_raises() -> None:
-    def fail() -> None:
-        raise HomeError("the disk is on fire")
-
-    tier = CpuTier()
-    with pytest.raises(HomeError, match="on fire"):
-        tier.hold_for(tier.links["to_device"].submit(fail))

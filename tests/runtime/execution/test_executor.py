@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from late_tiers import LateEvent, LateStream
-from store_cases import MIB, WIDTH, Builder, boxed, make_store
+from store_cases import MIB, WIDTH, Builder, boxed, make_store, raiser
 from torch import Tensor, fx, nn
 
 from chunkc.ir import chunk_ops
@@ -378,10 +378,7 @@ def test_a_second_error_while_slots_are_given_back_is_a_note() -> None:
     store, parameters = make_store("a", "b")
 
     def fail(values: list[Any]) -> Sequence[Any]:
-        def no_space(*args: object) -> None:
-            raise HomeError("the disk is on fire")
-
-        store.arena.home.write = no_space  # type: ignore[method-assign]
+        store.arena.home.write = raiser(HomeError("the disk is on fire"))  # type: ignore[method-assign]
         raise ZeroDivisionError("oops")
 
     segments = {"square": boxed(lambda x: x.expand(WIDTH, WIDTH).clone()), "fail": fail}

@@ -463,18 +463,19 @@ def test_too_much_memory_is_a_home_error() -> None:
     assert caught.value.errno == errno.ENOMEM
 
 
-def test_a_missing_directory(tmp_path: Path) -> None:
-    with pytest.raises(HomeError, match="nowhere: it does not exist") as caught:
-        DiskHome(str(tmp_path / "nowhere"))
-    assert caught.value.errno == errno.ENOENT
-
-
-def test_a_directory_that_is_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "message", "code"),
+    [
+        ("nowhere", "nowhere: it does not exist", errno.ENOENT),
+        ("file", "file: it is not a directory", errno.ENOTDIR),
+        ("file/below", "file/below: it does not exist", None),
+    ],
+)
+def test_what_is_no_directory(tmp_path: Path, place: str, message: str, code: int | None) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(HomeError, match="file: it is not a directory"):
-        DiskHome(str(tmp_path / "file"))
-    with pytest.raises(HomeError, match="file/below: it does not exist"):
-        DiskHome(str(tmp_path / "file" / "below"))
+    with pytest.raises(HomeError, match=message) as caught:
+        DiskHome(str(tmp_path / place))
+    assert code is None or caught.value.errno == code
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])

@@ -19,7 +19,7 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from fake_gpu import FakeEvent, FakeGpu, FakeStream
+from fake_gpu import FakeEvent, FakeGpu, FakeStream, NoWait
 
 import chunkc.runtime.storage.pinned
 from chunkc.ir.errors import HomeError
@@ -120,11 +120,6 @@ def assert_true(value: bool) -> None:
     assert value
 
 
-class _NoWait(FakeEvent):
-    def synchronize(self) -> None:
-        pass
-
-
 def read_as_casts(gpu: FakeGpu, regions: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Small integers in fp32 from the home, each tensor as a cast and on a stream of its own; then back in fp32."""
     home, found = PinnedHome(gpu), []
@@ -144,7 +139,7 @@ def test_the_waits_for_buffers_of_casts_matter(monkeypatch: pytest.MonkeyPatch) 
     regions = [torch.randint(-99, 99, (numel,)).float() for numel in (1, PAGE, 7 * PAGE + 3, 5 * PAGE)]
     right, wrong = 0, 0
     for seed in range(20):
-        for event in (FakeEvent, _NoWait):
+        for event in (FakeEvent, NoWait):
             gpu = FakeGpu(longest_s=0.002)
             gpu.reseed(seed)
             monkeypatch.setattr(gpu, "new_event", event)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakeEvent, FakeGpu
+from fake_gpu import FakeGpu, NoWait
 
 from chunkc.ir.errors import HomeError, OptionsError, UnsupportedError
 from chunkc.ir.layout import Chunk
@@ -75,17 +75,12 @@ def test_the_buffers_are_all_the_pinned_memory_it_takes(tmp_path: Path) -> None:
     assert not home.only_launches(home.allocate(64))  # a thread must run it
 
 
-class _NoWait(FakeEvent):
-    def synchronize(self) -> None:
-        pass
-
-
 class _NeverWaits(StagedDiskHome):
     """A home that uses its buffers again without waiting for the copies out of them, or before those into them."""
 
     def _record(self) -> Any:
         event = super()._record()
-        ignored = _NoWait()
+        ignored = NoWait()
         ignored.recorded = event.recorded
         return ignored
 

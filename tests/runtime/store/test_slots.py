@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from store_cases import EMPTY, fetch, layout_of, make_parameters, placed, put_back, random_gradients, sink_all, taking
+from store_cases import (
+    EMPTY,
+    fetch,
+    layout_of,
+    make_parameters,
+    placed,
+    put_back,
+    raiser,
+    random_gradients,
+    sink_all,
+    taking,
+)  # fmt: skip
 
 from chunkc.ir.errors import ChunkStateError, HomeError, StreamError, UnsupportedError
 from chunkc.ir.layout import Chunk
@@ -123,18 +133,11 @@ def test_waiting_is_measured() -> None:
     assert 0.02 < store.slots.traffic.wait_s < 5
 
 
-def failing(error: Exception) -> Callable[..., None]:
-    def fail(*args: object) -> None:
-        raise error
-
-    return fail
-
-
 @pytest.mark.parametrize("error", [HomeError("the disk is on fire"), ZeroDivisionError("oops")])
 def test_a_failed_read_is_raised_at_the_wait_and_releases_all_the_same(error: Exception) -> None:
     store, parameters = placed()
     read = store.arena.home.read
-    store.arena.home.read = failing(error)  # type: ignore[method-assign]
+    store.arena.home.read = raiser(error)  # type: ignore[method-assign]
     store.prefetch(Chunk("param", 0))
     store.arena.home.read = read  # type: ignore[method-assign]
     store.prefetch(Chunk("param", 1))
@@ -187,7 +190,7 @@ def test_a_gradient_that_could_not_be_written_home_is_none() -> None:
     last = torch.randn(2, 64)
     store.gradients.sink("last", Chunk("grad", 2), taking(last), owned=True)
     write = store.arena.home.write
-    store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
+    store.arena.home.write = raiser(HomeError("the disk is on fire"))  # type: ignore[method-assign]
     store.write_back(Chunk("grad", 0))
     with pytest.raises(HomeError, match="on fire"):
         store.slots.wait(Chunk("grad", 0))
@@ -227,7 +230,7 @@ def test_a_lost_gradient_of_a_dead_parameter_does_not_stop_the_release() -> None
     fetch(store, Chunk("param", 2))
     del parameters["conv"]
     gc.collect()
-    store.arena.home.write = failing(HomeError("the disk is on fire"))  # type: ignore[method-assign]
+    store.arena.home.write = raiser(HomeError("the disk is on fire"))  # type: ignore[method-assign]
     with pytest.raises(HomeError, match="on fire"):
         store.release_slots()
     assert store.slots.present == frozenset()
