@@ -51,8 +51,6 @@ WRITES = f"""
     pathlib.Path(sys.argv[1]).write_text(json.dumps({SUITE!r}))
     print("has written", sys.argv[2])
 """
-
-
 LIVES = "import time\ntry:\n    print('alive', flush=True)\n    time.sleep(600)"
 
 

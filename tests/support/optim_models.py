@@ -15,27 +15,17 @@ import chunkc
 from chunkc.session.session import owner
 
 WIDTH, LAYERS = 128, 4
-
-
 BUDGET_NBYTES = 400 * 1024
 """The model data below is 1 MiB: no weight can stay on the compute tier."""
-
-
 TWO_PER_CHUNK = {"chunk_size": 2 * 4 * WIDTH * WIDTH, "memory_budget": 600 * 1024}
 """Options with which two fp32 weights share a chunk."""
-
-
 MODES = ("plain", "placed", "adopted")
 """Ordinary PyTorch; placed, then compiled; compiled only, so that parameters move at the first call."""
-
-
 OPTIMIZERS = {
     "AdamW": (chunkc.optim.AdamW, torch.optim.AdamW),
     "Adam": (chunkc.optim.Adam, torch.optim.Adam),
 }
 ALL_OPTIMIZERS = OPTIMIZERS | {"SGD": (chunkc.optim.SGD, torch.optim.SGD)}
-
-
 Optimizer = torch.optim.Optimizer
 
 

@@ -138,8 +138,6 @@ class FullHome(MemoryHome):
 
 
 MIB = 1 << 20
-
-
 WIDTH = 4
 
 

@@ -26,21 +26,11 @@ from chunkc.passes.planning.updates_in_backward import with_updates
 from chunkc.passes.rewrite.insert import insert_events, insert_update_events
 
 HUGE = 1 << 40
-
-
 NUM_LAYERS = 4
-
-
 CHUNK_NBYTES = 4096
-
-
 LAYOUT = lay_out([ParamSpec(f"h.{i}.w", (1024,), (1,), torch.float32, True) for i in range(NUM_LAYERS)], CHUNK_NBYTES)
-
-
 HARDWARE = Hardware(1.0, 1.0, host_links(4096.0, 4096.0))
 """A chunk takes as long as a call: copies are spread over the calls around them."""
-
-
 MEMORIES = {
     # (x, w) -> y: 50 bytes of temporaries, and the 100 of y
     "layer": SegmentMemory((MemoryStep("mm", "h", 150), MemoryStep("relu", "h", 100)), (2, 2), (0,), (100,)),
@@ -49,8 +39,6 @@ MEMORIES = {
         (MemoryStep("mm", "h", 4096), MemoryStep("mm", "h", 4196)), (1, 1, 2), (0, 1), (4096, 100)
     ),
 }
-
-
 MODULES = {name: nn.Identity() for name in MEMORIES}
 
 
@@ -230,6 +218,4 @@ def case(phase: str, spare: int = 0) -> Case:
 
 
 PHASES = ("forward", "backward", "update", "casting")
-
-
 SPARES = (0, 1, 4096, 10_000, 1 << 20)

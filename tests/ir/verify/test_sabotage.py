@@ -21,8 +21,6 @@ Sabotage = Callable[[Case], Any]
 P0, P1, G0, G1 = (Chunk(kind, group) for kind in ("param", "grad") for group in (0, 1))
 ROOMY = 1 << 20
 """Bytes added to the smallest budget with which the backward of four layers updates all of them."""
-
-
 BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
     ("read", "forward", 0): {
         "a_load_is_not_waited_for": lambda c: c.erase(WAIT, P1),

@@ -79,8 +79,6 @@ class Deep(nn.Module):
 
 
 TOKENS = torch.arange(24).view(3, 8) % 7
-
-
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 

@@ -92,8 +92,6 @@ FUNCTIONS = {
     "bias": (bias, (64, 32), (32, 2050), (2050,)),
     "chain": (chain, (1000,)),
 }
-
-
 SLOW, SECOND = pytest.mark.slow, pytest.mark.second_tier
 MARKS = {"mlp": (), "norm": (), "convolution": SECOND, "bias": SECOND}
 NAMES = [pytest.param(name, marks=MARKS.get(name, SLOW)) for name in FUNCTIONS]
