@@ -114,24 +114,22 @@ def test_a_limit_leaves_the_budget_that_it_was_made_for(budget_nbytes: int):
     assert 0 <= planned_nbytes - budget_nbytes <= 1
 
 
-def test_equal_losses_are_no_news():
-    outcomes = [_outcome(CHUNKC, 3.0, 2.0), _outcome(PLAIN, 3.0, 2.0001), _outcome(FSDP2)]
+@pytest.mark.parametrize(
+    ("last_losses", "noted", "failed"),
+    [
+        ((2.0, 2.0001, None), [], []),
+        ((2.0, 2.0, 2.5), [FSDP2], []),
+        ((2.5, 2.0, 2.0), None, [CHUNKC]),
+        ((float("nan"), 2.0, 2.0), None, [CHUNKC]),
+    ],
+)
+def test_who_trains_otherwise_is_noted_and_chunkc_alone_fails(last_losses, noted, failed):
+    systems = (CHUNKC, PLAIN, FSDP2)
+    outcomes = [_outcome(s, *([] if last is None else [3.0, last])) for s, last in zip(systems, last_losses)]
     budget.compare_losses(outcomes, 1e-3)
-    assert [outcome.note for outcome in outcomes] == ["", "", ""]
-
-
-def test_a_peer_that_trains_otherwise_is_noted():
-    outcomes = [_outcome(CHUNKC, 3.0, 2.0), _outcome(PLAIN, 3.0, 2.0), _outcome(FSDP2, 3.0, 2.5)]
-    budget.compare_losses(outcomes, 1e-3)
-    assert "losses differ by 0.5" in outcomes[2].note
-    assert not any(outcome.is_failure for outcome in outcomes)
-
-
-@pytest.mark.parametrize("loss", [2.5, float("nan")])
-def test_chunkc_alone_against_all_is_the_failure(loss: float):
-    outcomes = [_outcome(CHUNKC, 3.0, loss), _outcome(PLAIN, 3.0, 2.0), _outcome(FSDP2, 3.0, 2.0)]
-    budget.compare_losses(outcomes, 1e-3)
-    assert outcomes[0].is_failure
+    assert [outcome.system for outcome in outcomes if outcome.is_failure] == failed
+    assert noted is None or [outcome.system for outcome in outcomes if "losses differ by 0.5" in outcome.note] == noted
+    assert noted != [] or not any(outcome.note for outcome in outcomes)
 
 
 def test_bytes_above_the_budget_are_a_failure():

@@ -464,15 +464,6 @@ def not_exchanged() -> Result:
     return found
 
 
-def announced_on_one() -> Result:
-    def action(run: Any, model: nn.Module) -> None:
-        loss = run(own(batches(0)[0]))
-        with adamw(model).accumulating() if differs() else contextlib.nullcontext():
-            loss.backward()
-
-    return ended_by(action)
-
-
 def disk_home(folder: Path) -> Result:
     """Training with homes in RAM and on a disk, in every stage; the smallest budget moves most."""
     found: Result = {}
@@ -597,14 +588,17 @@ def ended_by(action: Callable[[Any, nn.Module], Any], *, timeout_s: float = 30) 
     return {"took": time.monotonic() - start}
 
 
-def killed() -> Result:
-    def action(run: Any, model: nn.Module) -> None:
-        loss = run(own(batches(0)[0]))
-        if differs():
-            os.kill(os.getpid(), signal.SIGKILL)
-        loss.backward()
+def fault(action: Callable[[Any, nn.Module], Any]) -> Callable[[], Result]:
+    """Make a case of what is done after a step."""
+    return functools.wraps(action)(lambda: ended_by(action))
 
-    return ended_by(action)
+
+@fault
+def killed(run: Any, model: nn.Module) -> None:
+    loss = run(own(batches(0)[0]))
+    if differs():
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
 
 
 def hung() -> Result:
@@ -616,62 +610,55 @@ def hung() -> Result:
     return ended_by(action, timeout_s=10)
 
 
-def another_phase() -> Result:
-    def action(run: Any, model: nn.Module) -> None:
-        loss = run(own(batches(0)[0]))
-        if differs():
-            run(own(batches(0)[0]))
-        loss.backward()
-
-    return ended_by(action)
-
-
-def another_step() -> Result:
-    """A rank has a learning rate of its own, such as of a scheduler that goes by the loss."""
-
-    def action(run: Any, model: nn.Module) -> None:
-        chunkc.optim.SGD(model.parameters(), lr=0.2 if differs() else 0.1).step()
+@fault
+def another_phase(run: Any, model: nn.Module) -> None:
+    loss = run(own(batches(0)[0]))
+    if differs():
         run(own(batches(0)[0]))
+    loss.backward()
 
-    return ended_by(action)
+
+@fault
+def another_step(run: Any, model: nn.Module) -> None:
+    """A rank has a learning rate of its own, such as of a scheduler that goes by the loss."""
+    chunkc.optim.SGD(model.parameters(), lr=0.2 if differs() else 0.1).step()
+    run(own(batches(0)[0]))
 
 
-def hooked_on_one() -> Result:
+@fault
+def hooked_on_one(run: Any, model: nn.Module) -> None:
     """A rank refuses in the middle of a step, and stays: the others are told."""
-
-    def action(run: Any, model: nn.Module) -> None:
-        loss = run(own(batches(0)[0]))
-        if differs():
-            next(model.parameters()).register_hook(lambda grad: grad)
-        loss.backward()
-
-    return ended_by(action)
+    loss = run(own(batches(0)[0]))
+    if differs():
+        next(model.parameters()).register_hook(lambda grad: grad)
+    loss.backward()
 
 
-def out_of_memory() -> Result:
+@fault
+def out_of_memory(run: Any, model: nn.Module) -> None:
     """A rank lacks room in the middle of a backward, says so, and stays."""
-
-    def action(run: Any, model: nn.Module) -> None:
-        loss = run(own(batches(0)[0]))
-        if differs():
-            with patch.object(CpuTier, "allocate_slot", side_effect=MemoryError("no room")):
-                loss.backward()
-        loss.backward()
-
-    return ended_by(action)
+    loss = run(own(batches(0)[0]))
+    if differs():
+        with patch.object(CpuTier, "allocate_slot", side_effect=MemoryError("no room")):
+            loss.backward()
+    loss.backward()
 
 
-def interrupted() -> Result:
+@fault
+def interrupted(run: Any, model: nn.Module) -> None:
     """Ctrl-C reaches one rank, which stays."""
+    if differs():
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+    while True:
+        run(own(batches(0)[0])).backward()
 
-    def action(run: Any, model: nn.Module) -> None:
-        if differs():
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-        while True:
-            run(own(batches(0)[0])).backward()
 
-    return ended_by(action)
+@fault
+def announced_on_one(run: Any, model: nn.Module) -> None:
+    loss = run(own(batches(0)[0]))
+    with adamw(model).accumulating() if differs() else contextlib.nullcontext():
+        loss.backward()
 
 
 class AnotherTiny(Tiny):
@@ -679,50 +666,40 @@ class AnotherTiny(Tiny):
         return self.head(self.embed(tokens)).abs().mean()
 
 
+def refusal(action: Callable[[], Any]) -> Result:
+    """Return the error that something raises."""
+    try:
+        action()
+    except chunkc.ChunkcError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    return {}
+
+
 def another_code() -> Result:
     """A rank has another version of the model's code."""
     model = chunkc.distribute((AnotherTiny if differs() else Tiny)(), mesh(), timeout_s=30)
-    try:
-        compiled(model, HUGE)(own(batches(0)[0]))
-    except chunkc.ChunkcError as error:
-        return {"error": type(error).__name__, "message": str(error)}
-    return {}
+    return refusal(lambda: compiled(model, HUGE)(own(batches(0)[0])))
 
 
 def another_budget() -> Result:
-    model = chunkc.distribute(Tiny(), mesh())
-    try:
-        compiled(model, HUGE + differs())(own(batches(0)[0]))
-    except chunkc.ChunkcError as error:
-        return {"error": type(error).__name__, "message": str(error)}
-    return {}
-
-
-def another_stage() -> Result:
-    model = nn.Linear(4, 4)
-    try:
-        chunkc.distribute(model, mesh(), zero_stage=2 + differs())
-    except chunkc.ChunkcError as error:
-        return {"error": type(error).__name__, "message": str(error), "kept": type(model.weight) is nn.Parameter}
-    return {}
+    model = tiny()
+    return refusal(lambda: compiled(model, HUGE + differs())(own(batches(0)[0])))
 
 
 def too_small_on_one() -> Result:
     model = tiny()
-    try:
-        compiled(model, 512 if differs() else HUGE)(own(batches(0)[0]))
-    except chunkc.ChunkcError as error:
-        return {"error": type(error).__name__, "message": str(error)}
-    return {}
+    return refusal(lambda: compiled(model, 512 if differs() else HUGE)(own(batches(0)[0])))
+
+
+def another_stage() -> Result:
+    model = nn.Linear(4, 4)
+    found = refusal(lambda: chunkc.distribute(model, mesh(), zero_stage=2 + differs()))
+    return {**found, "kept": type(model.weight) is nn.Parameter}
 
 
 def another_model() -> Result:
     model = nn.Linear(4, 4 + differs())
-    try:
-        chunkc.distribute(model, mesh())
-    except chunkc.ChunkcError as error:
-        return {"error": type(error).__name__, "message": str(error), "kept": type(model.weight) is nn.Parameter}
-    return {}
+    return {**refusal(lambda: chunkc.distribute(model, mesh())), "kept": type(model.weight) is nn.Parameter}
 
 
 def refused_on_one() -> Result:

@@ -19,10 +19,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
-from rank_cases import HUGE, Result, batches, compiled, ended_by
+from rank_cases import HUGE, Result, batches, compiled, ended_by, fault, refusal
 from tensor_cases import grid, own
 
 import chunkc
+from chunkc.ir.shards import ZeroStage
 from chunkc.passes.graphs import collectives
 
 
@@ -47,23 +48,20 @@ def tiny(**how: Any) -> Any:
     return chunkc.distribute(layers(), grid()["dp"], **how)
 
 
-def killed_in_a_layer() -> Result:
+@fault
+def killed_in_a_layer(run: Any, model: nn.Module) -> None:
     """A rank ends in the middle of a forward."""
+    meet, calls = collectives.Rendezvous.__call__, [0]
 
-    def action(run: Any, model: nn.Module) -> None:
-        meet, calls = collectives.Rendezvous.__call__, [0]
+    def ends(*args: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return meet(*args)
 
-        def ends(*args: Any) -> Any:
-            calls[0] += 1
-            if calls[0] == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return meet(*args)
-
-        with patch.object(collectives.Rendezvous, "__call__", ends if dist.get_rank() == 1 else meet):
-            run(own(batches(0)[0]))
+    with patch.object(collectives.Rendezvous, "__call__", ends if dist.get_rank() == 1 else meet):
         run(own(batches(0)[0]))
-
-    return ended_by(action)
+    run(own(batches(0)[0]))
 
 
 def hung() -> Result:
@@ -76,21 +74,16 @@ def hung() -> Result:
 
 
 def another_codegen() -> Result:
-    try:
-        compiled(tiny(), HUGE, whole_graph="never" if dist.get_rank() == 1 else "auto")(own(batches(0)[0]))
-    except chunkc.ChunkcError as error:
-        return {"error": type(error).__name__, "message": str(error)}
-    return {}
+    model, whole_graph = tiny(), "never" if dist.get_rank() == 1 else "auto"
+    return refusal(lambda: compiled(model, HUGE, whole_graph=whole_graph)(own(batches(0)[0])))
 
 
 def another_stage() -> Result:
     model = layers()
     kept = model.up.weight
-    try:
-        chunkc.distribute(model, grid()["dp"], zero_stage=3 if dist.get_rank() == 1 else 2)
-    except chunkc.ChunkcError as error:
-        return {"error": type(error).__name__, "message": str(error), "kept": model.up.weight is kept}
-    return {}
+    zero_stage: ZeroStage = 3 if dist.get_rank() == 1 else 2
+    found = refusal(lambda: chunkc.distribute(model, grid()["dp"], zero_stage=zero_stage))
+    return {**found, "kept": model.up.weight is kept}
 
 
 def refused_on_one() -> Result:
@@ -111,15 +104,12 @@ def refused_on_one() -> Result:
     return {"message": "\n".join(messages), "took": time.monotonic() - start}
 
 
-def lamb_of_others() -> Result:
+@fault
+def lamb_of_others(run: Any, model: Any) -> None:
     """A rank has fewer gradients than the others of its layers when LAMB adds up norms."""
-
-    def action(run: Any, model: Any) -> None:
-        if dist.get_rank() == 1:
-            model.down.bias.grad = None
-        chunkc.optim.LAMB(model.parameters()).step()
-
-    return ended_by(action)
+    if dist.get_rank() == 1:
+        model.down.bias.grad = None
+    chunkc.optim.LAMB(model.parameters()).step()
 
 
 _OWN = (killed_in_a_layer, hung, another_codegen, another_stage, refused_on_one, lamb_of_others)

@@ -61,52 +61,40 @@ def test_attribute_path_of_what_dynamo_really_writes() -> None:
     assert {name for name in found if name} == {name for name, _ in model.named_parameters()}
 
 
-def test_module_path_is_the_innermost_module() -> None:
+@pytest.mark.parametrize(
+    ("meta", "path"),
+    [
+        ({}, ""),
+        ({"nn_module_stack": {"a": "L['self']", "b": "L['self']._modules['h']._modules['2']"}}, "h.2"),
+        ({"nn_module_stack": {"b": "h.3.mlp"}}, "h.3.mlp"),
+        ({"fwd_nn_module_stack": {"a": "L['self']._modules['head']"}}, "head"),
+    ],
+)
+def test_module_path_is_the_innermost_module(meta: dict[str, dict[str, str]], path: str) -> None:
+    """Of a node of a backward: its forward's."""
     node = trace(lambda x: (x + 1,), torch.ones(2)).find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0]
     node.meta.pop("nn_module_stack", None)
-    assert graphs.module_path(node) == ""
-    node.meta["nn_module_stack"] = {
-        "a": ("L['self']", object),
-        "b": ("L['self']._modules['h']._modules['2']", object),
-    }
-    assert graphs.module_path(node) == "h.2"
-    node.meta["nn_module_stack"] = {"b": ("h.3.mlp", object)}
-    assert graphs.module_path(node) == "h.3.mlp"
-
-
-def test_module_path_of_a_backward_node_is_its_forwards() -> None:
-    node = trace(lambda x: (x + 1,), torch.ones(2)).find_nodes(op="call_function", target=torch.ops.aten.add.Tensor)[0]
-    node.meta.pop("nn_module_stack", None)
-    node.meta["fwd_nn_module_stack"] = {"a": ("L['self']._modules['head']", object)}
-    assert graphs.module_path(node) == "head"
+    node.meta |= {key: {name: (of, object) for name, of in stack.items()} for key, stack in meta.items()}
+    assert graphs.module_path(node) == path
 
 
 def test_op_name_leaves_out_the_overload() -> None:
-    graph = trace(lambda x: (torch.mm(x, x), x.view(-1)), torch.ones(2, 2))
+    graph = trace(lambda x: (torch.mm(x, x), x.view(-1), torch.var_mean(x)[0]), torch.ones(2, 2))
     names = [graphs.op_name(node) for node in graph.nodes if graphs.is_compute(node)]
-    assert names == ["aten.mm", "aten.view"]
-
-
-def test_op_name_of_anything_else_is_its_own() -> None:
-    graph = trace(lambda x: (torch.var_mean(x)[0],), torch.ones(4))
-    assert "getitem" in [graphs.op_name(node) for node in graph.nodes if graphs.is_compute(node)]
+    assert names[:3] == ["aten.mm", "aten.view", "aten.var_mean"]
+    assert "getitem" in names
     assert graphs.op_name(fx.Graph().get_attr("constant", type_expr=None)) == "constant"
 
 
 def test_views_share_a_storage_and_results_do_not() -> None:
-    graph = trace(lambda x: (x.t(), x + 1), torch.ones(3, 4))
-    x, view, add = graphs.placeholders(graph)[0], *(n for n in graph.nodes if graphs.is_compute(n))
+    graph = trace(lambda x: (x.t(), x + 1, x[0]), torch.ones(3, 4))
+    x, view, add, part = graphs.placeholders(graph)[0], *(n for n in graph.nodes if graphs.is_compute(n))
     keys = set(graphs.storage_keys(x))
     assert graphs.is_view_of(view, keys)
     assert not graphs.is_view_of(add, keys)
     assert not graphs.is_view_of(x, keys), "a placeholder is no view"
-    assert [graphs.storage_nbytes(t) for t in graphs.tensors_of(add)] == [48]
-
-
-def test_storage_bytes_of_a_slice_are_those_of_all_of_it() -> None:
-    graph = trace(lambda x: (x[0],), torch.ones(3, 4))
-    (tensor,) = graphs.tensors_of(graphs.returned(graph)[0])
-    assert graphs.storage_nbytes(tensor) == 48
+    for node in (add, part):  # of a slice: those of all of it
+        assert [graphs.storage_nbytes(t) for t in graphs.tensors_of(node)] == [48]
 
 
 def test_a_node_with_several_results_has_all_their_storages() -> None:

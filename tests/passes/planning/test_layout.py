@@ -55,31 +55,35 @@ def test_blocks_end_at_the_first_number(name: str, block: tuple[str, bool]) -> N
     assert block_of(name) == block
 
 
-def test_a_block_that_fits_a_chunk_is_never_torn() -> None:
-    specs = [spec(f"h.{i}.{part}", 640) for i in range(5) for part in ("a", "b", "c")]
-    layout = lay_out(specs, 4 * 640 * 4)
+def blocks(num: int, **numels: int) -> list[ParamSpec]:
+    return [spec(f"h.{i}.{part}", numel) for i in range(num) for part, numel in numels.items()]
+
+
+LAID_OUT: dict[str, tuple[list[ParamSpec], int, list[str]]] = {
+    # Parameters, elements of a chunk; and the groups.
+    "a block that fits is never torn": (
+        blocks(5, a=640, b=640, c=640), 4 * 640, [f"h.{i}.a h.{i}.b h.{i}.c" for i in range(5)]
+    ),
+    "blocks share where they fit whole": (
+        blocks(5, a=640, b=640), 4 * 640, ["h.0.a h.0.b h.1.a h.1.b", "h.2.a h.2.b h.3.a h.3.b", "h.4.a h.4.b"]
+    ),
+    "larger blocks are torn at the same places everywhere": (
+        [spec("wte.weight", 64), *blocks(4, a=640, b=640, c=1280), spec("head.weight", 640)],
+        2 * 640,
+        ["wte.weight", *(group for i in range(4) for group in (f"h.{i}.a h.{i}.b", f"h.{i}.c")), "head.weight"],
+    ),
+    "what follows a torn block does not join its rest": (
+        [spec("h.0.a", 1280), spec("h.0.b", 64), spec("h.1.a", 64)], 1280, ["h.0.a", "h.0.b", "h.1.a"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_blocks_are_laid_out(name: str) -> None:
+    specs, chunk_numel, groups = LAID_OUT[name]
+    layout = lay_out(specs, chunk_numel * 4)
     check_invariants(layout, specs)
-    assert names(layout) == [[f"h.{i}.{part}" for part in ("a", "b", "c")] for i in range(5)]
-
-
-def test_blocks_share_a_chunk_where_they_fit_whole() -> None:
-    specs = [spec(f"h.{i}.{part}", 640) for i in range(5) for part in ("a", "b")]
-    assert [len(group) for group in names(lay_out(specs, 4 * 640 * 4))] == [4, 4, 2]
-
-
-def test_a_block_larger_than_a_chunk_is_torn_at_the_same_places_everywhere() -> None:
-    specs = [spec("wte.weight", 64)]
-    specs += [spec(f"h.{i}.{part}", n) for i in range(4) for part, n in (("a", 640), ("b", 640), ("c", 1280))]
-    specs += [spec("head.weight", 640)]
-    layout = lay_out(specs, 2 * 640 * 4)
-    check_invariants(layout, specs)
-    torn = [[n.partition(".")[2].partition(".")[2] for n in group] for group in names(layout) if group[0][0:2] == "h."]
-    assert torn == [["a", "b"], ["c"]] * 4
-
-
-def test_what_follows_a_torn_block_does_not_join_its_rest() -> None:
-    specs = [spec("h.0.a", 1280), spec("h.0.b", 64), spec("h.1.a", 64)]
-    assert names(lay_out(specs, 1280 * 4)) == [["h.0.a"], ["h.0.b"], ["h.1.a"]]
+    assert [" ".join(group) for group in names(layout)] == groups
 
 
 def test_parameters_below_a_share_of_a_chunk_stay() -> None:
