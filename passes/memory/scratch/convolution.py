@@ -332,7 +332,7 @@ def _with_slack(c: Convolution, nbytes: int) -> int:
     if c.groups == 1 and min(c.positions, math.prod(c.read)) < _MIN_POSITIONS:  # a product of matrices
         thread += 64 * min(1024, _pad(c.inside * c.pixels)) * _FLOAT32_NBYTES
     if not c.usual and (c.low or c.last):
-        thread += 16 * _PAGE + (2 * _PAGE * c.pixels if c.low and c.last else 0)
+        thread += 10 * _PAGE + (2 * _PAGE * c.pixels if c.low and c.last else 0)
         thread = _MIB if c.low and onednn.multiplies_tiles() else min(thread, _MIB)
     page = 512 if c.unblocked else _PAGE
     return nbytes + page + c.num_threads * thread + _pad(c.groups * c.outside) * _FLOAT32_NBYTES
@@ -402,6 +402,8 @@ def _image_gradient(c: Convolution, *, forward: bool = False) -> int:
     added = (given if c.strided or c.last else image) if forward and c.bias else 0
     if not c.strided or c.fills_lanes or (c.depthwise and not c.low):
         nbytes = _direct(c.mirrored())
+    elif c.unblocked and c.outside <= _BLOCK // 2:
+        nbytes = 0  # unfolded
     else:
         uneven = c.groups > 1 or any(size % step for size, step in zip(c.read, c.stride, strict=True))
         added = added if uneven or c.emulated else 0
@@ -420,7 +422,8 @@ def _strided(c: Convolution) -> int:
     """
     sizes = zip(c.written, c.kernel, c.stride, strict=True)
     numel = math.prod(size + 2 * (kernel - 1) // step for size, kernel, step in sizes)
-    thread = 10 * _PAGE + 40 * c.pixels * -(-c.outside // 64) + c.itemsize * numel * _pad(c.groups * c.outside, 2)
+    pages = 10 if c.usual or not (c.low or c.last) else 0  # else `_with_slack` counts pages for shapes without a kernel
+    thread = pages * _PAGE + 40 * c.pixels * -(-c.outside // 64) + c.itemsize * numel * _pad(c.groups * c.outside, 2)
     width, step = c.read[-1], c.stride[-1]
     if width % step:
         rows = 3 if c.depthwise else 1
