@@ -193,32 +193,6 @@ def test_every_budget_trains_the_same_bits_by_inductor(way: str) -> None:
     in_both_budgets("inductor", kind, how, **arguments)
 
 
-class Layers(nn.Module):
-    """One block, and the square of what it returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x).float().square().mean()
-
-
-@pytest.mark.slow  # dropout in a region by Inductor is `test_loss_tiles`'s too, and any size `test_dynamic_inductor`'s
-@pytest.mark.parametrize("whole_graph", ["auto", "never"])
-def test_inductor_trains_a_block_with_dropout_in_a_region(whole_graph: str) -> None:
-    model, call = compiled(HUGE, "inductor", Layers, options={"whole_graph": whole_graph})
-    for batch in (4, 6):  # the second size is any size
-        x = torch.randn(batch, 8, WIDTH)
-        with torch.autocast("cpu", LOW):
-            call(x).backward()
-            with torch.no_grad():
-                torch.testing.assert_close(call(x), model(x), rtol=0.1, atol=0.1)  # other numbers are drawn
-                model.eval()
-                torch.testing.assert_close(call(x), model(x), rtol=1e-2, atol=1e-3)
-            model.train()
-
-
 def test_a_region_around_the_backward_changes_nothing() -> None:
     """The backward is a graph already: what autocast would cast in eager PyTorch stays as it was captured."""
     found = []

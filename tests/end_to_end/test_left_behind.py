@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import os
 import signal
 import subprocess
 import sys
@@ -11,10 +9,6 @@ from pathlib import Path
 
 import forked
 import pytest
-import torch
-from fault_cases import CASE, small_budget, train_steps
-from harness import adamw, compile_case
-from torch import nn
 
 pytestmark = [
     pytest.mark.timeout(90),  # a hang is a failure
@@ -78,26 +72,3 @@ def test_no_file_is_left_behind(ending: str, tmp_path: Path) -> None:
     if ending == "exit":
         assert "Traceback" not in done.stderr
     assert list(directory.iterdir()) == []
-
-
-def test_a_model_that_is_forgotten_gives_its_disk_space_back(tmp_path: Path) -> None:
-    """While the process lives on: no descriptor into the home directory stays open."""
-
-    def descriptors() -> list[str]:
-        links = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        return [os.readlink(link) for link in links if os.path.islink(link)]
-
-    def train() -> None:
-        model, compiled = compile_small_on(tmp_path)
-        train_steps(compiled, adamw(model.parameters()), range(1))
-        assert any(str(tmp_path) in path for path in descriptors())
-
-    train()
-    torch._dynamo.reset()
-    gc.collect()
-    assert not [path for path in descriptors() if str(tmp_path) in path]
-
-
-def compile_small_on(directory: Path) -> tuple[nn.Module, nn.Module]:
-    budget = small_budget()
-    return compile_case(CASE, memory_budget=budget, home=f"disk:{directory}", whole_graph="never")

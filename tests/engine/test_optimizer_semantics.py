@@ -225,44 +225,6 @@ def test_groups_added_later(model: MLP, call: Any, optimizer_class: Any) -> list
 
 
 @compared()
-def test_tensor_hooks(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-    """A hook that replaces, one that looks, one that goes."""
-    optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
-    model.layers[0].weight.register_hook(lambda grad: 2 * grad)
-    model.layers[2].weight.register_hook(lambda grad: seen.append(grad.norm()))
-    handle = model.layers[1].bias.register_hook(torch.zeros_like)
-    for step in range(4):
-        if step == 2:
-            handle.remove()
-        for part in range(2):
-            call(batch(2 * step + part)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen + parameters(model)
-
-
-@compared()
-def test_hooks_after_accumulation(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-    optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
-    norms: dict[Tensor, Tensor] = {}  # of the two hooks, a compiled backward may call either first
-
-    def halve(p: Tensor) -> None:
-        assert p.grad is not None
-        p.grad.mul_(0.5)
-        norms[p] = p.grad.norm()
-
-    weights = [layer.weight for layer in model.layers[1:3]]
-    for weight in weights:
-        weight.register_post_accumulate_grad_hook(halve)
-    for step in range(3):
-        call(batch(step)).backward()
-        seen += [norms.pop(weight) for weight in weights]
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen + parameters(model)
-
-
-@compared()
 def test_an_optimizer_in_hooks(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
     """PyTorch's tutorial: an optimizer for each parameter, which steps in the backward and frees the gradient."""
     optimizers = {p: optimizer_class([p], lr=1e-2) for p in model.parameters()}

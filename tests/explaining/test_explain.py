@@ -15,7 +15,6 @@ from zoo import CASES
 
 import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
-from chunkc.explaining.explain import minimum_budget
 from chunkc.explaining.formats import parse_json, render_json
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import COMPUTE, KINDS, Explanation
@@ -132,13 +131,6 @@ def test_what_fits_whole_trains_in_segments_in_less() -> None:
     assert trained("frozen_mlp", memory_budget=minimum)[0].predicted_peak_nbytes <= minimum
 
 
-def test_minimum_budget_is_that_of_explain() -> None:
-    case = CASES["frozen_mlp"]
-    for activations in ("keep", "auto"):
-        found = minimum_budget(case.build(), **case.batch(0), memory_budget=1, activations=activations)
-        assert found == explain("frozen_mlp", memory_budget=1, activations=activations).minimum_budget_nbytes
-
-
 def test_explained_inside_no_grad() -> None:
     """No backward and no update: an inference call."""
     with torch.no_grad():
@@ -187,11 +179,6 @@ def test_hardware_of_unknown_size() -> None:
         explain("frozen_mlp", hardware=machine)
     explanation = explain("frozen_mlp", hardware=machine, memory_budget="64MiB")
     assert (explanation.fits, explanation.host_fits, explanation.device_memory_nbytes) == (True, True, None)
-
-
-def test_no_such_hardware() -> None:
-    with pytest.raises(OptionsError, match="no hardware is called 'rtx3091'; did you mean 'rtx3090'"):
-        explain("frozen_mlp", hardware="rtx3091")
 
 
 def test_a_machine_with_one_memory_says_that_a_home_in_ram_adds_none() -> None:

@@ -165,18 +165,6 @@ def test_the_curve_is_the_meter_s(name: str) -> None:
             assert predicted >= measured - BATCH_NBYTES, call
 
 
-@pytest.mark.parametrize("activations", ["auto", "keep"])
-def test_training_takes_the_minimum_and_not_one_byte_less(activations: str) -> None:
-    found = explained("graph_breaks", 1, activations=activations)
-    minimum = found.minimum_budget_nbytes
-    assert not found.fits
-    assert explained("graph_breaks", minimum, activations=activations).fits
-    assert not explained("graph_breaks", minimum - 1, activations=activations).fits
-    assert trained("graph_breaks", minimum, activations).peak_nbytes <= minimum
-    with pytest.raises(chunkc.BudgetError):
-        trained("graph_breaks", minimum - 1, activations)
-
-
 # --- what one explanation says ---
 
 
@@ -188,15 +176,6 @@ def test_the_order_is_that_of_the_step() -> None:
     starts = [moment.start_s for moment in found.moments]
     assert starts == sorted(starts)
     assert any("3 graphs run one after the other" in note for note in found.notes)
-
-
-@pytest.mark.parametrize("budget", [1, 5_500_000, HUGE])
-def test_it_adds_up(budget: int) -> None:
-    found = explained("graph_breaks", budget)
-    assert max(moment.nbytes for moment in found.moments) == found.predicted_peak_nbytes
-    assert sum(found.peak.contents.values()) == found.predicted_peak_nbytes
-    assert all(nbytes > 0 for nbytes in found.peak.contents.values())
-    assert all(nbytes >= 0 for moment in found.moments for nbytes in moment.contents.values())
 
 
 def test_on_a_gpu_saved_values_wait_for_their_backward() -> None:

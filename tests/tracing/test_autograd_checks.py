@@ -40,10 +40,6 @@ def compiled(model: nn.Module, budget_nbytes: int, codegen: str = "eager") -> Ca
     return torch.compile(model, backend="chunkc", options=options)
 
 
-def frozen(model: MLP) -> MLP:
-    return model.requires_grad_(False)
-
-
 # ---------------------------------------------------------------- gradients of gradients
 
 
@@ -63,7 +59,7 @@ def _penalty(model: MLP, call: Callable[..., Tensor]) -> None:
 
 def _penalty_of_frozen(model: MLP, call: Callable[..., Tensor]) -> None:
     x = batch().requires_grad_()
-    frozen(model)
+    model.requires_grad_(False)
     try:
         torch.autograd.grad(call(x), x, create_graph=True)
     finally:
@@ -130,50 +126,6 @@ def test_gradients_of_gradients_are_refused_of_views_and_of_what_is_given_back()
     (gradient,) = torch.autograd.grad(given_back.square().sum(), leaf, create_graph=True)  # does not pass the graph
     assert gradient.requires_grad
     assert model.weight.grad is None
-
-
-@BUDGETS
-def test_a_graph_may_be_kept(budget_nbytes: int) -> None:
-    model, plain = built(), built()
-    call = compiled(model, budget_nbytes)
-    for module in (call, plain):
-        loss = module(batch())
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert not differences(gradients(model), gradients(plain))
-
-
-# ---------------------------------------------------------------- some gradients
-
-
-def _by_grad(call: Callable[..., Tensor]) -> list[Tensor]:
-    x = batch().requires_grad_()
-    return [*torch.autograd.grad(call(x), x), *torch.autograd.grad(call(x * 2), x)]
-
-
-def _by_backward(call: Callable[..., Tensor]) -> list[Tensor | None]:
-    x, y = batch().requires_grad_(), batch(1).requires_grad_()
-    (call(x) + call(y)).backward(inputs=[x])
-    return [x.grad, y.grad]
-
-
-@BUDGETS
-@pytest.mark.parametrize("ask", [_by_grad, _by_backward])
-def test_gradients_of_inputs_alone_work_where_parameters_are_frozen(
-    ask: Callable[[Callable[..., Tensor]], list[Tensor | None]], budget_nbytes: int
-) -> None:
-    found, expected = (ask(call) for call in (compiled(frozen(built()), budget_nbytes), frozen(built())))
-    assert [g is None for g in found] == [g is None for g in expected]
-    assert not differences([array(g) for g in found if g is not None], [array(g) for g in expected if g is not None])
-
-
-def test_an_input_may_be_left_out() -> None:
-    model, plain = built(), built()
-    for call, module in ((compiled(model, SMALL), model), (plain, plain)):
-        x = batch().requires_grad_()
-        call(x).backward(inputs=list(module.parameters()))
-        assert x.grad is None
-    assert not differences(gradients(model), gradients(plain))
 
 
 # ---------------------------------------------------------------- hooks where gradients are added up
