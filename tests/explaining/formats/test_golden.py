@@ -1,29 +1,103 @@
-"""Text, graph and diff of a small explanation, against files that a person has read.
+"""Texts, graphs, advice and differences of small explanations, against files that a person has read.
 
 To accept a change, delete the file under `tests/golden/` and run this file twice: the first run writes it and fails.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from synthetic import EVENTS, MIB, PLAN, large, measured, not_fitting, small
+from synthetic import EVENTS, MIB, PLAN, large, measured, not_fitting, ranked, small
 
 from chunkc.explaining.formats import diff, render_graph, render_text
+from chunkc.explaining.formats.advice import advice
+from chunkc.ir.estimates import EstimatedOperator
+from chunkc.ir.explanation import Chunks, Explanation, Layers, Peak, StepTime
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+
+MOVED_LESS = EVENTS[2:]
+SLOWER = StepTime(total=0.015, compute=0.010, to_device=0.004, to_home=0.002, optimizer=0.001, stall=0.004)
+SMALL_HOST = {"host_fits": False, "host_memory_nbytes": 64 * MIB}
+
+DIFFERENCES = {
+    "nothing": (small(), small()),
+    "the peak alone": (small(), small(predicted_peak_nbytes=170 * MIB)),
+    "times, counts and words": (
+        small(),
+        small(fits=False, chunks=Chunks(size_nbytes=20 * MIB, count=3, resident=0), step_time_s=SLOWER),
+    ),
+    "ranks": (small(), ranked()),
+    "a chunk that ceases to move": (small(), small(events=MOVED_LESS)),
+    "a chunk that begins to move": (small(events=MOVED_LESS), small()),
+    "a chunk that moves more often": (small(), small(events=(*EVENTS, EVENTS[5]))),
+    "waiting, which is not moving": (small(), small(events=(EVENTS[0], *EVENTS[2:]))),
+    "a line of the plan": (small(), small(plan_text=PLAN.replace("    prefetch(param:1)\n", ""))),
+    "a note, which is outside the summary": (small(), small(notes=())),
+}
+
+
+def filled(option: str = "auto", **mib: int) -> Explanation:
+    """What does not fit for what these kinds take, in MiB."""
+    contents = {f"{kind}: m": n * MIB for kind, n in mib.items()}
+    return not_fitting(peak=Peak("forward.0", "aten.mm", "head", contents), activations=option)
+
+
+ADVICE = {
+    "it fits": small(),
+    "the device has as much": not_fitting(),
+    "the device has less": not_fitting(device_memory_nbytes=200 * MIB),
+    "activations": filled(activations=90, temporaries=10),
+    "activations that are kept": filled("keep", activations=90),
+    "temporaries": filled(activations=10, temporaries=90),
+    "slots": filled(slots=90, activations=10),
+    "slots, and few temporaries": filled(slots=90, temporaries=10),
+    "the host is too small": small(**SMALL_HOST, disk_nbytes=0),
+    "the host is too small beside states on disk": small(**SMALL_HOST),
+    "so is a CPU's memory": small(**SMALL_HOST, device_is_host=True),
+    "everything is on disk": small(**SMALL_HOST, device_is_host=True, disk_nbytes=small().home_nbytes),
+    "ranks": ranked(host_fits=False),
+    "ranks on a CPU": ranked(host_fits=False, device_is_host=True),
+}
+
+
+def layers() -> Explanation:
+    """Of ranks that compute layers together."""
+    ranks = ranked().ranks
+    assert ranks is not None
+    return ranked(ranks=replace(ranks, layers=Layers(4, 48, 30 * MIB, 0.002)))
+
+
+def sections(texts: dict[str, str]) -> str:
+    return "\n".join(f"=== {title}\n{text}" for title, text in texts.items())
+
+
+UNMETERED = measured(peak_nbytes=None, moments=(("forward.0", None),), time_s={})
 
 DUMPS = {
     "explain_fits.txt": lambda: render_text(small()),
     "explain_does_not_fit.txt": lambda: render_text(not_fitting()),
     "explain_measured.txt": lambda: render_text(small(measured=measured())),
+    "explain_unmetered.txt": lambda: render_text(small(measured=UNMETERED)),
     "explain_large.txt": lambda: render_text(large(12)),
+    "explain_ranks.txt": lambda: render_text(ranked()),
+    "explain_layers.txt": lambda: render_text(layers()),
+    "explain_ranks_on_cpu.txt": lambda: render_text(ranked(device_is_host=True, host_fits=False)),
+    "explain_guesses.txt": lambda: render_text(small(estimates=(EstimatedOperator("lib::odd", "model.mix", 3 * MIB),))),
+    "explain_bare.txt": lambda: render_text(
+        small(moments=(), events=(), notes=(), peak=Peak("", "", "", {}), device_memory_nbytes=None)
+    ),
+    "explain_advice.txt": lambda: sections(
+        {title: "".join(f"{line}\n" for line in advice(of)) for title, of in ADVICE.items()}
+    ),
     "explain_graph.py.txt": lambda: render_graph(small()),
     "explain_diff.txt": lambda: diff(
         small(),
-        not_fitting(events=EVENTS[2:], home_nbytes=180 * MIB, plan_text=PLAN.replace("groups: [0]", "groups: none")),
+        not_fitting(events=MOVED_LESS, home_nbytes=180 * MIB, plan_text=PLAN.replace("groups: [0]", "groups: none")),
     ),
+    "explain_diffs.txt": lambda: sections({title: diff(*of) for title, of in DIFFERENCES.items()}),
 }
 
 

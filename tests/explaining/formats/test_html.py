@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import re
@@ -9,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from synthetic import MIB, large, measured, moment, not_fitting, small
+from synthetic import MIB, MOMENTS, large, measured, moment, not_fitting, small
 
 from chunkc.explaining.formats import render_html
-from chunkc.explaining.formats.figure import KIND_COLOURS, MAX_DRAWN, thinned
+from chunkc.explaining.formats.figure import KIND_COLOURS, MAX_DRAWN, MAX_SOURCE, thinned
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.explanation import KINDS, Explanation
 
@@ -53,6 +54,18 @@ def test_hover_names_operation_module_and_source() -> None:
     assert len(said) == len(small().moments)
     assert any("aten.gelu" in text and "model.layers.0" in text and "model.py:12" in text for text in said)
     assert any("aten.&lt;sum&gt;" in text for text in said), "names are no HTML"
+
+
+def test_a_line_of_code_is_shown_as_it_is_written_and_a_long_one_is_cut() -> None:
+    def hover_of(source: str) -> str:
+        moments = tuple(dataclasses.replace(moment, source=source) for moment in MOMENTS)
+        return str(traces(small(moments=moments))["hover y"].text[0])
+
+    assert '<br>net.py:3, gelu(x, "tanh")<br>' in hover_of('net.py:3, gelu(x, "tanh")')
+    assert "net.py:3, x &lt; y &amp; z" in hover_of("net.py:3, x < y & z")
+    long = f"net.py:3, {'x + ' * 50}"
+    assert f"{long[: MAX_SOURCE - 1]}…<br>" in hover_of(long)
+    assert long not in hover_of(long)
 
 
 def test_hover_names_chunk_and_bytes_on_each_stream() -> None:
