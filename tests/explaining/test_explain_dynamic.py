@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
+
 import pytest
 import sympy
 import torch
@@ -14,6 +17,7 @@ from chunkc.ir.explanation import Explanation
 BUDGET = 4_000_000
 
 
+@cache
 def explained(num_rows: int, *, dynamic: bool) -> Explanation:
     case = LADDER["encoder"]
     batch = {name: torch.zeros(num_rows, *value.shape[1:]) for name, value in case.batch(0).items()}
@@ -41,17 +45,13 @@ def test_expressions_are_the_bytes_of_other_sizes() -> None:
     assert all(m.expression is None for m in symbolic.moments if m.phase == "update")
 
 
-def test_all_else_is_as_without_symbols() -> None:
+def test_all_else_is_as_without_symbols_and_is_saved(tmp_path: Path) -> None:
     symbolic, static = explained(7, dynamic=True), explained(7, dynamic=False)
     assert non_model(symbolic) == non_model(static)
     assert symbolic.predicted_peak_nbytes == static.predicted_peak_nbytes
     assert symbolic.minimum_budget_nbytes == static.minimum_budget_nbytes
     assert symbolic.step_time_s == static.step_time_s
     assert all(m.expression is None for m in static.moments)
-
-
-def test_expressions_are_saved(tmp_path) -> None:
-    symbolic = explained(7, dynamic=True)
     write(symbolic, "json", tmp_path / "saved.json")
     assert read_explanation(tmp_path / "saved.json") == symbolic
 
@@ -82,17 +82,11 @@ def test_expressions_of_what_inductor_fuses() -> None:
     (symbol,) = {note.partition(":")[0] for note in symbolic.notes if note.endswith("dimension 0 of args[0], 32 here")}
     in_symbols = [m for m in symbolic.moments if m.phase != "update"]
     assert any(symbol in (m.expression or "") for m in in_symbols)
+    for moment, (_, nbytes) in zip(symbolic.moments, non_model(symbolic), strict=True):
+        assert moment.phase == "update" or int(sympy.sympify(moment.expression).subs(symbol, 32)) == nbytes
     for num_rows in (32, 48, 24):
         static = [m for m in with_inductor(num_rows, dynamic=False).moments if m.phase != "update"]
         for phase in ("forward", "backward"):
             expected = max(m.contents["activations"] + m.contents["temporaries"] for m in static if m.phase == phase)
             found = [int(sympy.sympify(m.expression).subs(symbol, num_rows)) for m in in_symbols if m.phase == phase]
             assert max(found) == expected, (phase, num_rows)
-
-
-def test_inductors_expressions_are_the_bytes_at_the_traced_size() -> None:
-    symbolic = with_inductor(32, dynamic=True)
-    (symbol,) = {note.partition(":")[0] for note in symbolic.notes if note.endswith(", 32 here")}
-    for moment, (_, nbytes) in zip(symbolic.moments, non_model(symbolic), strict=True):
-        if moment.phase != "update":
-            assert int(sympy.sympify(moment.expression).subs(symbol, 32)) == nbytes

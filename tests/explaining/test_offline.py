@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -280,20 +281,34 @@ class Branches(nn.Module):
         return y.sum()
 
 
-@pytest.mark.parametrize("how", ["if", "item", "mask", "nonzero"])
-def test_code_that_needs_values(how: str) -> None:
-    with pytest.raises(UnsupportedError, match="needs the values of tensors") as error:
-        capture(Branches(how), torch.ones(4, 8))
-    assert "\n" not in str(error.value)
+class Wrong(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ torch.ones(3, 3)).sum()
 
 
-def test_shapes_that_do_not_match() -> None:
-    class Wrong(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return (x @ torch.ones(3, 3)).sum()
+def uncopyable() -> nn.Module:
+    model = Loss(nn.Linear(4, 4))
+    model.lock = (value for value in range(3))
+    return model
 
-    with pytest.raises(UnsupportedError, match=r"cannot be traced: .*same reduction dim") as error:
-        capture(Wrong(), torch.ones(4, 8))
+
+@pytest.mark.parametrize(
+    ("make", "x", "match"),
+    [
+        *(
+            (lambda how=how: Branches(how), torch.ones(4, 8), "needs the values of tensors")
+            for how in ("if", "item", "mask", "nonzero")
+        ),
+        (Wrong, torch.ones(4, 8), "cannot be traced: .*same reduction dim"),
+        (nn.Identity, torch.ones(4, 8), "no graph"),
+        (lambda: Loss(nn.Linear(8, 8)), torch.eye(8).to_sparse(), "make it dense"),
+        (uncopyable, torch.ones(2, 4), "cannot be copied"),
+    ],
+    ids=["if", "item", "mask", "nonzero", "shapes", "nothing", "sparse", "no copy"],
+)
+def test_what_cannot_be_captured_is_said_in_one_line(make: Callable[[], nn.Module], x: Tensor, match: str) -> None:
+    with pytest.raises(UnsupportedError, match=match) as error:
+        capture(make(), x)
     assert "\n" not in str(error.value)
 
 
@@ -306,20 +321,3 @@ def test_errors_of_the_forward_are_the_users() -> None:
         capture(Raises(), torch.ones(4, 8))
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         capture(Branches("no"))
-
-
-def test_a_model_that_computes_nothing() -> None:
-    with pytest.raises(UnsupportedError, match="no graph"):
-        capture(nn.Identity(), torch.ones(4, 8))
-
-
-def test_a_sparse_argument(large: Loss) -> None:
-    with pytest.raises(UnsupportedError, match="make it dense"):
-        capture(large, torch.eye(2048).to_sparse())
-
-
-def test_a_model_that_cannot_be_copied() -> None:
-    model = Loss(nn.Linear(4, 4))
-    model.lock = (value for value in range(3))
-    with pytest.raises(UnsupportedError, match="cannot be copied"):
-        capture(model, torch.ones(2, 4))

@@ -70,6 +70,8 @@ def test_sizes_and_options_of_built_in_models() -> None:
     ("name", "sizes", "match"),
     [
         ("gpt-19b", (None, None), "no built-in model is called 'gpt-19b'; did you mean"),
+        ("gpt-18", (None, None), r"no built-in model is called 'gpt-18'; did you mean 'gpt-18b'\?"),
+        ("gpt2", (None, None), "no built-in model is called 'gpt2'; did you mean 'gpt2-small' or 'gpt2-medium' or"),
         ("nothing like it", (None, None), "built in are gpt2-small"),
         ("vit-base-32", (None, 128), "has no sequence length"),
     ],
@@ -113,10 +115,7 @@ def test_a_factory_gets_what_it_has_parameters_for(file: Any) -> None:
     subject = from_file(text, ModelOptions(torch.bfloat16, True)).build(5, 16)
     assert (subject.args[0].shape, subject.args[0].dtype) == ((5, 16), torch.bfloat16)
     assert subject.model.linear.weight.shape == (16, 16)
-
-
-def test_a_factory_that_takes_anything(file: Any) -> None:
-    text = file("def build(**sizes):\n    return Net(), (torch.ones(sizes['batch_size'], 8),)\n")
+    text = file("def build(**sizes):\n    return Net(), (torch.ones(sizes['batch_size'], 8),)\n", "takes_anything.py")
     assert from_file(text, PLAIN).build(7, None).args[0].shape == (7, 8)
 
 
@@ -169,6 +168,8 @@ def test_what_a_factory_cannot_be_given(file: Any) -> None:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
+    with pytest.raises(OptionsError, match=r"there is no file /nowhere$"):
+        from_file("/nowhere:build", PLAIN)
     with pytest.raises(OptionsError, match=r"there is no file .*none\.py$"):
         from_file(f"{tmp_path}/none.py:build", PLAIN)
     with pytest.raises(OptionsError, match=r"there is no file transformers; .*--module transformers:LlamaForCausalLM"):
@@ -251,14 +252,11 @@ def test_mistakes_with_transformers(config: Any, text: str, values: object, matc
     assert "\n" not in str(error.value)
 
 
-def test_models_of_other_inputs(config: Any) -> None:
+def test_models_of_other_inputs_and_a_missing_configuration(config: Any) -> None:
     small = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 100, "pad_token_id": 0}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
     path = config({**small, **heads, "decoder_start_token_id": 1})
     with pytest.raises(OptionsError, match="takes neither input_ids nor pixel_values; write a factory"):
         from_module("transformers:WhisperForConditionalGeneration", path, PLAIN).build(None, None)
-
-
-def test_a_missing_configuration(tmp_path: Path) -> None:
     with pytest.raises(OptionsError, match=r"--config .*none\.json: .*No such file"):
-        from_module("transformers:LlamaForCausalLM", tmp_path / "none.json", PLAIN)
+        from_module("transformers:LlamaForCausalLM", path.with_name("none.json"), PLAIN)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from synthetic import EVENTS, MIB, PLAN, large, measured, not_fitting, ranked, small
 
-from chunkc.explaining.formats import diff, render_graph, render_text
+from chunkc.explaining.formats import diff, render_graph, render_text, render_trace
 from chunkc.explaining.formats.advice import advice
+from chunkc.explaining.formats.why import MAX_HAPPENINGS, why_rows
 from chunkc.ir.estimates import EstimatedOperator
-from chunkc.ir.explanation import Chunks, Explanation, Layers, Peak, StepTime
+from chunkc.ir.explanation import Alternative, Chunks, Explanation, Happening, Layers, Peak, StepTime, Why
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 
@@ -74,6 +76,58 @@ def sections(texts: dict[str, str]) -> str:
     return "\n".join(f"=== {title}\n{text}" for title, text in texts.items())
 
 
+def happening(**changes: object) -> Happening:
+    values: dict[str, Any] = {"at_s": 0.5, "phase": "forward", "item": "param:1", "what": "fetched", "nbytes": MIB}
+    values |= {"copy_s": 0.0, "stall_s": 0.0, "before": "forward.2", "module": "layers.2"}
+    return Happening(**values | changes)
+
+
+def part(item: str, what: str, copy_s: float, stall_s: float = 0.0, phase: str = "update") -> Happening:
+    return happening(phase=phase, item=item, what=what, copy_s=copy_s, stall_s=stall_s, before="update.1")
+
+
+HAPPENINGS = {
+    "a copy, a late one and the end": (
+        happening(copy_s=0.25),
+        happening(what="needed", stall_s=0.125),
+        happening(what="let go", before="", module=""),
+    ),
+    "parts of an update, of which each kind is one line": (
+        part("param:1[0:8]", "fetched", 0.25),
+        part("param:1[0:8]", "needed", 0.0, 0.5),
+        part("param:1[8:16]", "fetched", 0.25),
+        part("grad:1", "let go", 0.0, phase="backward"),
+        part("param:1[8:16]", "let go", 0.0),
+        part("param:1[8:16]", "needed", 0.0),
+        part("param:1[0:8]", "copied home", 0.125),
+    ),
+    "what never moves": (),
+    "too many to show": (happening(),) * (MAX_HAPPENINGS + 1200),
+}
+ALTERNATIVES = (
+    Alternative("slow", 3.0),
+    Alternative("fast", 1.5),
+    Alternative("same", 2.0),
+    Alternative("no", None, 4096),
+)
+
+
+def answers() -> str:
+    """Answers to `--why` about a step of two seconds in a budget of 1 GiB; of many rows, the last ones."""
+    asked = {title: Why("layers.2", ("param:1: moves",), happenings, ()) for title, happenings in HAPPENINGS.items()}
+    asked["alternatives"] = Why("layers.2", (), (), ALTERNATIVES)
+    lines = {title: list(why_rows(why, 2.0, 1 << 30)) for title, why in asked.items()}
+    assert len(dict(lines["too many to show"])["what happens to it, in one step"]) == MAX_HAPPENINGS + 1
+    return sections(
+        {
+            title: "".join(
+                f"{head}\n" + "".join(f"  {' | '.join(row).rstrip()}\n" for row in rows[-8:]) for head, rows in of
+            )
+            for title, of in lines.items()
+        }
+    )
+
+
 UNMETERED = measured(peak_nbytes=None, moments=(("forward.0", None),), time_s={})
 
 DUMPS = {
@@ -92,7 +146,12 @@ DUMPS = {
     "explain_advice.txt": lambda: sections(
         {title: "".join(f"{line}\n" for line in advice(of)) for title, of in ADVICE.items()}
     ),
+    "explain_why.txt": answers,
     "explain_graph.py.txt": lambda: render_graph(small()),
+    "explain_graph_does_not_fit.py.txt": lambda: render_graph(not_fitting()),
+    "explain_no_graph.py.txt": lambda: render_graph(small(graphs={})),
+    "explain_trace.txt": lambda: render_trace(small(measured=measured())),
+    "explain_trace_of_ranks.txt": lambda: render_trace(ranked()),
     "explain_diff.txt": lambda: diff(
         small(),
         not_fitting(events=MOVED_LESS, home_nbytes=180 * MIB, plan_text=PLAN.replace("groups: [0]", "groups: none")),

@@ -16,11 +16,11 @@ import pytest
 import torch
 from harness import segmented
 from plain_modules import Stack
-from synthetic import EVENTS, MIB, event, large, measured, ranked, small
+from synthetic import EVENTS, event, large, measured, small
 
 import chunkc
 from chunkc.explaining.formats import render_trace
-from chunkc.explaining.formats.trace import BUDGET, BY_KIND, IN_USE, MEASURED, PREDICTED
+from chunkc.explaining.formats.trace import BY_KIND, IN_USE, MEASURED, PREDICTED
 from chunkc.ir.explanation import COMPUTE, Explanation
 from chunkc.ir.links import TO_DEVICE
 from chunkc.ir.simulate import RESIDENT_UPDATE
@@ -214,12 +214,6 @@ def threads(events: list[dict[str, Any]], pid: int) -> dict[int, str]:
     return {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == pid}
 
 
-def test_times_are_in_microseconds() -> None:
-    (call,) = [e for e in events_of(small()) if e["name"] == "backward.0"]
-    assert (call["ts"], call["dur"]) == (5000.0, 6000.0)
-    assert call["args"]["phase"] == "backward"
-
-
 def test_every_event_and_moment_is_there() -> None:
     explanation = large(30)
     events = events_of(explanation)
@@ -232,40 +226,6 @@ def test_every_event_and_moment_is_there() -> None:
     assert sum(e["args"].get("nbytes", 0) for e in events if e["ph"] == "X") == sum(
         e.nbytes for e in explanation.events
     )
-
-
-def test_streams_stand_in_one_order_on_both_sides() -> None:
-    events = events_of(small(measured=measured()))
-    predicted, seen = threads(events, PREDICTED), threads(events, MEASURED)
-    assert predicted == seen
-    assert [predicted[tid] for tid in sorted(predicted)] == ["compute", "to_device", "to_home"]
-    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert [name.partition(":")[0] for name in names] == ["predicted", "measured"]
-
-
-def test_exchanges_between_ranks_have_streams_of_their_own() -> None:
-    predicted = threads(events_of(ranked()), PREDICTED)
-    assert [predicted[tid] for tid in sorted(predicted)] == ["compute", "to_device", "to_home", "gather", "scatter"]
-
-
-def test_measured_bytes_stand_at_the_measured_time_of_their_call() -> None:
-    counters = [e for e in events_of(small(measured=measured())) if e["name"] == IN_USE and e["pid"] == MEASURED]
-    assert [(e["ts"], e["args"]["bytes"]) for e in counters] == [(2200.0, 110 * MIB), (5500.0, 188 * MIB)]
-
-
-def test_the_budget_is_a_line_over_both_sides() -> None:
-    events = events_of(small(measured=measured()))
-    for pid in (PREDICTED, MEASURED):
-        budget = [e for e in events if e["name"] == BUDGET and e["pid"] == pid]
-        end = max(e["ts"] + e.get("dur", 0) for e in events if e["ph"] != "M" and e["pid"] == pid)
-        assert [(e["ts"], e["args"]) for e in budget] == [(0, {"bytes": 200 * MIB}), (end, {"bytes": 200 * MIB})]
-
-
-def test_tracks_of_counters_stand_in_a_sensible_order() -> None:
-    """Perfetto sorts them by name: of the counter and of its series."""
-    tracks = sorted({f"{e['name']} {series}" for e in events_of(small()) if e["ph"] == "C" for series in e["args"]})
-    assert tracks[:2] == ["device budget bytes", "device in use bytes"]
-    assert all(track.startswith("device in use: ") for track in tracks[2:])
 
 
 def test_a_stall_of_no_time_is_no_slice() -> None:
