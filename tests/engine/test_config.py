@@ -14,51 +14,8 @@ import chunkc
 from chunkc.engine.config import read_config
 from chunkc.engine.keys import KEYS, flattened
 
-HUGGING_FACE = {
-    "fp16": {
-        "enabled": "auto",
-        "loss_scale": 0,
-        "loss_scale_window": 1000,
-        "initial_scale_power": 16,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "bf16": {"enabled": "auto"},
-    "optimizer": {
-        "type": "AdamW",
-        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
-    },
-    "scheduler": {
-        "type": "WarmupDecayLR",
-        "params": {
-            "last_batch_iteration": -1,
-            "total_num_steps": "auto",
-            "warmup_min_lr": "auto",
-            "warmup_max_lr": "auto",
-            "warmup_num_steps": "auto",
-        },
-    },
-    "zero_optimization": {
-        "stage": 3,
-        "offload_optimizer": {"device": "cpu", "pin_memory": True},
-        "offload_param": {"device": "cpu", "pin_memory": True},
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "sub_group_size": 1e9,
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": "auto",
-        "stage3_max_live_parameters": 1e9,
-        "stage3_max_reuse_distance": 1e9,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    },
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "steps_per_print": 2000,
-    "train_batch_size": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
-    "wall_clock_breakdown": False,
-}
+FILE = Path(__file__).parents[1] / "golden" / "ds_config_zero3.json"
+HUGGING_FACE = json.loads(FILE.read_text())
 """The ZeRO-3 file of transformers' documentation."""
 
 PATRICKSTARS = {
@@ -104,10 +61,8 @@ def arguments(**changes: Any) -> SimpleNamespace:
     return SimpleNamespace(**(values | changes))
 
 
-def test_the_file_of_transformers_documentation(tmp_path: Path) -> None:
-    path = tmp_path / "ds_config_zero3.json"
-    path.write_text(json.dumps(HUGGING_FACE))
-    for config in (path, str(path), HUGGING_FACE):
+def test_the_file_of_transformers_documentation() -> None:
+    for config in (FILE, str(FILE), HUGGING_FACE):
         found = read_config(config, arguments())
         assert found.dtype == torch.bfloat16
         assert found.scaling is None

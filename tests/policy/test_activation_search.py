@@ -9,18 +9,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from verify_cases import HARDWARE, LAYOUT, MEMORIES, MODULES, NUM_LAYERS, backward_program, forward_program
+from verify_cases import HARDWARE, LAYOUT, NUM_LAYERS, captured_step
 
 from chunkc.ir.items import ActivationPlan
-from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning.recompute_search import RecomputeRegions
 from chunkc.passes.planning.residency import SLACK_CHUNKS, evenly_spread, fixed_nbytes, needed_nbytes
 from chunkc.policy import activation_search as activation_plans
 from chunkc.policy.activation_search import SearchSpace, first_or_quickest, quickest
 from chunkc.policy.captured_step import Captured, profile
 
-SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
-CAPTURED = Captured(forward_program(), backward_program(), SEGMENTS, MODULES, whole=False)
+CAPTURED = captured_step()
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verify_cases import LAYOUT, MEMORIES, MODULES, backward_program, forward_program
+from verify_cases import LAYOUT, captured_step
 
-from chunkc.passes.codegen import CompiledSegment
-from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.captured_step import profile
 
-SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
-CAPTURED = Captured(forward_program(), backward_program(), SEGMENTS, MODULES, whole=False)
+CAPTURED = captured_step()
 
 
 def test_the_bytes_of_a_forward_and_of_its_predecessors_outputs_are_its_own() -> None:

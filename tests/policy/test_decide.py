@@ -8,14 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from verify_cases import HARDWARE, LAYOUT, MEMORIES, MODULES, NUM_LAYERS, backward_program, forward_program
+from verify_cases import HARDWARE, LAYOUT, NUM_LAYERS, captured_step
 
 import chunkc.policy.decide
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.layout import Chunk
-from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning.residency import check_minimum, fixed_nbytes
-from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.captured_step import profile
 from chunkc.policy.decide import EXTERNAL_GRANULES, decide, fits_whole, smallest_budget
 from chunkc.policy.plans import step_plan
 from chunkc.policy.state import (
@@ -32,8 +31,7 @@ from chunkc.policy.state import (
 
 HUGE = 1 << 40
 EVERYTHING = frozenset(range(NUM_LAYERS))
-SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
-CAPTURED = Captured(forward_program(), backward_program(), SEGMENTS, MODULES, whole=False)
+CAPTURED = captured_step()
 PASSES = profile(CAPTURED, LAYOUT).passes
 
 

@@ -8,14 +8,13 @@ from dataclasses import replace
 import pytest
 import torch
 from verify_cases import LAYOUT as STEP_LAYOUT
-from verify_cases import MEMORIES, MODULES, backward_program, forward_program
+from verify_cases import captured_step
 
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.layout import Chunk, ChunkLayout, ParamSpec
 from chunkc.ir.plan import Position
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.shards import Shards
-from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended
 from chunkc.passes.planning.residency import check_minimum
 from chunkc.policy.captured_step import Captured, profile
@@ -125,8 +124,7 @@ def test_a_whole_graph_may_need_less_than_all_its_chunks_at_once() -> None:
 
 def test_a_whole_step_would_need_less_in_segments() -> None:
     """Each phase beside the most that was held in it, whatever the whole form took."""
-    segments = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
-    cut = Captured(forward_program(), backward_program(), segments, MODULES, whole=False)
+    cut = captured_step()
     step = profile(cut, STEP_LAYOUT)
     known, noted = SessionNeeds(), StepNeeds(None, lambda: cut)
     noted.add(Needs(1 << 40, 1 << 40))

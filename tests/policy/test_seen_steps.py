@@ -5,18 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from verify_cases import LAYOUT, MEMORIES, MODULES, backward_program, forward_program
+from verify_cases import LAYOUT, backward_program, captured_step
 
 from chunkc.ir.items import KEEP_ALL, ActivationPlan
-from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning.residency import everything, fixed_nbytes
-from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.captured_step import profile
 from chunkc.policy.seen_steps import SeenForward, SeenSteps, covers_model, keeps_all
 
-SEGMENTS = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
 NAMES = tuple(LAYOUT.specs())
 BACKWARD = replace(backward_program(), gradient_outputs=tuple((0, "", name) for name in NAMES))
-CAPTURED = Captured(forward_program(), BACKWARD, SEGMENTS, MODULES, whole=False, graph_fraction=0.25)
+CAPTURED = replace(captured_step(), backward=BACKWARD, graph_fraction=0.25)
 MODEL_NBYTES = fixed_nbytes(LAYOUT, everything(LAYOUT))
 
 

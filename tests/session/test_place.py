@@ -192,31 +192,33 @@ def test_arguments_that_make_no_sense_move_nothing(
     chunkc.place(model)
 
 
-def test_a_model_is_placed_once() -> None:
-    model = chunkc.place(build())
-    with pytest.raises(chunkc.UnsupportedError, match=r"first\.weight is placed"):
-        chunkc.place(model)
-    with pytest.raises(chunkc.UnsupportedError, match="placed"):
-        chunkc.place(nn.Sequential(nn.Linear(2, 2), model))
-
-
-def test_a_compiled_model_is_not_placed() -> None:
+def once_compiled() -> nn.Module:
     model = build()
     compiled(model)(batch())
-    with pytest.raises(chunkc.UnsupportedError, match=r"compiled already: there is nothing to place.*anew"):
-        chunkc.place(model)
+    return model
 
 
-def test_nothing_to_place() -> None:
-    with pytest.raises(chunkc.OptionsError, match="no parameters to place: compile it as it is"):
-        chunkc.place(nn.ReLU())
-
-
-def test_meta_parameters_are_refused() -> None:
+def partly_on_meta() -> nn.Module:
     model = build()
     model.second = nn.Linear(WIDTH, WIDTH, device="meta")
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: chunkc.place(build()), chunkc.UnsupportedError, r"first\.weight is placed"),
+        (lambda: nn.Sequential(nn.Linear(2, 2), chunkc.place(build())), chunkc.UnsupportedError, "placed"),
+        (once_compiled, chunkc.UnsupportedError, r"compiled already: there is nothing to place.*anew"),
+        (nn.ReLU, chunkc.OptionsError, "no parameters to place: compile it as it is"),
+        (partly_on_meta, chunkc.UnsupportedError, r"second\.weight is on the meta device"),
+    ],
+    ids=["placed", "placed in part", "compiled", "nothing", "meta"],
+)
+def test_what_cannot_be_placed_is_refused(make: Callable[[], nn.Module], error: type[Exception], match: str) -> None:
+    model = make()
     where = pointers(model)
-    with pytest.raises(chunkc.UnsupportedError, match=r"second\.weight is on the meta device"):
+    with pytest.raises(error, match=match):
         chunkc.place(model)
     assert pointers(model) == where
 

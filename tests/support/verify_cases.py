@@ -17,6 +17,7 @@ from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
 from chunkc.ir.plan import EVICT, WRITE_BACK, Plan
 from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
 from chunkc.ir.verify.verifier import verify_phase
+from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.memory.profile import positions
 from chunkc.passes.planning.layout import lay_out
 from chunkc.passes.planning.residency import check_minimum
@@ -24,6 +25,7 @@ from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import update_positions, update_tiles
 from chunkc.passes.planning.updates_in_backward import with_updates
 from chunkc.passes.rewrite.insert import insert_events, insert_update_events
+from chunkc.policy.captured_step import Captured
 
 HUGE = 1 << 40
 NUM_LAYERS = 4
@@ -93,6 +95,12 @@ def backward_program() -> PhaseProgram:
 def give(node: fx.Node, *arguments: object) -> None:
     """Give a node other arguments."""
     node.args = arguments  # type: ignore[assignment]
+
+
+def captured_step() -> Captured:
+    """Return the step as `policy` gets it, cut into segments."""
+    segments = {name: CompiledSegment(MODULES[name], memory) for name, memory in MEMORIES.items()}
+    return Captured(forward_program(), backward_program(), segments, MODULES, whole=False)
 
 
 @dataclass
