@@ -18,7 +18,7 @@ export PYTHONSAFEPATH=1 OMP_WAIT_POLICY=PASSIVE CHUNKC_VARIANTS=${CHUNKC_VARIANT
 TESTS=(
     tests/test_torch_private.py
     # bits under every budget, bytes as predicted, in eager code and with Inductor
-    tests/properties/test_ladder.py tests/end_to_end/test_bit_identity.py tests/end_to_end/test_prediction.py
+    tests/properties/test_ladder.py tests/end_to_end/test_prediction.py
     tests/end_to_end/test_prediction_inductor.py tests/passes/memory/test_segment_memory.py tests/passes/memory/scratch
     tests/passes/memory/test_kept_bytes.py
     # what Inductor generates, and what is made of code that nobody can read

@@ -5,6 +5,7 @@ Views of gradients keep their bytes, own tensors are added to. Most of what user
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 
 import pytest
@@ -12,11 +13,9 @@ import torch
 from harness import HUGE, adamw, array, compile_case, differences, gradients, segmented, session_of, take_step, weights
 from scripts import (
     CASE,
-    assert_close,
     backward,
     compile_large,
     compile_small,
-    sgd,
     slowly_on_disks,
     small_budget,
     three_ways,
@@ -88,22 +87,6 @@ def test_memory_that_others_have_stays() -> None:
     now = model.state_dict()
     assert not differences({k: array(v) for k, v in state.items()}, {k: array(v) for k, v in now.items()})
     assert all(state[name].data_ptr() == p.data_ptr() for name, p in model.named_parameters())
-
-
-@slowly_on_disks
-def test_data_tied_before_the_first_call() -> None:
-    def script(model: nn.Module, call: Callable[..., Tensor]) -> list:
-        first, second = two_alike(model)
-        second.data = first.data
-        losses = train_steps(call, sgd(model.parameters()), range(2))
-        assert torch.equal(first, second)
-        return [*losses, weights(model)]
-
-    torch._dynamo.reset()
-    model = CASE.build(0)
-    compiled = torch.compile(model, backend="chunkc", options={"memory_budget": 4 * small_budget(), "codegen": "eager"})
-    plain = CASE.build(0)
-    assert_close(script(model, compiled), script(plain, plain))
 
 
 @slowly_on_disks
@@ -241,27 +224,6 @@ def test_views_of_a_gradient_that_moved_home_keep_their_values() -> None:
     assert parameter.grad.data_ptr() != kept.data_ptr()
 
 
-def test_a_gradient_that_is_its_own_transposed_view() -> None:
-    def script(make: Callable[..., torch.optim.Optimizer], model: nn.Module, call: Callable[[Tensor], Tensor]) -> list:
-        optimizer = make(model.parameters(), lr=0.1, eps=1e-3)
-        call(torch.linspace(-1, 1, 256).reshape(4, 64)).square().mean().backward()
-        for linear in model:
-            linear.weight.grad = linear.weight.grad.t()
-        optimizer.step()
-        return [weights(model)]
-
-    torch._dynamo.reset()
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))))
-    compiled = segmented(chunkc.place(models[0]), 200_000)
-    small = script(chunkc.optim.AdamW, models[0], compiled)
-    store = session_of(models[0]).store
-    assert any(store.views.is_managed(name) for name in store.views.parameters())
-    assert_close(small, script(torch.optim.AdamW, models[1], models[1]))
-
-
 @slowly_on_disks
 def test_kept_views_do_not_grow_home() -> None:
     model, compiled = compile_small()
@@ -273,24 +235,6 @@ def test_kept_views_do_not_grow_home() -> None:
         sizes.append(session_of(model).store.arena.nbytes)
     assert len(kept) > 1
     assert len(set(sizes)) == 1
-
-
-@slowly_on_disks
-def test_one_tensor_as_the_gradient_of_several_in_a_chunked_update() -> None:
-    def script(make: Callable[..., torch.optim.Optimizer], model: nn.Module, call: Callable[..., Tensor]) -> list:
-        optimizer = make(model.parameters(), lr=1e-3, eps=1e-3)
-        first, second = two_alike(model)
-        for step in range(2):
-            if step == 0:
-                first.grad = second.grad = torch.ones_like(first)
-            backward(call, step)
-            optimizer.step()
-            assert first.grad is second.grad
-        return [weights(model)]
-
-    small = script(chunkc.optim.AdamW, *compile_small(room=2.0))
-    plain = CASE.build(0)
-    assert_close(small, script(torch.optim.AdamW, plain, plain))
 
 
 @slowly_on_disks
@@ -324,3 +268,30 @@ def test_a_gradient_that_is_held_while_its_group_moves() -> None:
         grad, before = held[name]
         assert parameter.grad is grad
         assert not differences(2 * before, array(grad))
+
+
+# ---------------------------------------------------------------- saved
+
+
+@pytest.mark.parametrize("home", ["cpu", "disk"])
+def test_every_parameter_is_saved_with_its_own_bytes_only(home: str) -> None:
+    model, compiled = compile_small(home)
+    backward(compiled, 0)
+    tensors = {
+        f"{name}{kind}": tensor
+        for name, p in model.named_parameters()
+        for kind, tensor in (("", p), (" detached", p.detach()), (" gradient", p.grad))
+    }
+    for name, tensor in tensors.items():
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        assert file.tell() <= tensor.nbytes + 4096, f"{name}: {file.tell()} bytes for {tensor.nbytes}"
+        file.seek(0)
+        assert torch.equal(torch.load(file), tensor)
+    state, file, plain = model.state_dict(), io.BytesIO(), CASE.build(1)
+    torch.save(state, file)
+    assert file.tell() <= sum(t.nbytes for t in state.values()) + 1024 * len(state) + 4096
+    file.seek(0)
+    plain.load_state_dict(torch.load(file))
+    assert list(state) == list(plain.state_dict())
+    assert not differences(weights(model), weights(plain))

@@ -154,12 +154,18 @@ def test_every_operation_to_the_byte_at_every_shape(name: str, lengths: bool, wh
             assert len(curve.moments) > 5
 
 
+@pytest.fixture
+def warnings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect what the backend warns of."""
+    found: list[str] = []
+    monkeypatch.setattr(backend.logger, "warning", lambda text, *args: found.append(text % args))
+    return found
+
+
 @pytest.mark.second_tier
 def test_a_graph_whose_sizes_cannot_be_read_is_compiled_by_shape(
-    monkeypatch: pytest.MonkeyPatch,
+    warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warnings: list[str] = []
-    monkeypatch.setattr(backend.logger, "warning", lambda text, *args: warnings.append(text % args))
 
     def unreadable(*args: Any) -> None:
         raise chunkc.UnsupportedError("s0 cannot be read off the sizes of a call's arguments")
@@ -176,10 +182,8 @@ def test_a_graph_whose_sizes_cannot_be_read_is_compiled_by_shape(
 
 
 @pytest.mark.second_tier
-def test_views_of_other_tensors_are_compiled_by_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_views_of_other_tensors_are_compiled_by_shape(warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What a view's storage takes, its sizes do not say: predicted for each shape, never guessed."""
-    warnings: list[str] = []
-    monkeypatch.setattr(backend.logger, "warning", lambda text, *args: warnings.append(text % args))
     captures = counted(monkeypatch, compilation, "capture_graph")
     model, plain = two_models()
     call = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
@@ -243,11 +247,9 @@ def test_modules_that_share_a_graph_are_compiled_once_each(budget: int, monkeypa
 
 @pytest.mark.second_tier
 def test_a_shared_graph_that_turns_out_valid_for_fewer_sizes_is_compiled_by_shape(
-    monkeypatch: pytest.MonkeyPatch,
+    warnings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The attempt that is given up has placed and owned the parameters already."""
-    warnings: list[str] = []
-    monkeypatch.setattr(backend.logger, "warning", lambda text, *args: warnings.append(text % args))
 
     @contextmanager
     def guarded(env: ShapeEnv) -> Iterator[None]:

@@ -136,11 +136,21 @@ def test_errors_say_what_each_size_needs() -> None:
         call(rows(99))
 
 
-def test_a_larger_budget_after_an_error() -> None:
+@pytest.mark.parametrize("home", ["nowhere", "cpu", "disk"])
+def test_a_larger_budget_after_an_error(home: str) -> None:
+    """The model is as it was, also if it was placed before."""
     model, plain = build(), build()
+    if home != "nowhere":
+        chunkc.place(model, home=home)
+    before, addresses = weights(model), [p.data_ptr() for p in model.parameters()]
     for budget_nbytes in (TINY_NBYTES, BUDGET_NBYTES):
-        with pytest.raises(chunkc.BudgetError):
-            compiled(model, memory_budget=budget_nbytes)(rows(99))
+        call = compiled(model, memory_budget=budget_nbytes)
+        for _ in range(2):  # a second call fails in the same way
+            with pytest.raises(chunkc.BudgetError):
+                call(rows(99))
+        assert not differences(weights(model), before)
+        assert [p.data_ptr() for p in model.parameters()] == addresses
+        assert all(p.grad is None for p in model.parameters())
     assert_served(steps(model, compiled(model, memory_budget=2**24), (99, 16)), steps(plain, plain, (99, 16)))
 
 

@@ -157,9 +157,10 @@ def gradients_of_inputs(model: nn.Sequential, call: Call, optimizer: torch.optim
     model.requires_grad_(False)
     x = torch.ones(4, WIDTH, requires_grad=True)
     (gradient,) = torch.autograd.grad(call(x).square().sum(), x)
+    (call(x).sum() + call(2 * x).square().sum()).backward(inputs=[x])
     model.requires_grad_(True)
     assert all(p.grad is None for p in model.parameters())
-    return [array(gradient), *step(model, call, optimizer)]
+    return [array(gradient), array(x.grad), *step(model, call, optimizer)]
 
 
 def hooked(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
@@ -258,6 +259,8 @@ def copied(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -
     seen = step(model, call, optimizer)
     assert differences(weights(shadow), weights(model))
     model.load_state_dict(shadow.state_dict())
+    for p in shadow.parameters():
+        p.data.zero_()
     return [*seen, *step(model, call, optimizer)]
 
 

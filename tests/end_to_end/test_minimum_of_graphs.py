@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from harness import HUGE, TINY, adamw, array, differences, gradients, home_of, take_step, weights
-from ladder import rungs
 from plain_modules import FeedForward
 from torch import Tensor, nn
 
@@ -138,16 +136,9 @@ def train(
 
 
 @cache
-def explained(name: str, codegen: str = "eager") -> int:
-    return minimum_budget(build(name), batch(0), memory_budget=1, codegen=codegen)
-
-
-@contextmanager
-def rnn_captured() -> Iterator[None]:
-    explained.cache_clear()
-    with torch._dynamo.config.patch(allow_rnn=True):
-        yield
-    explained.cache_clear()
+def explained(name: str, codegen: str = "eager", allow_rnn: bool = False) -> int:
+    with torch._dynamo.config.patch(allow_rnn=allow_rnn):
+        return minimum_budget(build(name), batch(0), memory_budget=1, codegen=codegen)
 
 
 def refusals(train: Callable[[int], Any]) -> list[BudgetError]:
@@ -162,44 +153,41 @@ def refusals(train: Callable[[int], Any]) -> list[BudgetError]:
     raise AssertionError("no error has named a budget that works")
 
 
-QUICK = ("unrolled",)
 NUM_GRAPHS = {"loop": 5, "unrolled": 3, "idle experts": 3, "recurrent": 5}
-
-
-@pytest.mark.parametrize("name", rungs(MODELS, QUICK, ("recurrent",)))
-def test_the_first_error_names_what_the_whole_step_needs(name: str) -> None:
-    (error,) = refusals(lambda budget: train(name, budget))
-    assert error.minimum_nbytes == error.training_nbytes == explained(name)
-    assert error.covers == "the graph compiled so far"
-    assert "for a whole training step of the compiled module, which was traced" in str(error)
 
 
 def _untraced(*args: Any, **kwargs: Any) -> int:
     raise RuntimeError("the model's code does not run on fake tensors")
 
 
-@pytest.mark.parametrize("name", rungs(MODELS, QUICK, ("loop",)))
-def test_untraced_errors_name_more_and_more_up_to_what_explain_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And there are no more of them than graphs: at each, all that was known was named."""
-    monkeypatch.setattr(whole_step, "minimum_of_call", _untraced)
-    reports: list[chunkc.Report] = []
-    errors = refusals(lambda budget: reports.append(train(name, budget)))
-    named = [error.minimum_nbytes for error in errors]
-    assert named == sorted(set(named))
-    assert len(errors) <= NUM_GRAPHS[name]
-    assert all("compiled so far: what comes later may need more" in str(error) for error in errors)
-    modules = {module for module, _ in build(name).named_modules()}
-    assert {error.module for error in errors} <= modules
-    assert named[-1] == explained(name) == reports[0].minimum_budget_nbytes
+SECOND, SLOW = pytest.mark.second_tier, pytest.mark.slow
+CASES = [
+    ("unrolled", "eager", False),
+    *(pytest.param(name, "eager", False, marks=SECOND) for name in ("recurrent", "loop")),
+    pytest.param("idle experts", "eager", False, marks=SLOW),
+    pytest.param("recurrent", "eager", True, marks=SLOW),
+    *(pytest.param(name, "inductor", False, marks=SLOW) for name in MODELS),
+]
 
 
-@pytest.mark.parametrize("name", rungs(MODELS, QUICK, ("recurrent", "loop")))
-def test_what_explain_says_works_at_the_first_try_and_one_byte_less_does_not(name: str) -> None:
-    report = train(name, explained(name), accumulated=2, evaluated=True)
-    assert report.predicted_peak_nbytes <= explained(name)
-    with pytest.raises(BudgetError) as refused:
-        train(name, explained(name) - 1)
-    assert refused.value.minimum_nbytes == explained(name)
+@pytest.mark.parametrize(("name", "codegen", "allow_rnn"), CASES)
+def test_what_explain_says_works_at_the_first_try_and_one_byte_less_does_not(
+    name: str, codegen: str, allow_rnn: bool
+) -> None:
+    """With a smaller budget in between, what is known is still known."""
+    minimum = explained(name, codegen, allow_rnn)
+    with torch._dynamo.config.patch(allow_rnn=allow_rnn):
+        report = train(name, minimum, codegen=codegen, accumulated=2, evaluated=True)
+        assert report.predicted_peak_nbytes <= minimum
+        torch._dynamo.reset()
+        model = build(name)
+        for budget in (minimum - 1, TINY, minimum - 1):
+            with pytest.raises(BudgetError) as refused:
+                torch.compile(model, backend="chunkc", options=options(budget, codegen))(batch(0)).backward()
+            assert refused.value.minimum_nbytes == minimum
+            assert ("compiled so far" in str(refused.value)) != allow_rnn  # with it, it is one graph
+            del refused
+        assert home_of(next(model.parameters()))[0].minimum_nbytes == minimum
 
 
 def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,26 +196,6 @@ def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     command = ["explain", f"{tmp_path}/model.py:build", "--memory-budget", "1KiB", "--hardware", "cpu"]
     assert main([*command, "--format", "json"]) == DOES_NOT_FIT
     assert json.loads(capsys.readouterr().out)["minimum_budget_nbytes"] == explained("unrolled")
-
-
-@pytest.mark.slow
-def test_with_an_lstm_that_is_captured() -> None:
-    with rnn_captured():
-        train("recurrent", explained("recurrent"))
-        with pytest.raises(BudgetError) as refused:
-            train("recurrent", explained("recurrent") - 1)
-        assert refused.value.minimum_nbytes == explained("recurrent")
-        assert "compiled so far" not in str(refused.value)  # it is one graph
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_fused_by_inductor(name: str) -> None:
-    minimum = explained(name, "inductor")
-    train(name, minimum, codegen="inductor", accumulated=2, evaluated=True)
-    with pytest.raises(BudgetError) as refused:
-        train(name, minimum - 1, codegen="inductor")
-    assert refused.value.minimum_nbytes == minimum
 
 
 def test_parts_compiled_apart() -> None:
@@ -341,14 +309,16 @@ def _episodes(model: nn.Module, budget_nbytes: int, *rows: int) -> None:
 
 
 @cache
-def uninterrupted() -> tuple[list[Any], list[Any], dict[str, Any]]:
-    return went_on(HUGE, lambda model, error: pytest.fail(str(error)))
+def uninterrupted(name: str) -> list[Any]:
+    return went_on(name, HUGE, lambda model, error: pytest.fail(str(error)))[0]
 
 
-def went_on(budget_nbytes: int, mend: Callable[[nn.Module, BudgetError], int]) -> Any:
+def went_on(
+    name: str, budget_nbytes: int, mend: Callable[[nn.Module, BudgetError], int]
+) -> tuple[list[Any], chunkc.Report]:
     """Losses, gradients and weights of three steps; where a budget is refused, `mend` says the next."""
     torch._dynamo.reset()
-    model = build("unrolled")
+    model = build(name)
     compiled = torch.compile(model, backend="chunkc", options=options(budget_nbytes))
     optimizer = adamw(model.parameters())
     losses, grads = [], []
@@ -364,27 +334,47 @@ def went_on(budget_nbytes: int, mend: Callable[[nn.Module, BudgetError], int]) -
         grads.append(gradients(model))
         optimizer.step()
         optimizer.zero_grad()
-    return losses, grads, weights(model)
+    return [losses, grads, weights(model)], chunkc.report(model)
 
 
-@pytest.mark.parametrize("traced", [True, False], ids=["traced", "untraced"])
-def test_refused_the_model_is_as_it_was_and_goes_on_with_more(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Untraced, later graphs refuse, too."""
+@pytest.mark.parametrize(
+    ("name", "traced"),
+    [
+        ("unrolled", True),
+        ("unrolled", False),
+        pytest.param("recurrent", True, marks=SECOND),
+        pytest.param("loop", False, marks=SECOND),
+        *(pytest.param(*of, marks=SLOW) for of in (("recurrent", False), ("loop", True))),
+        *(pytest.param("idle experts", traced, marks=SLOW) for traced in (True, False)),
+    ],
+)
+def test_refused_the_model_is_as_it_was_and_goes_on_with_what_errors_name(
+    name: str, traced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first error names what the whole step needs. Untraced, later graphs refuse, too: there are no more errors
+    than graphs, since each names all that was known."""
     if not traced:
         monkeypatch.setattr(whole_step, "minimum_of_call", _untraced)
-    refused: list[int] = []
+    named: list[int] = []
+    modules = {module for module, _ in build(name).named_modules()}
 
     def mend(model: nn.Module, error: BudgetError) -> int:
         assert all(parameter.grad is None for parameter in model.parameters())
-        assert not differences(weights(model), weights(build("unrolled")))
-        refused.append(error.minimum_nbytes)
-        assert refused == sorted(refused)
-        assert "blocks" in error.module or error.module in ("", "head")
+        assert not differences(weights(model), weights(build(name)))
+        assert error.module in modules
+        if traced:
+            assert (error.training_nbytes, error.covers) == (error.minimum_nbytes, "the graph compiled so far")
+            assert "for a whole training step of the compiled module, which was traced" in str(error)
+        else:
+            assert "compiled so far: what comes later may need more" in str(error)
+        named.append(error.minimum_nbytes)
         return error.minimum_nbytes
 
-    found = went_on(TINY, mend)
-    assert len(refused) == (1 if traced else 3)
-    assert not differences(found, uninterrupted())
+    found, report = went_on(name, TINY, mend)
+    assert named == sorted(set(named))
+    assert len(named) == 1 if traced else 1 < len(named) <= NUM_GRAPHS[name]
+    assert named[-1] == explained(name) == report.minimum_budget_nbytes
+    assert not differences(found, uninterrupted(name))
 
 
 @pytest.mark.quick(2, second=0)
@@ -402,21 +392,6 @@ def test_a_refused_step_holds_nothing_once_its_error_is_gone(share: float) -> No
         gc.collect()
         session = home_of(model.blocks[0].up.weight)[0]
         assert session.live.nbytes() == 0
-
-
-def test_a_later_error_names_no_less() -> None:
-    """Of one training: with a smaller budget again, what is known is still known."""
-    torch._dynamo.reset()
-    model = build("unrolled")
-    named = []
-    for budget in (explained("unrolled") - 1, TINY, explained("unrolled") - 1):
-        compiled = torch.compile(model, backend="chunkc", options=options(budget))
-        with pytest.raises(BudgetError) as refused:
-            compiled(batch(0)).backward()
-        named.append(refused.value.minimum_nbytes)
-        del refused
-    assert set(named) == {explained("unrolled")}
-    assert home_of(next(model.parameters()))[0].minimum_nbytes == explained("unrolled")
 
 
 def test_memory_that_is_freed_lets_the_same_model_go_on() -> None:
@@ -439,8 +414,8 @@ def test_memory_that_is_freed_lets_the_same_model_go_on() -> None:
         losses.append(array(loss))
         optimizer.step()
         optimizer.zero_grad()
-    assert not differences(losses, uninterrupted()[0])
-    assert not differences(weights(model), uninterrupted()[2])
+    expected_losses, _, expected_weights = uninterrupted("unrolled")
+    assert not differences([losses, weights(model)], [expected_losses, expected_weights])
 
 
 @pytest.mark.quick(1)

@@ -11,13 +11,10 @@ import torch
 from harness import (
     HUGE,
     TINY,
-    adamw,
     assert_same_training,
-    differences,
     everything_fits,
     minimum_nbytes,
     refuse,
-    session_of,
     train,
 )
 from saved_cases import compiled_gpt, least_nbytes, repeated
@@ -210,19 +207,3 @@ def test_copies_and_reruns_in_one_step_train_to_the_same_bits(
     assert explanation.saved_at_home
     assert explanation.saved_again
     assert explanation.predicted_peak_nbytes == result.predicted_peak_nbytes
-
-
-@SECOND
-def test_gradients_are_accumulated_and_optimized_beside_reruns() -> None:
-    def trained(activations: str) -> object:
-        model, compiled = compiled_gpt(activations, minimum_nbytes("short_gpt"))
-        optimizer = adamw(model.parameters())
-        for seed in range(4):
-            compiled(**LADDER["short_gpt"].batch(seed)).backward()
-            if seed % 2:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert session_of(model).saved_room.nbytes == 0
-        return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
-
-    assert not differences(trained("rerun"), trained("keep"))

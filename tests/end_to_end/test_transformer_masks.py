@@ -69,21 +69,17 @@ def test_the_bits_are_those_of_plain_pytorch(mask: str | None) -> None:
     assert chunkc.report(model).num_chunks > 1
 
 
-def test_the_whole_model_is_under_the_budget() -> None:
-    model = Model()
-    with pytest.raises(chunkc.BudgetError) as error:
-        compiled(model, memory_budget=1)(rows(), CAUSAL)
-    assert error.value.minimum_nbytes > sum(p.nbytes for p in model.encoder.parameters())
-    torch._dynamo.reset()
-    trained(model, compiled(model, memory_budget=error.value.minimum_nbytes), rows(), CAUSAL)
-
-
 @torch.no_grad()
-def test_other_lengths_are_answered_for_themselves() -> None:
+@pytest.mark.parametrize("window", [None, 3])
+def test_other_lengths_are_answered_for_themselves(window: int | None) -> None:
+    """A mask that happens to be causal is applied like others: a window is as wide as short sequences are."""
     model = Model()
     call = compiled(model)
-    for length in (8, 5, 6, 8):
-        assert torch.equal(call(rows(length)), model(rows(length)))
+    for length in (8, 5, 6, 8) if window is None else (LENGTH, LENGTH + 1, window):
+        masks = () if window is None else (torch.ones(length, length).tril().triu(1 - window).log(),)
+        found, expected = call(rows(length), *masks), model(rows(length), *masks)
+        torch.testing.assert_close(found, expected)
+        assert masks or torch.equal(found, expected)
 
 
 def test_a_mask_that_is_no_longer_causal_is_an_error() -> None:
@@ -94,16 +90,6 @@ def test_a_mask_that_is_no_longer_causal_is_an_error() -> None:
     with pytest.raises(RuntimeError, match=r"was causal.*is_causal=True or False"):
         call(rows(), MASKS["wider"])
     assert torch.equal(call(rows(), CAUSAL.clone()), model(rows(), CAUSAL))
-
-
-@torch.no_grad()
-def test_a_mask_that_happens_to_be_causal_is_applied_like_others() -> None:
-    """A window of three positions is as wide as short sequences are."""
-    model = Model()
-    call = compiled(model)
-    for length in (LENGTH, LENGTH + 1, 3):
-        mask = torch.ones(length, length).tril().triu(-2).log()
-        torch.testing.assert_close(call(rows(length), mask), model(rows(length), mask))
 
 
 @pytest.mark.quick(0, second=1)
@@ -134,6 +120,7 @@ def test_an_explanation_answers_as_training_does(mask: str | None) -> None:
     with pytest.raises(chunkc.BudgetError) as error:
         compiled(made(), memory_budget=explained.minimum_budget_nbytes - 1)(rows(), *given)
     assert error.value.minimum_nbytes == explained.minimum_budget_nbytes
+    assert error.value.minimum_nbytes > sum(p.nbytes for p in made().encoder.parameters())
 
 
 def test_an_explanation_says_that_it_needs_the_values_of_a_mask() -> None:
