@@ -44,7 +44,6 @@ def last_step(budget_nbytes: int) -> tuple[frozenset[int], dict[str, tuple[int, 
     predicted = {moment.name: moment.nbytes for moment in record.plan.moments if moment.phase == "backward"}
     moments = {}
     for label, measured in record.measurement.peaks:
-        assert measured is not None
         moments[label] = predicted[label], measured - foreign_nbytes
     updated = frozenset(group for phase in record.plan.phases for group in phase.updated)
     return updated, moments, {way: traffic[way] - before[way] for way in before}

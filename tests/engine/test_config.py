@@ -67,9 +67,7 @@ def test_the_file_of_transformers_documentation() -> None:
         assert found.dtype == torch.bfloat16
         assert found.scaling is None
         assert (found.micro_batch_size, found.accumulation_steps, found.gradient_clipping) == (4, 2, 1.0)
-        assert found.optimizer is not None
         assert found.optimizer.params == {"lr": 5e-5, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
-        assert found.scheduler is not None
         assert found.scheduler.params["total_num_steps"] == 100
         assert found.scheduler.params["warmup_num_steps"] == 7
         assert found.update_on == "cpu"
@@ -88,9 +86,7 @@ def test_real_training_arguments_fill_it(tmp_path: Path) -> None:
     )
     found = read_config(HUGGING_FACE, given)
     assert found.dtype == torch.bfloat16
-    assert found.optimizer is not None
     assert found.optimizer.params["lr"] == 2e-4
-    assert found.scheduler is not None
     assert found.scheduler.params["warmup_num_steps"] == 5
 
 

@@ -306,7 +306,6 @@ def test_out_of_memory_in_a_warm_up_though_training_would_fit(precision: str) ->
             model.backward(model(batch(step, dtype)))
             model.step()
         report = chunkc.report(model.module)
-        assert report.measured_peak_nbytes is not None
         assert report.measured_peak_nbytes - foreign <= report.predicted_peak_nbytes <= BUDGET_NBYTES
 
 

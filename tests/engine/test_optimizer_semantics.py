@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import kept, limited, segmented, take_step
-from optim_models import BUDGET_NBYTES, MLP, batch, is_managed, several_groups
+from optim_models import BUDGET_NBYTES, MLP, batch, is_managed
 from scripts import as_test
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
@@ -197,18 +197,6 @@ def test_a_learning_rate_in_a_tensor(model: MLP, call: Any, optimizer_class: Any
     return parameters(model)
 
 
-def test_several_groups() -> None:
-    def script(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-        optimizer = optimizer_class(several_groups(model), lr=1e-3)
-        scheduler = lr_scheduler.LambdaLR(optimizer, [lambda s, k=k: 0.9 ** (k * s) for k in range(4)])
-        for step in range(3):
-            take_step(call(batch(step)), optimizer)
-            scheduler.step()
-        return parameters(model)
-
-    run(script, PAIRS["AdamW"])
-
-
 @compared()
 def test_groups_added_later(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
     first, *others = model.layers
@@ -278,42 +266,8 @@ def test_stochastic_weight_averaging(model: MLP, call: Any, optimizer_class: Any
             average = average or swa_utils.AveragedModel(model)
             average.update_parameters(model)
             scheduler.step()
-    assert average is not None
     swa_utils.update_bn([batch(0)], average)
     model.load_state_dict(average.module.state_dict())  # and trained on from there
     call(batch(7)).backward()
     optimizer.step()
     return [*parameters(average.module), *parameters(model)]
-
-
-@compared()
-def test_parameters_frozen_and_unfrozen_on_the_way(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-    model.layers[0].requires_grad_(False)
-    optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
-    for step in range(8):
-        if step == 2:
-            model.layers[0].requires_grad_(True)
-        if step == 4:
-            model.layers[2].requires_grad_(False)
-        if step == 6:
-            model.layers[2].requires_grad_(True)
-        take_step(call(batch(step)), optimizer)
-        seen += parameters(model)
-    return seen
-
-
-@compared()
-def test_steps_without_gradients(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-    """`zero_grad` in odd places, a step without a backward, gradients set by hand."""
-    optimizer = optimizer_class(model.parameters(), lr=1e-2)
-    optimizer.step()
-    for step in range(3):
-        optimizer.zero_grad(set_to_none=False)
-        call(batch(step)).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    optimizer.step()
-    for p in model.parameters():
-        p.grad = torch.full_like(p, 1e-2)
-    optimizer.step()
-    return parameters(model)

@@ -22,13 +22,8 @@ from chunkc.ir.hardware import GIB, Hardware
 from chunkc.ir.links import TO_DEVICE, TO_DISK, TO_HOME, host_links
 from chunkc.machines.presets import load_hardware
 
-QUICK, SECOND = ("frozen_mlp",), ("convnet", "big_embedding")
-SLOW = ("short_gpt", "called_twice", "encoder", "llama_tied", "gpt2_dropout", "bert", "vit", "t5")
-NAMES = (
-    *QUICK,
-    *(pytest.param(name, marks=pytest.mark.second_tier) for name in SECOND),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
-)
+NAMES = ("frozen_mlp", *(pytest.param(name, marks=pytest.mark.second_tier) for name in ("convnet", "big_embedding")))
+"""Of all models of the ladder training is planned from what explanations are: `tests/end_to_end/test_one_policy.py`."""
 
 MLP_NBYTES = 1_500_000
 """A budget in which `frozen_mlp` trains, and has to move what it trains."""

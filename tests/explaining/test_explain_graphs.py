@@ -73,7 +73,6 @@ def _noting_moments(foreign_nbytes: int, several: bool) -> Iterator[Moments]:
             record = graph.session.records.latest[phase]
             predicted = {moment.name: moment.nbytes for moment in record.plan.moments if moment.phase == phase}
             for label, measured in record.measurement.peaks:
-                assert measured is not None
                 name = label.replace(phase, f"{phase}.{number}", 1) if several else label
                 found[name] = predicted[label], measured - foreign_nbytes
             return outputs
@@ -122,7 +121,6 @@ def trained(name: str, budget_nbytes: int, activations: str = "auto") -> Trained
         traffic.append(dict(chunkc.report(model).traffic_nbytes))
     report = chunkc.report(model)
     moved = {way: traffic[2][way] - traffic[1][way] for way in traffic[2]}
-    assert report.measured_peak_nbytes is not None
     foreign_nbytes += sum(p.nbytes for p in model.parameters() if owner(p) is None)  # of which no graph knows
     return Trained(moments, report, moved, report.measured_peak_nbytes - foreign_nbytes)
 

@@ -43,8 +43,6 @@ def capture(model: nn.Module, *args: object, **kwargs: object) -> OfflineGraph:
 
 
 def code(graph: OfflineGraph) -> tuple[str, str]:
-    assert graph.capture.forward is not None
-    assert graph.capture.backward is not None
     return graph.capture.forward.code, graph.capture.backward.code
 
 
@@ -97,10 +95,10 @@ def test_fakes_of_two_modes() -> None:
         capture(model, x)
 
 
-def test_specs_are_the_parameters(large: Loss) -> None:
-    graph = capture(large, torch.ones(2, 2048))
-    found = {spec.name: (spec.shape, spec.dtype, spec.trainable) for spec in graph.movable}
-    assert found == {name: (tuple(p.shape), p.dtype, True) for name, p in large.named_parameters()}
+def test_specs_are_the_parameters_and_no_buffers(large: Loss) -> None:
+    for model, batch in ((large, {"x": torch.ones(2, 2048)}), (ConvNet(), CASES["convnet"].batch(0))):
+        found = {spec.name: (spec.shape, spec.dtype, spec.trainable) for spec in capture(model, **batch).movable}
+        assert found == {name: (tuple(p.shape), p.dtype, True) for name, p in model.named_parameters()}
 
 
 def test_tied_weights_are_one() -> None:
@@ -141,12 +139,15 @@ def test_the_model_is_as_it_was(name: str) -> None:
     assert model.training
 
 
-def test_gradients_are_kept_and_not_copied(large: Loss) -> None:
-    x = torch.ones(2, 2048)
+def test_gradients_are_kept_and_not_copied_and_the_model_trains_on(large: Loss) -> None:
+    x, optimizer = torch.ones(2, 2048), torch.optim.SGD(large.parameters(), lr=1e-4)
     large(x).backward()
-    grads = [p.grad for p in large.parameters()]
+    grads, before = [p.grad for p in large.parameters()], large.module[0].weight.detach().clone()
     capture(large, x)
     assert all(p.grad is grad for p, grad in zip(large.parameters(), grads))
+    large(x).backward()
+    optimizer.step()
+    assert not torch.equal(before, large.module[0].weight)
 
 
 def test_nothing_is_allocated(large: Loss, meter: object) -> None:
@@ -174,16 +175,6 @@ def test_tensors_in_plain_attributes_are_not_copied(large: Loss, meter: object) 
     before = meter()  # type: ignore[operator]
     capture(model, x)
     assert meter() - before <= TRACING_NBYTES  # type: ignore[operator]
-
-
-def test_the_model_trains_afterwards(large: Loss) -> None:
-    x = torch.ones(2, 2048)
-    capture(large, x)
-    optimizer = torch.optim.SGD(large.parameters(), lr=1e-4)
-    before = large.module[0].weight.detach().clone()
-    large(x).backward()
-    optimizer.step()
-    assert not torch.equal(before, large.module[0].weight)
 
 
 @pytest.mark.parametrize(
@@ -246,12 +237,6 @@ def test_graph_breaks_give_several_graphs() -> None:
     assert len(graphs) == 3
     names = {spec.name for graph in graphs for spec in graph.movable}
     assert names == {name for name, _ in GraphBreaks().named_parameters()}
-
-
-def test_buffers_are_no_parameters() -> None:
-    case = CASES["convnet"]
-    names = {spec.name for spec in capture(ConvNet(), **case.batch(0)).movable}
-    assert names == {name for name, _ in ConvNet().named_parameters()}
 
 
 def test_without_gradients_there_is_no_backward(large: Loss) -> None:

@@ -111,39 +111,21 @@ def test_seconds_of_updates_follow_from_the_bytes_in_the_events() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "chosen", "note"),
+    ("dtype", "chosen", "keeps", "reads", "writes"),
     [
-        (
-            FP32,
-            {},
-            "AdamW keeps float32 moments for float32 parameters: an update reads 16 and writes 12 bytes of each",
-        ),
-        (
-            BF16,
-            {},
-            "AdamW keeps float32 moments and the lower 16 bits of masters for bfloat16 parameters: an update reads 14 "
-            "and writes 12 bytes of each",
-        ),
-        (
-            FP16,
-            {},
-            "AdamW keeps float32 moments and float32 masters for float16 parameters: an update reads 14 and writes 14 "
-            "bytes of each",
-        ),
-        (
-            FP32,
-            {"optimizer": "sgd"},
-            "SGD keeps no states for float32 parameters: an update reads 8 and writes 4 bytes of each",
-        ),
-        (
-            FP32,
-            {"optimizer": "sgd", "momentum": 0.9},
-            "SGD keeps a float32 momentum buffer for float32 parameters: an update reads 12 and writes 8 bytes of each",
-        ),
+        (FP32, {}, "AdamW keeps float32 moments", 16, 12),
+        (BF16, {}, "AdamW keeps float32 moments and the lower 16 bits of masters", 14, 12),
+        (FP16, {}, "AdamW keeps float32 moments and float32 masters", 14, 14),
+        (FP32, {"optimizer": "sgd"}, "SGD keeps no states", 8, 4),
+        (FP32, {"optimizer": "sgd", "momentum": 0.9}, "SGD keeps a float32 momentum buffer", 12, 8),
     ],
 )
-def test_what_is_assumed_is_said(dtype: torch.dtype, chosen: dict[str, Any], note: str) -> None:
-    assert note in explained(dtype, **chosen).notes
+def test_what_is_assumed_is_said(
+    dtype: torch.dtype, chosen: dict[str, Any], keeps: str, reads: int, writes: int
+) -> None:
+    bytes_of_each = f"an update reads {reads} and writes {writes} bytes of each"
+    name = str(dtype).removeprefix("torch.")
+    assert f"{keeps} for {name} parameters: {bytes_of_each}" in explained(dtype, **chosen).notes
 
 
 REFUSED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {

@@ -95,27 +95,22 @@ def test_captured_again_where_inductor_makes_other_code() -> None:
     assert len(known.captures) == 2
 
 
-def test_few_captures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where every size is a graph of its own, tracing in symbols ends after some."""
-    known = captured(call)
-    monkeypatch.setattr(known, "_capture", lambda size: known.captures[0])
-    monkeypatch.setattr(scaling.SizedStep, "minimum_nbytes", lambda capture, size: None)
-    assert [known.minimum_nbytes(size) for size in (7, 8, 9, 10, 11)] == [None] * 5
-    assert len(known.captures) == scaling.MAX_CAPTURES
-
-
-def test_few_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes that cannot be captured in symbols are not tried without end."""
+@pytest.mark.parametrize("refuses", [False, True])
+def test_few_captures_and_few_attempts(refuses: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where every size is a graph of its own, or cannot be captured in symbols, tracing in symbols ends after some."""
     known, tried = captured(call), []
 
-    def refuse(size: int) -> None:
+    def capture(size: int) -> Any:
         tried.append(size)
-        raise UnsupportedError("not this one")
+        if refuses:
+            raise UnsupportedError("not this one")
+        return known.captures[0]
 
-    monkeypatch.setattr(known, "_capture", refuse)
+    monkeypatch.setattr(known, "_capture", capture)
     monkeypatch.setattr(scaling.SizedStep, "minimum_nbytes", lambda capture, size: None)
     assert [known.minimum_nbytes(size) for size in (7, 8, 9, 10, 11)] == [None] * 5
     assert len(tried) == scaling.MAX_CAPTURES - 1
+    assert len(known.captures) == (1 if refuses else scaling.MAX_CAPTURES)
 
 
 class Wide(Rows):

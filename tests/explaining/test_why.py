@@ -63,7 +63,6 @@ def test_nothing_is_asked() -> None:
 @pytest.mark.parametrize("options", [{}, {"overlap": "backward"}, {"activations": "offload"}], ids=str)
 def test_of_the_whole_model_every_copy_is_told(options: dict[str, Any]) -> None:
     explanation = asked("0", **options)
-    assert explanation.why is not None
     told = sum(one.nbytes for one in explanation.why.happenings if one.copy_s)
     traffic = explanation.traffic_nbytes
     assert told == traffic.to_device + traffic.to_home > 0
@@ -73,7 +72,6 @@ def test_of_the_whole_model_every_copy_is_told(options: dict[str, Any]) -> None:
 
 def test_what_happens_is_in_order_and_within_the_step() -> None:
     explanation = asked("0.2.weight")
-    assert explanation.why is not None
     times = [one.at_s for one in explanation.why.happenings]
     assert times == sorted(times)
     assert 0 <= times[0] < times[-1] <= explanation.step_time_s.total
@@ -92,7 +90,6 @@ def test_one_that_moves() -> None:
 def test_one_that_stays() -> None:
     explanation = asked("0.4.weight", MIDDLE)
     found = explanation.why
-    assert found is not None
     assert found.chosen == ("param:2: stays on the device, with gradient and states",)
     assert not found.happenings
     (moves,) = found.alternatives
@@ -107,22 +104,17 @@ def test_an_alternative_is_the_step_that_would_be_planned(overlap: str) -> None:
     assert stays.why is not None
     forced = alternative(stays.why, "all its chunks move").step_time_s
     needed = alternative(answer("0", SMALL, overlap=overlap), "all its chunks stay").minimum_nbytes
-    assert needed is not None
     assert asked("0", needed, overlap=overlap).chunks.resident == 4
     assert asked("0", needed - 1, overlap=overlap).chunks.resident < 4
-    assert forced is not None
     assert forced >= stays.step_time_s.total
 
 
 def test_saved_values() -> None:
     kept = asked("0.4")
-    assert kept.why is not None
     assert "kept on the device until the backward has read it" in kept.why.chosen[-1], kept.why
     away = alternative(kept.why, "saved values go home")
-    assert away.step_time_s is not None
     assert away.step_time_s > kept.step_time_s.total
     home = asked("0.4", activations="offload").why
-    assert home is not None
     assert "goes home between forward and backward" in home.chosen[-1]
     assert {"copied home", "let go", "fetched", "needed"} == {
         one.what for one in home.happenings if one.item.startswith("forward")
@@ -138,13 +130,11 @@ def test_a_value_that_goes_home_alone_costs_what_its_plan_costs() -> None:
 
 def test_saved_values_that_are_made_again() -> None:
     again = asked("0", LARGE, activations="rerun")
-    assert again.why is not None
     assert any("dropped, and made again by the backward" in one for one in again.why.chosen), again.why
     assert again.saved_again
     assert 0 < again.recompute_s < again.step_time_s.compute
     assert "saved values that the backward makes again, in" in " ".join(render_text(replace(again, why=None)).split())
     kept = alternative(again.why, "saved values are kept").step_time_s
-    assert kept is not None
     assert kept < again.step_time_s.total
 
 
@@ -164,7 +154,6 @@ def test_parts_by_every_kind_of_name() -> None:
 def test_a_model_of_several_graphs() -> None:
     explanation = asked("body", model=Breaking())
     found = explanation.why
-    assert found is not None
     assert {one.before.partition(".")[0] for one in found.happenings} >= {"forward", "backward", "update"}
     assert sum(one.nbytes for one in found.happenings if one.copy_s) == sum(vars(explanation.traffic_nbytes).values())
     assert alternative(found, "stay").minimum_nbytes

@@ -210,7 +210,6 @@ def test_trained_residents_that_leave_for_an_update_are_due_as_well() -> None:
     assert left.planner_state.resident < resident
     due = tuple(sorted(EVERYTHING - left.planner_state.resident))
     request = decide(left.planner_state, UpdateDue(due, 0)).request
-    assert request is not None
     assert request.groups == due
 
 
@@ -269,7 +268,6 @@ def test_a_step_counts_no_gradients_that_were_used_up() -> None:
     now = compiled(needed, EVERYTHING - {0})
     found = decide(now, UpdateDue((0,), 0, transient=EVERYTHING - {0}))
     assert found.planner_state is now
-    assert found.request is not None
     assert found.request.planner_state.layout.transient == EVERYTHING - {0}
     assert decide(now, UpdateDue((0,), 0)).planner_state.resident < now.resident
 

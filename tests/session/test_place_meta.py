@@ -32,7 +32,6 @@ def test_reset_parameters_gives_the_values_of_ordinary_construction(home: str) -
     assert not differences(values(model), values(expected))
     assert all(owner(p) is not None for p in model.parameters())
     hit = owner(model[0].weight)
-    assert hit is not None
     assert hit[0].store.views.is_managed(hit[1])
 
 
@@ -88,7 +87,6 @@ def test_an_initialisation_may_assign_parameters() -> None:
     model = chunkc.place(on_meta(OfAssigned), init="reset_parameters", chunk_size="16KiB")
     for layer, values in zip((model.first, model.second), expected):
         hit = owner(layer.weight)
-        assert hit is not None
         assert hit[0].store.views.is_managed(hit[1])
         assert torch.equal(layer.weight, values)
     call = segmented(model, "512KiB")

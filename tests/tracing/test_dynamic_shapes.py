@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ladder import rungs
 from zoo import LADDER
 
 from chunkc.explaining.explain import step_on, training_in
@@ -85,7 +86,6 @@ OTHER_GRAPHS = {"t5": "traced at one size, its slices of everything vanish and e
 
 
 def num_nodes(traced: Builder) -> int:
-    assert traced.capture.forward is not None
     return len(traced.capture.forward.graph.nodes)
 
 
@@ -93,16 +93,10 @@ def num_nodes(traced: Builder) -> int:
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
-    [
-        "short_gpt",
-        "encoder",
-        pytest.param("llama", marks=pytest.mark.slow),
-        pytest.param("convnet", marks=pytest.mark.slow),
-        pytest.param("resnet", marks=pytest.mark.slow),
-        pytest.param("lstm_cells", marks=pytest.mark.slow),
-        pytest.param("autocast_gpt", marks=pytest.mark.slow),
-        pytest.param("t5", marks=pytest.mark.slow),
-    ],
+    rungs(
+        ("short_gpt", "encoder", "llama", "convnet", "resnet", "lstm_cells", "autocast_gpt", "t5"),
+        ("short_gpt", "encoder"),
+    ),
 )
 def test_as_a_capture_of_the_shape(name: str, whole: bool) -> None:
     known = templates(name, whole)

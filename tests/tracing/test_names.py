@@ -80,29 +80,37 @@ def names_in_session(model: nn.Module) -> set[str]:
     return {hit[1] for parameter in model.parameters() if (hit := owner(parameter)) is not None}
 
 
-def wanted(model: nn.Module) -> set[str]:
-    return {name for name, _ in model.named_parameters()}
-
-
-@pytest.mark.parametrize("make", [Looped, Resumed, Block])
-def test_parameters_have_their_names_in_the_model(make: type[nn.Module]) -> None:
-    model = make()
-    compiled(model)(torch.ones(2, 8)).sum().backward()
-    assert names_in_session(model) == wanted(model)
-
-
-def test_a_module_compiled_in_place() -> None:
+def in_place(model: nn.Module) -> nn.Module:
     torch._dynamo.reset()
-    model = Looped()
     model.compile(backend="chunkc", options={"memory_budget": 1 << 30, "codegen": "eager"})
-    model(torch.ones(2, 8)).backward()
-    assert names_in_session(model) == wanted(model)
+    return model
 
 
-def test_a_compiled_part_is_named_as_the_whole_knows_it() -> None:
-    model = Looped()
-    Holder(compiled(model))(torch.ones(2, 8)).backward()
-    assert names_in_session(model) == {f"part.{name}" for name in wanted(model)}
+def of_a_holder(model: nn.Module) -> nn.Module:
+    return Holder(compiled(model))
+
+
+def function(model: nn.Module) -> Any:
+    torch._dynamo.reset()
+    options = {"memory_budget": 1 << 30, "codegen": "eager"}
+    return torch.compile(lambda x: model(x).sum(), backend="chunkc", options=options)
+
+
+@pytest.mark.parametrize(
+    ("make", "by"),
+    [
+        *((make, compiled) for make in (Looped, Resumed, Block)),
+        (Looped, in_place),
+        (Looped, of_a_holder),
+        (Block, function),
+    ],
+)
+def test_parameters_have_their_names_in_the_model(make: type[nn.Module], by: Any) -> None:
+    """A compiled part is named as the whole knows it, and what a function calls as its variable is."""
+    model = make()
+    by(model)(torch.ones(2, 8)).sum().backward()
+    prefix = "part." if by is of_a_holder else ""
+    assert names_in_session(model) == {f"{prefix}{name}" for name, _ in model.named_parameters()}
 
 
 def test_explained_parts_have_no_name_of_torch_compiles_own() -> None:
@@ -111,16 +119,6 @@ def test_explained_parts_have_no_name_of_torch_compiles_own() -> None:
     modules = {moment.module for moment in explained.moments}
     assert {"0.up", "1.blocks.2.up"} <= modules
     assert not [name for name in modules if "_orig_mod" in name]
-
-
-def test_a_compiled_function_names_as_its_variable_does() -> None:
-    model = Block()
-    torch._dynamo.reset()
-    step = torch.compile(
-        lambda x: model(x).sum(), backend="chunkc", options={"memory_budget": 1 << 30, "codegen": "eager"}
-    )
-    step(torch.ones(2, 8)).backward()
-    assert names_in_session(model) == wanted(model)
 
 
 @pytest.mark.quick(1)
