@@ -24,7 +24,7 @@ import chunkc
 def test_the_minimum_is_small_and_one_byte_less_does_not_work(name: str, home: str) -> None:
     """The minimum itself works: `tests/properties/test_ladder.py`."""
     minimum = minimum_nbytes(name, home)
-    if name in ("byte_gpt", "big_embedding", "gpt2"):
+    if (name, home) in {(of, "cpu") for of in ("byte_gpt", "big_embedding", "gpt2")}:
         assert minimum < 0.7 * everything_fits(name).predicted_peak_nbytes
     assert refuse(CASES[name], memory_budget=minimum - 1, home=home).minimum_nbytes == minimum
 

@@ -185,7 +185,7 @@ def test_what_explain_says_works_at_the_first_try_and_one_byte_less_does_not(
             with pytest.raises(BudgetError) as refused:
                 torch.compile(model, backend="chunkc", options=options(budget, codegen))(batch(0)).backward()
             assert refused.value.minimum_nbytes == minimum
-            assert ("compiled so far" in str(refused.value)) != allow_rnn  # with it, it is one graph
+            assert not (allow_rnn and refused.value.covers)  # it is one graph
             del refused
         assert home_of(next(model.parameters()))[0].minimum_nbytes == minimum
 

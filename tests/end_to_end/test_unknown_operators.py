@@ -185,8 +185,9 @@ def test_it_trains_inside_its_smallest_budget(name: str, codegen: str, caplog: p
     with caplog.at_level(logging.WARNING, logger="chunkc"):
         tight = train(case, memory_budget=budget_nbytes, codegen=codegen, whole_graph="never")  # a hard limit
     assert_same_training(tight, wide)
-    assert tight.measured_peak_nbytes <= budget_nbytes < wide.predicted_peak_nbytes
+    assert tight.measured_peak_nbytes <= budget_nbytes
     if case is CASE:
+        assert budget_nbytes < wide.predicted_peak_nbytes
         messages = [r.getMessage() for r in caplog.records if r.name.startswith("chunkc")]
         guessed = [m.split()[7] for m in messages if m.startswith("chunkc does not know how much memory")]
         assert guessed == [NAME, f"{NAME}_of_gradient"], messages

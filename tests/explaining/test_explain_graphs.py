@@ -176,6 +176,15 @@ def test_the_order_is_that_of_the_step() -> None:
     assert any("3 graphs run one after the other" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("budget", [1, 5_500_000, HUGE])
+def test_it_adds_up(budget: int) -> None:
+    found = explained("graph_breaks", budget)
+    assert max(moment.nbytes for moment in found.moments) == found.predicted_peak_nbytes
+    assert sum(found.peak.contents.values()) == found.predicted_peak_nbytes
+    assert all(nbytes > 0 for nbytes in found.peak.contents.values())
+    assert all(nbytes >= 0 for moment in found.moments for nbytes in moment.contents.values())
+
+
 def test_on_a_gpu_saved_values_wait_for_their_backward() -> None:
     """Its operators save other values than the CPU's, on which the step ran on paper."""
     case, hardware = CASES["graph_breaks"], load_hardware("rtx3090")
