@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-
 SCRIPT = """
 import ctypes, json, sys
 libc, PR_SET_THP_DISABLE = ctypes.CDLL(None), 41
