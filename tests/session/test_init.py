@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from built_modules import WIDTH, Tied, encoder, sequential
-from harness import array, differences, segmented, take_step
+from harness import array, differences, segmented, take_step, weights
 from torch import nn
 
 import chunkc
@@ -26,10 +26,6 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
     return build()
 
 
-def values(model: nn.Module) -> dict[str, object]:
-    return {name: array(tensor) for name, tensor in model.state_dict().items()}
-
-
 @pytest.fixture(params=["cpu", "disk"])
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return "cpu" if request.param == "cpu" else f"disk:{tmp_path}"
@@ -40,7 +36,7 @@ def test_random_numbers_are_those_of_ordinary_construction(home: str, build: Cal
     with chunkc.init(home=home):
         model = built(build)
     after = torch.rand(3)
-    assert not differences(values(model), values(built(build)))
+    assert not differences(weights(model), weights(built(build)))
     assert torch.equal(after, torch.rand(3))
     assert all((unassigned_memory_of(p) is not None) == (p.nbytes >= 4096) for p in model.parameters())
     assert [type(p) for p in model.parameters()] == [nn.Parameter] * len(list(model.parameters()))
@@ -74,7 +70,7 @@ def test_a_model_trains_as_one_that_was_built_as_usual(home: str) -> None:
         hit = owner(model.body.weight)
         assert hit[0].options.home == home
         assert all(unassigned_memory_of(p) is None for p in model.parameters())
-        results.append(values(model))
+        results.append(weights(model))
     assert not differences(*results)
 
 
@@ -84,7 +80,7 @@ def test_what_stays_on_the_compute_tier_leaves_home(home: str) -> None:
     options = {"memory_budget": "1GiB", "codegen": "eager"}
     torch.compile(model, backend="chunkc", options=options)(torch.zeros(1, 2).long())
     assert all(unassigned_memory_of(p) is None for p in model.parameters())
-    assert not differences(values(model), values(built(Tied)))
+    assert not differences(weights(model), weights(built(Tied)))
 
 
 def test_a_compilation_that_fails_leaves_parameters_where_they_were_born(home: str) -> None:
@@ -110,7 +106,7 @@ def test_place_goes_on_where_the_model_was_built(home: str) -> None:
     chunkc.place(model)
     hit = owner(next(model.parameters()))
     assert hit[0].options.home == home
-    assert not differences(values(model), values(built(encoder)))
+    assert not differences(weights(model), weights(built(encoder)))
 
 
 def test_a_tensor_that_others_have_moves_when_they_let_go(home: str) -> None:
@@ -150,7 +146,7 @@ def test_home_memory_goes_with_the_model(tmp_path: Path) -> None:
     with chunkc.init(home=f"disk:{tmp_path}"):
         model = built(encoder)
         shadow = copy.deepcopy(model)
-    assert not differences(values(shadow), values(model))
+    assert not differences(weights(shadow), weights(model))
     assert len(unassigned_memory._memory_by_address) > before
     del model, shadow
     gc.collect()
@@ -186,7 +182,7 @@ def test_states_that_are_loaded_before_the_first_call_are_at_home(
     assert all(map(is_in_a_file, large))
     step(torch.compile(model, backend="chunkc", options={"memory_budget": "160KiB", "codegen": "eager"}), optimizer)
     step(usual, before)
-    assert not differences(values(model), values(usual))
+    assert not differences(weights(model), weights(usual))
     found, expected = (o.state_dict()["state"] for o in (optimizer, before))
     for number, state in expected.items():
         assert not differences({k: array(v) for k, v in found[number].items()}, {k: array(v) for k, v in state.items()})
@@ -228,8 +224,8 @@ def test_from_pretrained_loads_into_home(home: str, tmp_path: Path) -> None:
         fresh = transformers.LlamaForCausalLM(config)
     assert all(unassigned_memory_of(p) is not None for m in (model, fresh) for p in m.parameters() if p.nbytes >= 4096)
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert not differences(values(model), values(saved))
-    assert not differences(values(fresh), values(saved))
+    assert not differences(weights(model), weights(saved))
+    assert not differences(weights(fresh), weights(saved))
 
 
 def test_clones_are_what_they_are_elsewhere(home: str) -> None:
@@ -312,10 +308,10 @@ def test_a_look_alike_built_in_another_home_is_refused(tmp_path: Path, fresh_dyn
             models.append(two_layers())
     first, second = (torch.compile(model, backend="chunkc", options=dict(unnamed)) for model in models)
     first(x).sum().backward()
-    before = values(models[1]), [p.data_ptr() for p in models[1].parameters()]
+    before = weights(models[1]), [p.data_ptr() for p in models[1].parameters()]
     with pytest.raises(chunkc.OptionsError, match=r"several homes, 'cpu'.* and 'disk:"):
         second(x)
-    assert not differences(before, (values(models[1]), [p.data_ptr() for p in models[1].parameters()]))
+    assert not differences(before, (weights(models[1]), [p.data_ptr() for p in models[1].parameters()]))
     named = torch.compile(models[1], backend="chunkc", options=unnamed | {"home": f"disk:{tmp_path}"})
     torch.testing.assert_close(named(x), models[1](x))
     assert len({id(owner(p)[0]) for model in models for p in model.parameters()}) == 2

@@ -7,15 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from built_modules import WIDTH, Tied, sequential
-from harness import array, differences, segmented
+from harness import array, differences, segmented, weights
 from torch import nn
 
 import chunkc
 from chunkc.session.session import owner
-
-
-def values(model: nn.Module) -> dict[str, object]:
-    return {name: array(tensor) for name, tensor in model.state_dict().items()}
 
 
 def on_meta(build: type[nn.Module]) -> nn.Module:
@@ -29,7 +25,7 @@ def test_reset_parameters_gives_the_values_of_ordinary_construction(home: str) -
     expected = sequential()
     torch.manual_seed(0)
     model = chunkc.place(on_meta(sequential), home=home, init="reset_parameters", chunk_size="16KiB")
-    assert not differences(values(model), values(expected))
+    assert not differences(weights(model), weights(expected))
     assert all(owner(p) is not None for p in model.parameters())
     hit = owner(model[0].weight)
     assert hit[0].store.views.is_managed(hit[1])
