@@ -67,8 +67,7 @@ def test_a_model_trains_as_one_that_was_built_as_usual(home: str) -> None:
         optimizer = chunkc.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         for _ in range(3):
             take_step(call(tokens), optimizer)
-        hit = owner(model.body.weight)
-        assert hit[0].options.home == home
+        assert owner(model.body.weight)[0].options.home == home
         assert all(unassigned_memory_of(p) is None for p in model.parameters())
         results.append(weights(model))
     assert not differences(*results)
@@ -104,8 +103,7 @@ def test_place_goes_on_where_the_model_was_built(home: str) -> None:
     with chunkc.init(home=home):
         model = built(encoder)
     chunkc.place(model)
-    hit = owner(next(model.parameters()))
-    assert hit[0].options.home == home
+    assert owner(next(model.parameters()))[0].options.home == home
     assert not differences(weights(model), weights(built(encoder)))
 
 
@@ -289,8 +287,7 @@ def test_what_is_converted_later_is_compiled_with_the_home_it_was_built_in(tmp_p
     assert all(unassigned_memory_of(p) is None for p in model.parameters())
     call = segmented(model, "1GiB")
     call(torch.randn(2, WIDTH, dtype=torch.bfloat16)).square().mean().backward()
-    hit = owner(model[0].weight)
-    assert hit[0].options.home == f"disk:{tmp_path}"
+    assert owner(model[0].weight)[0].options.home == f"disk:{tmp_path}"
 
 
 def two_layers() -> nn.Module:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import array, differences
+from harness import array, differences, home_of
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.session.session import owner
 
 WIDTH = 128
 
@@ -111,8 +110,7 @@ def test_the_report_of_a_placed_model() -> None:
 
 def test_chunks_follow_the_order_of_the_parameters() -> None:
     model = chunkc.place(build(), chunk_size="64KiB")
-    session, _ = owner(model.first.weight) or pytest.fail("not placed")
-    names = [s.spec.name for group in session.store.layout.groups for s in group.slices]
+    names = [s.spec.name for group in home_of(model.first.weight)[0].store.layout.groups for s in group.slices]
     assert names == ["first.weight", "second.weight", "frozen.weight"]
 
 
@@ -236,18 +234,14 @@ def test_environment_variables_stand_in_for_home_and_budget(tmp_path: Path, monk
     monkeypatch.setenv("CHUNKC_HOME", f"disk:{tmp_path}")
     monkeypatch.setenv("CHUNKC_MEMORY_BUDGET", "2MiB")
 
-    def session_of(model: nn.Module) -> Any:
-        found = owner(model.first.weight)
-        return found[0]
-
     placed = chunkc.place(build())
-    assert session_of(placed).options.home == f"disk:{tmp_path}"
-    assert session_of(chunkc.place(build(), home="cpu")).options.home == "cpu"
+    assert home_of(placed.first.weight)[0].options.home == f"disk:{tmp_path}"
+    assert home_of(chunkc.place(build(), home="cpu").first.weight)[0].options.home == "cpu"
 
     model = build()
     model.compile(backend="chunkc", options={"codegen": "eager"})
     model(batch()).backward()
-    assert session_of(model).options.home == f"disk:{tmp_path}"
+    assert home_of(model.first.weight)[0].options.home == f"disk:{tmp_path}"
     assert chunkc.report(model).memory_budget_nbytes == 2 * 2**20
 
     monkeypatch.setenv("CHUNKC_MEMORY_BUDGET", "lots")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from built_modules import WIDTH, Tied, sequential
 from harness import array, differences, segmented, weights
+from optim_models import is_managed
 from torch import nn
 
 import chunkc
@@ -27,8 +28,7 @@ def test_reset_parameters_gives_the_values_of_ordinary_construction(home: str) -
     model = chunkc.place(on_meta(sequential), home=home, init="reset_parameters", chunk_size="16KiB")
     assert not differences(weights(model), weights(expected))
     assert all(owner(p) is not None for p in model.parameters())
-    hit = owner(model[0].weight)
-    assert hit[0].store.views.is_managed(hit[1])
+    assert is_managed(model[0].weight)
 
 
 def test_a_function_initialises_module_by_module_and_ties_stay() -> None:
@@ -82,8 +82,7 @@ def test_an_initialisation_may_assign_parameters() -> None:
     torch.manual_seed(0)
     model = chunkc.place(on_meta(OfAssigned), init="reset_parameters", chunk_size="16KiB")
     for layer, values in zip((model.first, model.second), expected):
-        hit = owner(layer.weight)
-        assert hit[0].store.views.is_managed(hit[1])
+        assert is_managed(layer.weight)
         assert torch.equal(layer.weight, values)
     call = segmented(model, "512KiB")
     optimizer = chunkc.optim.SGD(model.parameters(), lr=1.0)
