@@ -33,7 +33,8 @@ def test_an_encoder_layer(use_gelu: bool, norm_first: bool, mask: Any, mask_type
     torch.testing.assert_close(transformer_encoder_layer(*args), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("region", [None, torch.bfloat16])
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("region", [torch.bfloat16, None])
 def test_an_encoder_is_evaluated_between_training_steps(region: torch.dtype | None, fresh_dynamo: None) -> None:
     torch.manual_seed(0)
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True), 2)

@@ -130,6 +130,7 @@ def test_as_a_description_at_the_shape(name: str, sizes: tuple[int, int]) -> Non
     assert sizes_of(known.at(at)) == sizes_of(expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["short_gpt", "encoder"])
 def test_regions_are_few(name: str) -> None:
     known = Templates(templates(name).builder)
