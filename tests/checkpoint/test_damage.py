@@ -138,47 +138,53 @@ def rewritten(folder: Path, change: Callable[[Manifest], Manifest]) -> None:
     path.write_bytes(change(Manifest(content["step"], files)).render())
 
 
-@pytest.mark.parametrize("name", ["../step-000000000001/state.json", "/etc/passwd", "..", ".x", "a/b", "a\0b"])
-def test_a_manifest_cannot_name_what_lies_elsewhere(tmp_path: Path, name: str) -> None:
-    two_checkpoints(tmp_path)
-    content = b"root"
-    rewritten(tmp_path / NEWEST, lambda m: Manifest(m.step, {**m.files, name: File(len(content), zlib.crc32(content))}))
-    model, optimizer = begin(1)
-    with pytest.warns(UserWarning, match=r"names the file .* which is not in the checkpoint's directory"):
-        assert chunkc.Checkpoint(tmp_path, model=model, optimizer=optimizer).load_latest() == 1
+def naming(name: str) -> Callable[[Path, Path], None]:
+    content = File(4, zlib.crc32(b"root"))
+    return lambda folder, _: rewritten(folder / NEWEST, lambda m: Manifest(m.step, {**m.files, name: content}))
 
 
-def test_links_are_refused(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path / "a")
-    two_checkpoints(tmp_path / "b")
-    inside = tmp_path / "a" / NEWEST / "model.safetensors"
-    inside.unlink()
-    inside.symlink_to(tmp_path / "b" / NEWEST / "model.safetensors")  # the very same bytes
-    model, optimizer = begin(1)
-    with pytest.warns(UserWarning, match=r"model\.safetensors cannot be read: a symbolic link"):
-        assert chunkc.Checkpoint(tmp_path / "a", model=model, optimizer=optimizer).load_latest() == 1
-    shutil.rmtree(tmp_path / "a" / NEWEST)
-    (tmp_path / "a" / NEWEST).symlink_to(tmp_path / "b" / NEWEST)
-    with pytest.warns(UserWarning, match="it is a symbolic link"):
-        assert chunkc.Checkpoint(tmp_path / "a", model=model, optimizer=optimizer).load_latest() == 1
+def linked_file(folder: Path, other: Path) -> None:
+    """The very same bytes, elsewhere."""
+    path = folder / NEWEST / "model.safetensors"
+    path.unlink()
+    path.symlink_to(other / NEWEST / "model.safetensors")
 
 
-def test_neither_pipes_nor_folders_are_read(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path)
-    path = tmp_path / NEWEST / "state.json"
+def linked_folder(folder: Path, other: Path) -> None:
+    shutil.rmtree(folder / NEWEST)
+    (folder / NEWEST).symlink_to(other / NEWEST)
+
+
+def pipe(folder: Path, other: Path) -> None:
+    path = folder / NEWEST / "state.json"
     path.unlink()
     os.mkfifo(path)
-    model, optimizer = begin(1)
-    with pytest.warns(UserWarning, match=r"state\.json is no regular file"):
-        assert chunkc.Checkpoint(tmp_path, model=model, optimizer=optimizer).load_latest() == 1
 
 
-def test_a_checkpoint_under_another_steps_name(tmp_path: Path) -> None:
-    two_checkpoints(tmp_path)
-    shutil.copytree(tmp_path / NEWEST, tmp_path / "step-000000000009")
+def another_steps_name(folder: Path, other: Path) -> None:
+    shutil.copytree(folder / NEWEST, folder / "step-000000000009")
+
+
+ELSEWHERE = ["../step-000000000001/state.json", "/etc/passwd", "..", ".x", "a/b", "a\0b"]
+LEFT_OUT: list[tuple[Callable[[Path, Path], None], str, int]] = [
+    *((naming(name), r"names the file .* which is not in the checkpoint's directory", 1) for name in ELSEWHERE),
+    (linked_file, r"model\.safetensors cannot be read: a symbolic link", 1),
+    (linked_folder, "it is a symbolic link", 1),
+    (pipe, r"state\.json is no regular file", 1),
+    (another_steps_name, "it says that it is of step 2", 2),
+]
+
+
+@pytest.mark.parametrize(("change", "said", "loaded"), LEFT_OUT, ids=range(len(LEFT_OUT)))
+def test_files_that_are_not_the_checkpoint_s_own_are_not_read(
+    tmp_path: Path, change: Callable[[Path, Path], None], said: str, loaded: int
+) -> None:
+    two_checkpoints(tmp_path / "a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    change(tmp_path / "a", tmp_path / "b")
     model, optimizer = begin(1)
-    with pytest.warns(UserWarning, match="it says that it is of step 2"):
-        assert chunkc.Checkpoint(tmp_path, model=model, optimizer=optimizer).load_latest() == 2
+    with pytest.warns(UserWarning, match=said):
+        assert chunkc.Checkpoint(tmp_path / "a", model=model, optimizer=optimizer).load_latest() == loaded
 
 
 @pytest.mark.parametrize("rank", range(3))

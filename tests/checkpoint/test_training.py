@@ -148,70 +148,62 @@ def saved_in_the_middle(folder: Path, **how: Any) -> Run:
     return run
 
 
-def assert_goes_on(folder: Path, reference: Run, **how: Any) -> None:
-    run = resumed(folder, **how)
+SECOND, RARE = pytest.mark.second_tier, pytest.mark.slow
+AT_HOME = {"budget": SMALL, "place": True, "home": "disk"}
+BF16 = {"dtype": torch.bfloat16}
+RESUMED: list[Any] = [
+    # In another budget and home.
+    ({}, {"budget": LARGE}, {"budget": SMALL}),
+    pytest.param({}, {"budget": SMALL}, {"budget": LARGE, "home": "disk"}, marks=SECOND),
+    pytest.param({}, {"budget": LARGE, "home": "disk"}, AT_HOME, marks=SECOND),
+    pytest.param({}, AT_HOME, {"budget": SMALL}, marks=SECOND),
+    pytest.param({"codegen": "inductor"}, {"budget": SMALL}, {"budget": SMALL, "home": "disk"}, marks=RARE),
+    # Every form of states.
+    *(
+        pytest.param({"num_blocks": 2} | how, {"budget": SMALL}, AT_HOME, marks=marks)
+        for how, marks in [
+            (BF16, SECOND),
+            (BF16 | {"master_weights": "float32", "moments_dtype": "int8"}, SECOND),
+            (BF16 | {"stochastic_rounding": True}, SECOND),
+            ({"moments_dtype": torch.bfloat16}, RARE),
+            ({"optimizer": "LAMB"}, SECOND),
+            ({"optimizer": "SGD", "momentum": 0.9}, SECOND),
+            ({"optimizer": "SGD"}, RARE),
+        ]
+    ),
+    # Plain PyTorch.
+    *(({"optimizer": optimizer}, {"budget": None}, {"budget": None}) for optimizer in ("AdamW", "Adagrad", "SGD")),
+]
+
+
+@pytest.mark.parametrize(("how", "before", "after"), RESUMED, ids=str)
+def test_a_resumed_run_has_the_bits_of_one_that_was_never_ended(
+    tmp_path: Path, how: dict[str, Any], before: dict[str, Any], after: dict[str, Any]
+) -> None:
+    """The run has six steps; its third one is saved."""
+    reference = saved_in_the_middle(tmp_path, **before, **how)
+    run = resumed(tmp_path, **after, **how)
     assert run.train(3) == reference.losses[3:]
     assert run.bits() == reference.bits()
 
 
-def test_a_resumed_run_has_the_bits_of_one_that_was_never_ended(tmp_path: Path) -> None:
-    reference = saved_in_the_middle(tmp_path, budget=LARGE)
-    assert_goes_on(tmp_path, reference, budget=SMALL)
-
-
-@pytest.mark.second_tier
 @pytest.mark.parametrize(
-    ("before", "after"),
+    "how",
     [
-        ({"budget": SMALL}, {"budget": LARGE, "home": "disk"}),
-        ({"budget": LARGE, "home": "disk"}, {"budget": SMALL, "home": "disk", "place": True}),
-        ({"budget": SMALL, "home": "disk", "place": True}, {"budget": SMALL}),
-    ],
-)
-def test_budget_and_home_may_change_between(tmp_path: Path, before: dict[str, Any], after: dict[str, Any]) -> None:
-    reference = saved_in_the_middle(tmp_path, **before)
-    assert_goes_on(tmp_path, reference, **after)
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize(
-    ("dtype", "optimizer", "settings"),
-    [
-        (torch.bfloat16, "AdamW", {}),
-        (torch.bfloat16, "AdamW", {"master_weights": "float32", "moments_dtype": "int8"}),
-        (torch.bfloat16, "AdamW", {"stochastic_rounding": True}),
-        pytest.param(torch.float32, "AdamW", {"moments_dtype": torch.bfloat16}, marks=pytest.mark.slow),
-        (torch.float32, "LAMB", {}),
-        (torch.float32, "SGD", {"momentum": 0.9}),
-        pytest.param(torch.float32, "SGD", {}, marks=pytest.mark.slow),
+        *(
+            pytest.param({"budget": SMALL, "overlap": overlap, "update_on": "cpu"}, marks=SECOND)
+            for overlap in ("none", "forward", "backward", "both")
+        ),
+        {"budget": None},
     ],
     ids=str,
 )
-def test_every_form_of_states(tmp_path: Path, dtype: torch.dtype, optimizer: str, settings: dict[str, Any]) -> None:
-    how: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "num_blocks": 2} | settings
-    reference = saved_in_the_middle(tmp_path, budget=SMALL, **how)
-    assert_goes_on(tmp_path, reference, budget=SMALL, place=True, home="disk", **how)
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("overlap", ["none", "forward", "backward", "both"])
-def test_the_next_step_waits_for_what_it_changes(tmp_path: Path, overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_step_waits_for_what_it_changes(
+    tmp_path: Path, how: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain optimizer, too."""
     slow(monkeypatch)
-    how: dict[str, Any] = {"overlap": overlap, "update_on": "cpu"}
-    reference = saved_in_the_middle(tmp_path, budget=SMALL, **how)
-    assert_goes_on(tmp_path, reference, budget=SMALL, **how)
-
-
-@pytest.mark.slow
-def test_inductor(tmp_path: Path) -> None:
-    reference = saved_in_the_middle(tmp_path, budget=SMALL, codegen="inductor")
-    assert_goes_on(tmp_path, reference, budget=SMALL, home="disk", codegen="inductor")
-
-
-@pytest.mark.parametrize("optimizer", ["AdamW", "Adagrad", "SGD"])
-def test_plain_pytorch(tmp_path: Path, optimizer: str) -> None:
-    reference = saved_in_the_middle(tmp_path, budget=None, optimizer=optimizer)
-    assert_goes_on(tmp_path, reference, budget=None, optimizer=optimizer)
+    test_a_resumed_run_has_the_bits_of_one_that_was_never_ended(tmp_path, {}, how, how)
 
 
 @pytest.mark.second_tier
@@ -281,12 +273,6 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
         return write(fd, content)
 
     monkeypatch.setattr(writing, "_write_all", slowly)
-
-
-def test_a_plain_optimizer_waits_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow(monkeypatch)
-    reference = saved_in_the_middle(tmp_path, budget=None)
-    assert_goes_on(tmp_path, reference, budget=None)
 
 
 @pytest.mark.second_tier

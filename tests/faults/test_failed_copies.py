@@ -14,7 +14,6 @@ import torch
 from fault_cases import CASE, expected_losses, small_budget, train_steps, undisturbed
 from harness import adamw, compile_case, differences, gradients, weights
 from store_cases import Builder, make_store
-from torch import nn
 
 import chunkc
 from chunkc.runtime.device.streams import JobMark
@@ -61,21 +60,21 @@ def break_copy(patch: pytest.MonkeyPatch, fault: str, at: int) -> None:
 FAULTS = [
     (phase, fault, at)
     for phase, fault, last in (
+        ("optimizer", "pwritev", 12),
+        ("optimizer", "thread", 20),
+        ("optimizer", "preadv", 16),
         ("forward", "thread", 4),
         ("forward", "preadv", 4),
         ("backward", "thread", 5),
         ("backward", "preadv", 2),  # some chunks are in slots already
         ("backward", "pwritev", 4),
-        ("optimizer", "thread", 20),
-        ("optimizer", "preadv", 16),
-        ("optimizer", "pwritev", 12),
     )
-    for at in (1, last)
+    for at in (last, 1)
 ]
-"""The `at`-th copy of a phase goes wrong: its first, or (nearly) its last."""
+"""The `at`-th copy of a phase goes wrong: (nearly) its last, or its first."""
 
 
-@pytest.mark.second_tier
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(("phase", "fault", "at"), FAULTS)
 def test_a_copy_that_fails_in_the_middle_of_a_step(
     phase: str, fault: str, at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -89,7 +88,7 @@ def test_a_copy_that_fails_in_the_middle_of_a_step(
 
     def step(until: str) -> Iterator[str]:
         yield "forward"
-        loss = compiled(**CASE.batch(9))
+        loss = compiled(**CASE.batch(1))
         yield "backward"
         loss.backward()
         yield "optimizer"
@@ -115,6 +114,12 @@ def test_a_copy_that_fails_in_the_middle_of_a_step(
     if phase == "optimizer":
         # Chunks updated before the fault stay updated; no tensor is anything in between.
         assert not differences(gradients(model), grads)
+        _, updated = undisturbed(2)
+        changed = {name for name in after if not differences(after[name], updated[name])}
+        assert at == 1 or changed
+        assert at > 12 or changed != set(after)
+        for name in after.keys() - changed:
+            assert not differences(after[name], before[name]), f"{name} is torn"
         del caught
         optimizer.zero_grad()
         assert all(np.isfinite(loss) for loss in train_steps(compiled, optimizer, range(1, 3)))
@@ -124,37 +129,6 @@ def test_a_copy_that_fails_in_the_middle_of_a_step(
     optimizer.zero_grad()
     losses += train_steps(compiled, optimizer, range(1, 3))
     assert not differences(losses, expected_losses(3))
-
-
-@pytest.mark.parametrize("fault", ["thread", "pwritev"])
-def test_a_failed_optimizer_step_tears_no_parameter(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each parameter is as before the step or as after it."""
-
-    def until_the_step() -> tuple[nn.Module, Any]:
-        model, compiled = compile_case(CASE, memory_budget=small_budget(), home=f"disk:{tmp_path}", whole_graph="never")
-        optimizer = adamw(model.parameters())
-        train_steps(compiled, optimizer, range(1))
-        compiled(**CASE.batch(1)).backward()
-        return model, optimizer
-
-    model, optimizer = until_the_step()
-    before = weights(model)
-    optimizer.step()
-    after = weights(model)
-    model, optimizer = until_the_step()
-    assert not differences(weights(model), before)
-    with monkeypatch.context() as patch:
-        break_copy(patch, fault, 12)
-        with pytest.raises((chunkc.StreamError, chunkc.HomeError)):
-            optimizer.step()
-    found = weights(model)
-    changed = {name for name in found if not differences(found[name], after[name])}
-    assert changed
-    assert changed != set(found)
-    for name in found.keys() - changed:
-        assert not differences(found[name], before[name]), f"{name} is torn"
 
 
 def test_a_batch_whose_loss_is_nan_can_be_left_out() -> None:

@@ -39,25 +39,18 @@ def test_a_failure_reaches_who_needs_the_chunk_with_its_name(subject: Subject) -
     store.slots.wait(Chunk("param", 1))
 
 
-def test_finish_tells_of_a_failure_once_and_waits_for_all() -> None:
+def test_finish_tells_once_of_every_failure_and_waits_for_all() -> None:
     updates, ran = HomeUpdates(), []
-    updates.begin(0, HomeUpdate(broken, "first"))
-    updates.begin(1, HomeUpdate(lambda: ran.append(1), "second"))
-    with pytest.raises(StreamError, match="first"):
+    for group, label in enumerate(("first", "second", "third")):
+        updates.begin(group, HomeUpdate(broken, label))
+    updates.begin(3, HomeUpdate(lambda: ran.append(1), "last"))
+    with pytest.raises(StreamError, match="first") as caught:
         updates.finish()
+    assert [note.partition("the update of ")[2].split()[0] for note in caught.value.__notes__] == ["second", "third"]
     assert ran == [1]
     updates.finish()
     updates.wait(0)
     assert updates.before(0) == ()
-
-
-def test_finish_tells_of_every_failure_at_once() -> None:
-    updates = HomeUpdates()
-    for group, label in enumerate(("first", "second", "third")):
-        updates.begin(group, HomeUpdate(broken, label))
-    with pytest.raises(StreamError, match="first") as caught:
-        updates.finish()
-    assert [note.partition("the update of ")[2].split()[0] for note in caught.value.__notes__] == ["second", "third"]
 
 
 def test_one_failed_copy_that_many_updates_wait_for_is_told_of_once() -> None:

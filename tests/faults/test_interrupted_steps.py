@@ -76,29 +76,23 @@ def test_a_wait_behind_a_step_is_interrupted(wait: str, overlap: str) -> None:
     assert not differences(made.ends(), expected())
 
 
-def test_the_wait_at_the_end_of_a_step_is_interrupted() -> None:
-    made = Interrupted("backward")
+@pytest.mark.parametrize(
+    ("overlap", "num_before", "wait"), [("backward", 0, "wait_after_step"), ("forward", 1, "_prepare")]
+)
+def test_a_wait_of_a_step_is_interrupted(overlap: str, num_before: int, wait: str) -> None:
+    """At its end, when all of it has begun; or for the step before, when nothing of it has: then it is made again."""
+    made = Interrupted(overlap)
     made.updates.fixed_s = LATE_S
     made.backward(1)
+    for _ in range(num_before):
+        made.optimizer.step()
     with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait() as where:
         made.optimizer.step()
-    assert "wait_after_step" in where
-    made.optimizer.zero_grad()
-    assert not differences(made.ends(), expected())
-
-
-def test_the_wait_before_another_step_is_interrupted() -> None:
-    """Nothing of that step has happened: it is made again."""
-    made = Interrupted("forward")
-    made.updates.fixed_s = LATE_S
-    made.backward(1)
-    made.optimizer.step()
-    with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait() as where:
+    assert wait in where
+    for _ in range(num_before):
         made.optimizer.step()
-    assert "_prepare" in where
-    made.optimizer.step()
     made.optimizer.zero_grad()
-    assert not differences(made.ends(), expected(2))
+    assert not differences(made.ends(), expected(1 + num_before))
 
 
 @pytest.mark.parametrize("overlap", ["backward", "both"])

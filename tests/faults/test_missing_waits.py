@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
-from harness import differences
-from late_tiers import LateTier
+from harness import TINY, Arrays, array, compile_case, differences, gradients, refuse, session_of
+from late_tiers import LateTier, tier_of_new_sessions
 from missing_waits import KINDS, KINDS_IN_BACKWARD, Subject, Wait, shows_by_the_clock, slow_without
+from plain_modules import Stack
+from zoo import Case, floats
 
 from chunkc.ir.errors import ChunkStateError
 from chunkc.runtime.device.tier import CpuTier
-from chunkc.runtime.execution import executor
+from chunkc.runtime.execution import executor, saved_instructions
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -127,3 +130,55 @@ def test_a_missing_wait_shows_with_real_threads_too() -> None:
         assert error is None
         assert found, f"nothing differs without {wait}"
     assert not differences(subject.step(), subject.expected)
+
+
+# ---------------------------------------------------------------- saved values
+
+
+STACK = Case("stack", lambda: Stack(bias=False), lambda seed: {"x": floats(seed, (64, 64))})
+"""Values of 16 KiB."""
+
+
+@pytest.mark.second_tier
+def test_every_wait_for_a_saved_value_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    with tier_of_new_sessions(LateTier):
+        budget = refuse(STACK, memory_budget=TINY, activations="offload").minimum_nbytes
+        model, compiled = compile_case(STACK, memory_budget=budget, activations="offload", debug=True, verify=False)
+
+        def step() -> tuple[Any, Arrays]:
+            model.zero_grad()
+            loss = compiled(**STACK.batch(0))
+            loss.backward()
+            session_of(model).store.tier.drain()
+            return array(loss), gradients(model)
+
+        expected, hold_for, waits = step(), saved_instructions._hold_for, []
+
+        def noted(storage: str, run: Any) -> None:
+            waits.append(storage)
+            hold_for(storage, run)
+
+        monkeypatch.setattr(saved_instructions, "_hold_for", noted)
+        assert not differences(step(), expected)
+        num_waits = len(waits)
+        assert num_waits >= 8
+        assert num_waits == 2 * len(set(waits)), "each storage goes home and comes back"
+        for left_out in range(num_waits):
+            waits.clear()
+
+            def leaving_one_out(storage: str, run: Any, left_out: int = left_out) -> None:
+                waits.append(storage)
+                if len(waits) - 1 == left_out:
+                    run.saved.under_way.pop(storage)
+                else:
+                    hold_for(storage, run)
+
+            monkeypatch.setattr(saved_instructions, "_hold_for", leaving_one_out)
+            try:
+                shows = bool(differences(step(), expected))
+            except (LookupError, AttributeError, TypeError):  # nothing has been copied, or there is nothing to copy
+                shows = True
+            assert shows, f"nothing shows that wait {left_out}, for {waits[left_out]}, is missing"
+            monkeypatch.setattr(saved_instructions, "_hold_for", hold_for)
+            session_of(model).store.release_slots()
+        assert not differences(step(), expected)

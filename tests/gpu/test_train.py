@@ -79,15 +79,9 @@ def language_model(kind: str) -> Case:
     common: dict[str, Any] = {"vocab_size": 4096, "use_cache": False}
     if kind == "gpt2":
         config = transformers.GPT2Config(
-            n_embd=WIDTH // 2,
-            n_layer=6,
-            n_head=8,
-            n_positions=256,
-            resid_pdrop=0.0,
-            embd_pdrop=0.0,
-            attn_pdrop=0.0,
+            n_embd=WIDTH // 2, n_layer=6, n_head=8, n_positions=256, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
             **common,
-        )
+        )  # fmt: skip
         build = transformers.GPT2LMHeadModel
     else:
         config = transformers.LlamaConfig(
@@ -238,10 +232,9 @@ def test_as_torch_trains() -> None:
         model(**case.batch(step)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    expected = [p.detach().cpu() for p in model.parameters()]
+    expected = tuple(p.detach().cpu() for p in model.parameters())
     found = train(case, smallest(case, "eager"), codegen="eager")
-    for a, b in zip(found.weights, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.weights, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.arithmetic
@@ -251,8 +244,7 @@ def test_updates_on_the_cpu(update_on: str) -> None:
     budget_nbytes = smallest(case, "eager")
     expected = train(case, budget_nbytes, codegen="eager")
     found = train(case, budget_nbytes, codegen="eager", update_on=update_on)
-    for a, b in zip(found.weights, expected.weights, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=1e-3)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=2e-2, atol=1e-3)
     if update_on == "cpu":
         moved = [t.report.traffic_nbytes["to_device"] for t in (found, expected)]
         assert moved[0] < moved[1] / 2, f"moved {moved[0]} bytes to the device, {moved[1]} with updates there"
@@ -268,8 +260,7 @@ def test_torch_s_own_optimizer_through_home_views() -> None:
     budget_nbytes = smallest(case, "eager") + 256 * MIB  # its states are on the device, outside the plan
     found = train(case, budget_nbytes, codegen="eager", optimizer=make)
     expected = train(case, budget_nbytes, codegen="eager")
-    for a, b in zip(found.weights, expected.weights, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.memory_and_values

@@ -26,18 +26,14 @@ print(found.major, found.minor, found.total_memory, torch.cuda.device_count())
     assert on_a_device("capability=75,memory=0x40000000,devices=2", script).split() == ["7", "5", str(1 << 30), "2"]
 
 
-def test_a_device_with_addresses_of_its_own_is_refused() -> None:
-    script = """
-import torch, chunkc
-try:
-    chunkc.place(torch.nn.Linear(512, 512), device="cuda")
-except chunkc.UnsupportedError as error:
-    print("refused:", error)
-"""
-    assert "addresses of its own" in on_a_device(f"attribute.{HOST_POINTERS}=0", script)
-
-
-def test_a_device_that_torch_was_not_built_for_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        (f"attribute.{HOST_POINTERS}=0", ["addresses of its own"]),
+        ("capability=70", ["Tesla V100-SXM2-32GB has compute capability 7.0", "CUDA 12.6"]),  # as torch is not built
+    ],
+)
+def test_a_device_that_cannot_be_used_is_refused(choices: str, said: list[str]) -> None:
     script = """
 import torch, chunkc
 assert "sm_70" not in torch.cuda.get_arch_list(), "a build of torch that has Volta: choose another device"
@@ -46,9 +42,8 @@ try:
 except chunkc.UnsupportedError as error:
     print("refused:", error)
 """
-    found = on_a_device("capability=70", script)
-    assert "Tesla V100-SXM2-32GB has compute capability 7.0" in found
-    assert "CUDA 12.6" in found
+    found = on_a_device(choices, script)
+    assert all(text in found for text in ["refused:", *said])
 
 
 def test_memory_that_cannot_be_pinned_is_an_error_that_says_how_much() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,11 +72,14 @@ def train_with(
     return Trained(tuple(losses), weights, engine, optimizer, peak_nbytes - before_nbytes)
 
 
-def train(budget_nbytes: int = HUGE, *, steps: int = 3, **options: Any) -> Trained:
+def train(
+    budget_nbytes: int = HUGE, *, steps: int = 3, model: Callable[[], GPT] = build, made_by: Any = None, **options: Any
+) -> Trained:
+    """Train an engine of a model, by the optimizer of its configuration or the one that is `made_by` a function."""
     torch._dynamo.reset()
     gc.collect()
     before_nbytes = torch.cuda.memory_allocated()
-    made = chunkc.initialize_engine(build, 0, config(budget_nbytes, **options))
+    made = chunkc.initialize_engine(model, 0, config(budget_nbytes, **options), optimizer=made_by)
     return train_with(*made, steps=steps, before_nbytes=before_nbytes)
 
 
@@ -224,14 +228,8 @@ def test_indices_may_be_on_the_cpu_and_nothing_is_recorded_for_evaluation() -> N
 
 
 def test_an_optimizer_of_torch_updates_both() -> None:
-    def trained(on_cpu: bool) -> Trained:
-        torch._dynamo.reset()
-        made = chunkc.initialize_engine(
-            build, 0, config(on_cpu=on_cpu, gradient_clipping=0.1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
-        )
-        return train_with(*made)
-
-    assert_same(trained(True), trained(False))
+    how: dict[str, Any] = {"made_by": lambda p: torch.optim.SGD(p, lr=0.1), "gradient_clipping": 0.1}
+    assert_same(train(**how), train(on_cpu=False, **how))
 
 
 def test_a_scaler_whose_answer_is_on_the_device_skips_both() -> None:
@@ -270,12 +268,8 @@ def test_a_tied_embedding_is_told_once_and_planned(caplog: pytest.LogCaptureFixt
         model.head.weight = model.tokens.weight
         return model
 
-    def trained(on_cpu: bool) -> Trained:
-        torch._dynamo.reset()
-        return train_with(*chunkc.initialize_engine(build_tied, 0, config(on_cpu=on_cpu)))
-
-    expected, found = trained(False), trained(True)
-    assert_same(found, expected)
+    found = train(model=build_tied)
+    assert_same(found, train(model=build_tied, on_cpu=False))
     assert caplog.text.count("tokens.weight is head.weight too") == 1
     assert found.engine.module.tokens.weight.device.type == "cuda"
     assert found.engine.module.positions.weight.device.type == "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 import cuda_in_ram
 import pytest
@@ -15,40 +16,14 @@ NAMES = (
 )  # fmt: skip
 
 
-def polygamma(x: Tensor) -> Tensor:
-    return torch.polygamma(2, x)
-
-
-def zeta(x: Tensor) -> Tensor:
-    return torch.special.zeta(x + 2, x)
-
-
-def gcd(x: Tensor) -> Tensor:
-    return torch.gcd((x * 100).int(), torch.full((), 12, device=x.device, dtype=torch.int32))
-
-
-def prod(x: Tensor) -> Tensor:
-    return torch.complex(x, x).reshape(-1, 4).prod(1)
-
-
-def angle(x: Tensor) -> Tensor:
-    return torch.complex(x, x).angle()
-
-
-def magnitude(x: Tensor) -> Tensor:
-    return torch.complex(x, x).abs()
-
-
-def named(name: str) -> Callable[[Tensor], Tensor]:
-    found = torch
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[return-value]
-
-
-OPERATORS = {
-    **{name: named(name) for name in NAMES},
-    **{function.__name__: function for function in (polygamma, zeta, gcd, prod, angle, magnitude)},
+OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    **{name: attrgetter(name)(torch) for name in NAMES},
+    "polygamma": lambda x: torch.polygamma(2, x),
+    "zeta": lambda x: torch.special.zeta(x + 2, x),
+    "gcd": lambda x: torch.gcd((x * 100).int(), torch.full((), 12, device=x.device, dtype=torch.int32)),
+    "prod": lambda x: torch.complex(x, x).reshape(-1, 4).prod(1),
+    "angle": lambda x: torch.complex(x, x).angle(),
+    "magnitude": lambda x: torch.complex(x, x).abs(),
 }
 
 

@@ -11,7 +11,6 @@ without those no bit changes, though what they were for is late.
 from __future__ import annotations
 
 import dataclasses
-import threading
 import time
 from collections.abc import Iterator
 from unittest import mock
@@ -19,6 +18,7 @@ from unittest import mock
 import cuda_in_ram
 import pytest
 import torch
+from device_gate import Gate
 from harness import differences
 from missing_waits import KINDS, Inserted, Subject, Wait, is_event, shows_by_the_clock, slow_without, span
 
@@ -32,33 +32,6 @@ AT_MOST_S = 5.0
 
 HIDDEN_S = 0.05
 """How late something is of which nobody should notice."""
-
-
-class Gate:
-    """Holds streams back until it is opened."""
-
-    def __init__(self) -> None:
-        self._open = threading.Event()
-        self._open.set()
-
-    def shut(self, *streams: torch.cuda.Stream) -> None:
-        """What these streams are given from now on waits for the gate."""
-        self._open = threading.Event()
-        for stream in streams:
-            cuda_in_ram.enqueue(stream.cuda_stream, lambda gate=self._open: gate.wait(AT_MOST_S))
-
-    def open_soon(self) -> None:
-        threading.Timer(HIDDEN_S, self.open).start()
-
-    def open_after(self, stream: torch.cuda.Stream) -> None:
-        """Open it once a stream has done all that it was given, or can go no further."""
-        give_up_s = time.monotonic() + AT_MOST_S / 2
-        while not stream.query() and time.monotonic() < give_up_s:
-            time.sleep(0.001)
-        self.open()
-
-    def open(self) -> None:
-        self._open.set()
 
 
 @pytest.fixture
@@ -79,7 +52,7 @@ def copy_stream(subject: Subject, wait: Wait) -> torch.cuda.Stream:
 
 def test_computation_that_does_not_wait_for_a_copy(subject: Subject) -> None:
     """Every wait of the step. The order of copies inside a stream hides some: a later one was waited for."""
-    gate, shown, hidden = Gate(), [], []
+    gate, shown, hidden = Gate(at_most_s=AT_MOST_S), [], []
     assert {wait.kind for wait in subject.waits()} == set(KINDS)
     for wait in subject.waits():
         executable, stream = subject.executables[wait.phase], copy_stream(subject, wait)
@@ -92,7 +65,7 @@ def test_computation_that_does_not_wait_for_a_copy(subject: Subject) -> None:
 
         def fast(shows: bool = shows) -> None:
             if shows:
-                gate.open_after(torch.cuda.current_stream())
+                gate.open_after(torch.cuda.current_stream(), AT_MOST_S / 2)
 
         found, error = subject.outcome_with(wait.phase, slow_without(executable, wait, slow, fast))
         assert error is None
@@ -136,7 +109,7 @@ def at_once(subject: Subject, wait: Wait, at_most_s: float) -> executor.Executab
         at_most_s: how long that computation is held back for it.
     """
     executable = subject.executables[wait.phase]
-    gate, tier = Gate(), subject.session.store.tier
+    gate, tier = Gate(at_most_s=AT_MOST_S), subject.session.store.tier
     events = executable.instructions
     submitted, _ = span(executable, wait)
     # A write-back comes behind the call that filled the slot, a prefetch behind the NaN that its slot is filled with.

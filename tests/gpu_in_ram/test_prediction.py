@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
-from device_gpt import GPT, MEDIUM, pinned_nbytes, smallest_budget, train
+from device_gpt import GPT, MEDIUM, SMALL, pinned_nbytes, smallest_budget, train
 from device_overhead import MOST_LEFT_NBYTES, unused_nbytes
 from device_process import on_a_device
 from torch import nn
@@ -40,14 +41,36 @@ def test_what_is_pinned_at_home_is_what_was_explained(dtype: torch.dtype, overla
     assert pinned_nbytes() - before_nbytes == chunkc.report(model).home_nbytes == explained.home_nbytes
 
 
-@DTYPES
-def test_eager_code_takes_what_was_predicted_to_the_byte(dtype: torch.dtype) -> None:
-    """At every moment, with the smallest budget: but for the same bytes at each, what is left of the tables' room."""
-    budget_nbytes = smallest_budget(MEDIUM, dtype, batch=4)
-    report = train(MEDIUM, dtype, budget_nbytes, batch=4, keep=True).report
+EAGER: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "bf16": (torch.bfloat16, {}),
+    "fp32": (torch.float32, {}),
+    "saved values offloaded": (torch.bfloat16, {"activations": "offload"}),
+    "saved values recomputed": (torch.bfloat16, {"activations": "rerun"}),
+    "losses in tiles": (torch.bfloat16, {"loss_tile_rows": 256}),
+    "autocast": (torch.float32, {"autocast": torch.bfloat16}),
+    "autocast, from a disk": (torch.float32, {"autocast": torch.bfloat16, "home": "disk"}),
+}
+
+
+@cache
+def smallest(dtype: torch.dtype) -> int:
+    return smallest_budget(MEDIUM, dtype, batch=4)
+
+
+def assert_to_the_byte(report: chunkc.Report, budget_nbytes: int) -> None:
+    """But for the same bytes at each moment, what is left of the tables' room."""
     (left_nbytes,) = set(unused_nbytes(report).values())
     assert 0 < left_nbytes <= MOST_LEFT_NBYTES
     assert report.predicted_peak_nbytes <= budget_nbytes
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_eager_code_takes_what_was_predicted_to_the_byte(name: str) -> None:
+    """At every moment, with the smallest budget, which what is special makes smaller."""
+    dtype, how = EAGER[name]
+    budget_nbytes = smallest_budget(MEDIUM, dtype, batch=4, **how) if how else smallest(dtype)
+    assert not how or budget_nbytes < smallest(dtype)
+    assert_to_the_byte(train(MEDIUM, dtype, budget_nbytes, batch=4, keep=True, **how).report, budget_nbytes)
 
 
 GENERATIONS = [
@@ -78,23 +101,6 @@ print(*set(unused_nbytes(report).values()))
     assert 0 < left_nbytes <= MOST_LEFT_NBYTES
 
 
-@pytest.mark.parametrize("activations", ["offload", "rerun"])
-def test_nor_more_where_saved_values_are_absent(activations: str) -> None:
-    budget_nbytes = smallest_budget(MEDIUM, torch.bfloat16, batch=4, activations=activations)
-    report = train(MEDIUM, torch.bfloat16, budget_nbytes, batch=4, keep=True, activations=activations).report
-    (left_nbytes,) = set(unused_nbytes(report).values())
-    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
-
-
-def test_nor_more_where_losses_are_in_tiles() -> None:
-    tiles = {"batch": 4, "loss_tile_rows": 256}
-    budget_nbytes = smallest_budget(MEDIUM, torch.bfloat16, **tiles)
-    assert budget_nbytes < smallest_budget(MEDIUM, torch.bfloat16, batch=4)
-    report = train(MEDIUM, torch.bfloat16, budget_nbytes, keep=True, **tiles).report
-    (left_nbytes,) = set(unused_nbytes(report).values())
-    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
-
-
 @DTYPES
 def test_nor_more_where_the_backward_updates_what_stays(dtype: torch.dtype) -> None:
     """All stays, but for its gradients. The updates are moments of the backward, too."""
@@ -105,20 +111,7 @@ def test_nor_more_where_the_backward_updates_what_stays(dtype: torch.dtype) -> N
         budget_nbytes += 4 << 20
         report = train(MEDIUM, dtype, budget_nbytes, keep=True, **how).report
     assert sum(name.startswith("update.") for name, _, _ in report.moments) == report.num_chunks
-    (left_nbytes,) = set(unused_nbytes(report).values())
-    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
-    assert report.predicted_peak_nbytes <= budget_nbytes
-
-
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-def test_nor_more_under_autocast(home: str) -> None:
-    """At every moment, in eager code."""
-    how: dict[str, Any] = {"batch": 4, "autocast": torch.bfloat16, "home": home}
-    budget_nbytes = smallest_budget(MEDIUM, torch.float32, **how)
-    assert budget_nbytes < smallest_budget(MEDIUM, torch.float32, batch=4)
-    report = train(MEDIUM, torch.float32, budget_nbytes, keep=True, **how).report
-    (left_nbytes,) = set(unused_nbytes(report).values())
-    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
+    assert_to_the_byte(report, budget_nbytes)
 
 
 @DTYPES
@@ -127,8 +120,7 @@ def test_norms_are_taken_in_slots_and_no_gradient_is_read(dtype: torch.dtype) ->
     how: dict[str, Any] = {"batch": 4, "clip": 0.1, "clip_in_step": True}
     budget_nbytes = smallest_budget(MEDIUM, dtype, **how)
     reports = [train(MEDIUM, dtype, budget_nbytes, keep=True, steps=steps, **how).report for steps in (1, 4)]
-    (left_nbytes,) = set(unused_nbytes(reports[1]).values())
-    assert 0 < left_nbytes <= MOST_LEFT_NBYTES
+    assert_to_the_byte(reports[1], budget_nbytes)
     assert reports[0].gradients_read_nbytes == reports[1].gradients_read_nbytes > 0
 
 
@@ -209,3 +201,30 @@ def _took_its_bound(op: torch._ops.OpOverload, given: tuple[Any, ...]) -> None:
     results_nbytes = sum(rounded_nbytes(t.untyped_storage().nbytes()) for t in results)
     taken_nbytes = torch.cuda.max_memory_allocated() - before_nbytes - results_nbytes
     assert taken_nbytes == cuda_scratch_nbytes(op, given, {}, made), op
+
+
+# ---------------------------------------------------------------- a user's own statistics
+
+
+HUGE = 1 << 34
+MIB = 1 << 20
+
+
+def test_a_user_s_peaks_are_since_his_own_last_reset() -> None:
+    torch.cuda.init()
+    torch.cuda.reset_peak_memory_stats()
+    report = train(SMALL, torch.float32, HUGE).report
+    assert torch.cuda.max_memory_allocated() == report.measured_peak_nbytes
+    larger = torch.empty(512 * MIB, dtype=torch.uint8, device="cuda")
+    allocated = torch.cuda.memory_allocated()
+    del larger
+    again = train(SMALL, torch.float32, HUGE).report
+    assert again.measured_peak_nbytes is not None
+    assert again.measured_peak_nbytes < allocated
+    assert torch.cuda.max_memory_allocated() == torch.accelerator.max_memory_allocated() == allocated
+    assert torch.cuda.memory_stats()["requested_bytes.all.peak"] == allocated
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()
+    train(SMALL, torch.float32, HUGE)
+    torch.accelerator.reset_peak_memory_stats()
+    assert torch.cuda.max_memory_allocated() == torch.cuda.memory_allocated()

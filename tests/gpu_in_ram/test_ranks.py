@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import device_lightning
@@ -104,33 +105,30 @@ def test_an_engine_trains_as_on_cpus() -> None:
             assert roomy[key] == pytest.approx(expected, abs=1e-5), key
 
 
-def test_a_trainer_of_hugging_face_trains_as_one_process_on_a_cpu(tmp_path: Path) -> None:
-    """accelerate makes the process group, which is NCCL's alone."""
-    script = f"import device_trainer; device_trainer.main({str(tmp_path)!r})"
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    first, second = (json.loads(said.splitlines()[-1]) for said in all_well(on_ranks(script, arithmetic=True, **where)))
-    assert first == second
-    roomy, tight, resumed = first["runs"]
-    assert roomy == tight == resumed
-    expected = device_trainer.plain(tmp_path / "plain")
-    for key, values in expected.items():
-        assert roomy[key] == pytest.approx(values, rel=1e-5), key
-
-
-def test_a_trainer_of_lightning_trains_as_one_process_on_a_cpu(tmp_path: Path) -> None:
-    """Started as by torchrun."""
-    script = f"import device_lightning; device_lightning.main({str(tmp_path)!r})"
+def trained_by(module: ModuleType, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run of a trainer of another library, started as by torchrun, in any budget and as on a CPU; and resumed."""
+    script = f"import {module.__name__}; {module.__name__}.main({str(folder)!r})"
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "of a test"}
     where |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
     first, second = (json.loads(said.splitlines()[-1]) for said in all_well(on_ranks(script, arithmetic=True, **where)))
     assert first == second
     roomy, tight, resumed = first["runs"]
     assert roomy == tight
+    for key, values in module.plain(folder / "plain").items():
+        assert roomy[key] == pytest.approx(values, rel=1e-5), key
+    return roomy, resumed
+
+
+def test_a_trainer_of_hugging_face_trains_as_one_process_on_a_cpu(tmp_path: Path) -> None:
+    """accelerate makes the process group, which is NCCL's alone."""
+    roomy, resumed = trained_by(device_trainer, tmp_path)
+    assert roomy == resumed
+
+
+def test_a_trainer_of_lightning_trains_as_one_process_on_a_cpu(tmp_path: Path) -> None:
+    roomy, resumed = trained_by(device_lightning, tmp_path)
     assert resumed["sums"] == roomy["sums"]
     assert resumed["losses"] == roomy["losses"][4:]
-    expected = device_lightning.plain(tmp_path / "plain")
-    for key, values in expected.items():
-        assert roomy[key] == pytest.approx(values, rel=1e-5), key
 
 
 def free_port() -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 import cuda_in_ram
 import pytest
 import torch
+from device_gate import Gate
 
 if not cuda_in_ram.is_here():
     pytest.skip("not on the GPU made of RAM: make test-cuda", allow_module_level=True)
@@ -49,6 +50,10 @@ class Stream:
         self.handle = ctypes.c_void_p()
         call("cudaStreamCreateWithFlags", ctypes.byref(self.handle), flags)
 
+    @property
+    def cuda_stream(self) -> int:
+        return self.handle.value or 0
+
     def is_done(self) -> bool:
         error = cuda.cudaStreamQuery(self.handle)
         assert error in (0, NOT_READY)
@@ -66,24 +71,6 @@ class Stream:
 class Default(Stream):
     def __init__(self, handle: int) -> None:
         self.handle = ctypes.c_void_p(handle)
-
-
-class Gate:
-    """Shut, on a stream: what that is given afterwards comes when the gate is opened."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._open = threading.Event()
-        cuda_in_ram.enqueue(stream.handle.value or 0, lambda: self._open.wait(AT_MOST_S))
-
-    def is_open(self) -> bool:
-        return self._open.is_set()
-
-    def open(self) -> None:
-        self._open.set()
-
-    def open_soon(self) -> None:
-        """While the caller waits in a call."""
-        threading.Timer(0.05, self.open).start()
 
 
 class Bytes:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import copy
 import gc
-import threading
-import time
 from collections.abc import Iterator
 from functools import cache
 
 import cuda_in_ram
 import pytest
 import torch
+from device_gate import Gate
 from torch import Tensor, nn
 
 import chunkc
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.arithmetic
 
 WIDTH = 128
 HUGE = 1 << 30
-AT_MOST_S, HIDDEN_S = 20.0, 0.3
+HIDDEN_S = 0.3
 
 
 @pytest.fixture(autouse=True)
@@ -31,25 +30,6 @@ def late() -> Iterator[None]:
     torch.cuda.init()
     with cuda_in_ram.choose(late=1, late_us=0):
         yield
-
-
-class Gate:
-    """Shut, on a stream: what comes after it there, or waits for that, happens once it is opened."""
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._open = threading.Event()
-        cuda_in_ram.enqueue(stream.cuda_stream, lambda: self._open.wait(AT_MOST_S))
-
-    def open_soon(self) -> None:
-        """While the host waits in a call."""
-        threading.Timer(0.05, self._open.set).start()
-
-    def open_after(self, stream: torch.cuda.Stream) -> None:
-        """Open it once another stream has done all that it was given, or had time enough to."""
-        give_up_s = time.monotonic() + HIDDEN_S
-        while not stream.query() and time.monotonic() < give_up_s:
-            time.sleep(0.001)
-        self._open.set()
 
 
 def compiled_model(budget_nbytes: int) -> nn.Module:
@@ -93,7 +73,7 @@ def test_two_backwards_on_two_streams_add_up() -> None:
         for stream, loss in zip(streams, losses, strict=True):
             with torch.cuda.stream(stream):
                 loss.backward()
-        gate.open_after(streams[1])
+        gate.open_after(streams[1], HIDDEN_S)
         torch.cuda.synchronize()
         report = chunkc.report(model)
         assert budget_nbytes == HUGE or report.num_resident_chunks < report.num_chunks
@@ -170,7 +150,7 @@ def test_steps_on_two_streams_share_tables(name: str) -> None:
         for stream, pair in zip(streams, pairs, strict=True):
             with torch.cuda.stream(stream):
                 pair.update(optimizer)
-        gate.open_after(streams[1])
+        gate.open_after(streams[1], HIDDEN_S)
         torch.cuda.synchronize()
         return [pair.room.cpu() for pair in pairs]
 
@@ -198,7 +178,7 @@ def test_a_table_s_memory_is_another_s_once_all_streams_have_read_it(name: str) 
         gc.collect()
         with torch.cuda.stream(first):
             taken = [torch.empty(512, dtype=torch.uint8, device="cuda").fill_(0) for _ in range(64)]
-        gate.open_after(first)
+        gate.open_after(first, HIDDEN_S)
         torch.cuda.synchronize()
         del taken, states
         return pair.room.cpu()

@@ -38,7 +38,7 @@ def test_a_failing_case_is_reported() -> None:
 @needs_gpu
 @pytest.mark.parametrize("name", adam_cases.CASES)
 def test_on_gpu(name: str) -> None:
-    adam_cases.CASES[name]("cuda")
+    adam_cases.CASES[name](adam_cases.by_triton("cuda"))
 
 
 @needs_triton

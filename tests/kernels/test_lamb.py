@@ -1,17 +1,21 @@
-"""LAMB in plain PyTorch and on the CPU: the formula, tensors across tiles, scales, bits, and how tensors are cut."""
+"""LAMB in plain PyTorch, on the CPU and by Triton: the formula, tensors across tiles, scales, bits, tables."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
+import adam_cases
 import lamb_reference
 import pytest
 import torch
+from interpreting import interpret, needs_gpu, needs_triton
 from torch import Tensor
 
-from chunkc.kernels import lamb_cpu
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
+from chunkc.ir.errors import UnsupportedError
+from chunkc.kernels import lamb_cpu, lamb_triton
+from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, lamb_work_of_tensors, new_partials
 from chunkc.runtime.device import cpu_allocator
@@ -33,30 +37,7 @@ formats = pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 
 
 def make_slots(fmt: AdamFormat, num_elements: int = NUM_ELEMENTS, seed: int = 0) -> AdamSlots:
-    generator = torch.Generator().manual_seed(seed)
-    value, grad, exp_avg, exp_avg_sq = torch.randn(4, num_elements, generator=generator)
-    master = value.clone() if fmt.master else None
-    return AdamSlots(
-        value.to(fmt.param_dtype), grad.to(fmt.grad_dtype), exp_avg * 0.1, exp_avg_sq.square() * 0.1, master
-    )
-
-
-def tensors_of(slots: AdamSlots) -> list[Tensor]:
-    return [t for t in (getattr(slots, field.name) for field in fields(slots)) if t is not None]
-
-
-def clone(slots: AdamSlots) -> AdamSlots:
-    copies = {field.name: getattr(slots, field.name) for field in fields(slots)}
-    return AdamSlots(**{name: None if t is None else t.clone() for name, t in copies.items()})
-
-
-def assert_same(slots: AdamSlots, other: AdamSlots) -> None:
-    for tensor, expected in zip(tensors_of(slots), tensors_of(other), strict=True):
-        assert torch.equal(tensor, expected)
-
-
-def target_of(slots: AdamSlots) -> Tensor:
-    return slots.param if slots.master is None else slots.master
+    return adam_cases.make_slots(fmt, num_elements, seed)
 
 
 class StraightforwardLamb:
@@ -87,11 +68,11 @@ def test_follows_the_paper(fmt, kernel, limits):
     slots.exp_avg.zero_()
     slots.exp_avg_sq.zero_()
     tensors = [*TENSORS[:2], TENSORS[2]._replace(group=1), TENSORS[3]._replace(group=2)]
-    target_of(slots)[:100] = 0
+    adam_cases.target_of(fmt, slots)[:100] = 0
     parts = [slice(run.begin, run.end) for run in tensors]
-    expected = StraightforwardLamb([target_of(slots)[part] for part in parts])
+    expected = StraightforwardLamb([adam_cases.target_of(fmt, slots)[part] for part in parts])
     (work,) = lamb_work(tensors, [(0, NUM_ELEMENTS)])
-    before = clone(slots)
+    before = adam_cases.on(slots, "cpu")
     for step in range(1, 9):
         hypers = [
             LambHyper(1e-2 / step, weight_decay=0.1, step=step, **limits),
@@ -103,7 +84,7 @@ def test_follows_the_paper(fmt, kernel, limits):
         expected.step([slots.grad[part] for part in parts], [hypers[run.group] for run in tensors])
         lamb_reference.update(kernel, fmt, slots, work, scalar_table(hypers))
     for part, value, exp_avg in zip(parts, expected.values, expected.exp_avgs, strict=True):
-        torch.testing.assert_close(target_of(slots)[part], value.float(), rtol=0, atol=2e-6)
+        torch.testing.assert_close(adam_cases.target_of(fmt, slots)[part], value.float(), rtol=0, atol=2e-6)
         torch.testing.assert_close(slots.exp_avg[part], exp_avg.float(), rtol=0, atol=1e-6)
     if fmt.master:
         inside = torch.cat([torch.arange(part.start, part.stop) for part in parts])
@@ -111,8 +92,8 @@ def test_follows_the_paper(fmt, kernel, limits):
     outside = torch.ones(NUM_ELEMENTS, dtype=torch.bool)
     for part in parts:
         outside[part] = False
-    for tensor, old in zip(tensors_of(slots), tensors_of(before), strict=True):
-        if tensor is not slots.grad:
+    for tensor, old in zip(adam_cases.tensors(slots), adam_cases.tensors(before), strict=True):
+        if tensor is not None and tensor is not slots.grad:
             assert torch.equal(tensor[outside], old[outside])
 
 
@@ -126,44 +107,38 @@ def test_cpu_has_the_reference_s_bits_but_for_sums(fmt, limits):
     sums, partials = new_partials(work), new_partials(work)
     lamb_reference.lamb_moments(fmt, expected, work, scalars, sums, scale=scale)
     lamb_cpu.lamb_moments(fmt, slots, work, scalars, partials, scale=scale)
-    assert_same(slots, expected)
+    assert adam_cases.same_bits(slots, expected)
     torch.testing.assert_close(partials, sums, rtol=1e-6, atol=0)
     lamb_reference.lamb_apply(fmt, expected, work, scalars, sums, scale=scale)
     lamb_cpu.lamb_apply(fmt, slots, work, scalars, sums, scale=scale)
-    assert_same(slots, expected)
+    assert adam_cases.same_bits(slots, expected)
     assert not torch.equal(slots.param, make_slots(fmt).param)
 
 
 @kernels
 @formats
-def test_tiles_do_not_change_a_bit(fmt, kernel):
-    """A tensor spans tiles: its norms are of all of it. Tiles end at multiples of ROW, so even the sums are equal."""
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        [(0, ROW), (ROW, 3 * ROW), (3 * ROW, NUM_ELEMENTS)],
+        [(0, 50), (50, ROW + 7), (ROW + 7, 4 * ROW + 18), (4 * ROW + 18, NUM_ELEMENTS)],
+    ],
+    ids=["at rows", "anywhere"],
+)
+def test_norms_are_of_all_tiles_of_a_tensor(fmt, kernel, tiles):
+    """Where tiles end at multiples of ROW even the sums are equal; elsewhere they differ in last bits only."""
     whole, tiled = make_slots(fmt), make_slots(fmt)
     (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
     lamb_reference.update(kernel, fmt, whole, work, SCALARS)
-    tiles = [(0, ROW), (ROW, 3 * ROW), (3 * ROW, NUM_ELEMENTS)]
     works = lamb_work(TENSORS, tiles)
     partials = new_partials(works[0])
     for stage in (kernel.lamb_moments, kernel.lamb_apply):
         for tile_work, tile in zip(works, tiles, strict=True):
             stage(fmt, tiled.part(*tile), tile_work, SCALARS, partials)
-    assert_same(tiled, whole)
-
-
-def test_tiles_may_end_anywhere():
-    """And then sums differ in last bits only."""
-    fmt = FORMATS["fp32"]
-    whole, tiled = make_slots(fmt), make_slots(fmt)
-    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
-    lamb_reference.update(lamb_cpu, fmt, whole, work, SCALARS)
-    tiles = [(0, 50), (50, ROW + 7), (ROW + 7, 4 * ROW + 18), (4 * ROW + 18, NUM_ELEMENTS)]
-    works = lamb_work(TENSORS, tiles)
-    partials = new_partials(works[0])
-    for stage in (lamb_cpu.lamb_moments, lamb_cpu.lamb_apply):
-        for tile_work, tile in zip(works, tiles, strict=True):
-            stage(fmt, tiled.part(*tile), tile_work, SCALARS, partials)
-    torch.testing.assert_close(tiled.param, whole.param, rtol=0, atol=1e-6)
     assert torch.equal(tiled.exp_avg_sq, whole.exp_avg_sq)
+    found, wanted = (adam_cases.target_of(fmt, slots) for slots in (tiled, whole))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
+    assert tiles[0] == (0, 50) or adam_cases.same_bits(tiled, whole)
 
 
 def test_bits_do_not_depend_on_the_number_of_threads():
@@ -177,7 +152,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
             lamb_reference.update(lamb_cpu, fmt, slots, work, SCALARS)
     finally:
         torch.set_num_threads(num_threads)
-    assert_same(one, many)
+    assert adam_cases.same_bits(one, many)
 
 
 @kernels
@@ -190,7 +165,7 @@ def test_found_inf_changes_nothing(kernel, found_inf):
     scale = GradScale(found_inf=torch.tensor(found_inf))
     kernel.lamb_moments(fmt, slots, work, SCALARS, partials, scale=scale)
     kernel.lamb_apply(fmt, slots, work, SCALARS, partials, scale=scale)
-    assert_same(slots, make_slots(fmt))
+    assert adam_cases.same_bits(slots, make_slots(fmt))
     assert (partials == 7).all()
 
 
@@ -201,7 +176,7 @@ def test_little_is_allocated():
     cpu_allocator.install()
     slots = make_slots(fmt)
     (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
-    before = clone(slots)
+    before = adam_cases.on(slots, "cpu")
     with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + 4096):
         lamb_reference.update(lamb_cpu, fmt, slots, work, SCALARS)
     assert not torch.equal(slots.param, before.param)
@@ -274,7 +249,7 @@ def test_unsuitable_arguments_are_refused(kernel, stage):
 
 def test_other_devices_are_refused():
     fmt = FORMATS["fp32"]
-    slots = AdamSlots(*[t.to("meta") for t in tensors_of(make_slots(fmt, 10))])
+    slots = adam_cases.on(make_slots(fmt, 10), "meta")
     work = lamb_reference.on(lamb_work([Span(0, 10, 0)], [(0, 10)])[0], "meta")
     with pytest.raises(ValueError, match="on the CPU"):
         lamb_reference.update(lamb_cpu, fmt, slots, work, SCALARS.to("meta"))
@@ -284,3 +259,111 @@ def test_other_devices_are_refused():
 def test_hyper_parameters_are_checked(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         LambHyper(**{"lr": 1e-3, **wrong})
+
+
+# ---------------------------------------------------------------- by Triton
+
+TRITON_FORMATS = FORMATS | {"fp16-master": AdamFormat(torch.float16, FP32, master=True)}
+TRITON_SCALARS = scalar_table(
+    [
+        LambHyper(1e-2, weight_decay=0.1, step=3),
+        LambHyper(1e-2, beta1=0.4, step=2, adapt=False, maximize=True),
+        LambHyper(1e-2, weight_decay=0.1, step=3, max_coeff=0.3),
+    ]
+)
+NUM_TRITON = 2 * ROW + 4000
+TRITON_TENSORS = [
+    Span(0, 100, 0),
+    Span(128, ROW + 2005, 0),
+    Span(ROW + 2009, ROW + 2021, 1),
+    Span(2 * ROW - 7, NUM_TRITON, 2),
+]
+TRITON_TILES = [(0, 300), (300, 300 + 5), (305, ROW), (ROW, NUM_TRITON)]
+
+
+def check_agrees(device: str, name: str, tiles: list[tuple[int, int]], scale: GradScale = NO_SCALE) -> None:
+    """Moments and, from the same sums, parameters have the reference's bits; sums are right, and the same each time."""
+    fmt = TRITON_FORMATS[name]
+    expected = make_slots(fmt, NUM_TRITON)
+    slots, again = (adam_cases.on(expected, device) for _ in range(2))
+    works = lamb_work(TRITON_TENSORS, tiles)
+    sums = new_partials(works[0]).fill_(7)
+    partials = new_partials(works[0], device).fill_(7)
+    partials_again = partials.clone()
+    there = GradScale(*[None if t is None else t.to(device) for t in (scale.unscale, scale.clip, scale.found_inf)])
+    for work, tile in zip(works, tiles, strict=True):
+        lamb_reference.lamb_moments(fmt, expected.part(*tile), work, TRITON_SCALARS, sums, scale=scale)
+        for each, buffer in ((slots, partials), (again, partials_again)):
+            part = each.part(*tile)
+            lamb_triton.lamb_moments(
+                fmt, part, lamb_reference.on(work, device), TRITON_SCALARS.to(device), buffer, scale=there
+            )
+    assert adam_cases.same_bits(slots, expected)
+    assert torch.equal(partials.cpu(), partials_again.cpu())
+    torch.testing.assert_close(partials.cpu(), sums, rtol=1e-6, atol=0)
+    for work, tile in zip(works, tiles, strict=True):
+        lamb_reference.lamb_apply(fmt, expected.part(*tile), work, TRITON_SCALARS, sums, scale=scale)
+        for each in (slots, again):
+            part = each.part(*tile)
+            lamb_triton.lamb_apply(
+                fmt, part, lamb_reference.on(work, device), TRITON_SCALARS.to(device), partials, scale=there
+            )
+    assert adam_cases.same_bits(slots, again)
+    for tensor, other in zip(adam_cases.tensors(slots), adam_cases.tensors(expected), strict=True):
+        if tensor is not None:
+            rtol = 2e-7 if tensor.dtype == FP32 else 0.01
+            torch.testing.assert_close(tensor.cpu(), other, rtol=rtol, atol=1e-7)
+    untouched = scale.found_inf is not None and bool(scale.found_inf != 0)
+    assert adam_cases.same_bits(slots, make_slots(fmt, NUM_TRITON)) == untouched
+    assert bool((partials == 7).all()) == untouched
+
+
+def check_empty(device: str) -> None:
+    """No rows, no launch."""
+    fmt = TRITON_FORMATS["bf16-master"]
+    slots = adam_cases.on(make_slots(fmt, NUM_TRITON), device)
+    (work,) = lamb_work([], [(0, NUM_TRITON)])
+    lamb_reference.update(lamb_triton, fmt, slots, lamb_reference.on(work, device), TRITON_SCALARS.to(device))
+    assert adam_cases.same_bits(slots, make_slots(fmt, NUM_TRITON))
+
+
+def _scale(found_inf: float) -> GradScale:
+    return GradScale(torch.tensor(0.5), torch.tensor(0.3), torch.tensor(found_inf))
+
+
+CASES: dict[str, Callable[[str], None]] = {
+    "fp32": lambda device: check_agrees(device, "fp32", [(0, NUM_TRITON)]),
+    "fp32-tiles": lambda device: check_agrees(device, "fp32", TRITON_TILES, _scale(0.0)),
+    "bf16-master": lambda device: check_agrees(device, "bf16-master", [(0, NUM_TRITON)], _scale(0.0)),
+    "fp16-master": lambda device: check_agrees(device, "fp16-master", TRITON_TILES),
+    "found-inf": lambda device: check_agrees(device, "fp32", [(0, NUM_TRITON)], _scale(1.0)),
+    "found-nan": lambda device: check_agrees(device, "bf16-master", TRITON_TILES, _scale(float("nan"))),
+    "empty": check_empty,
+}
+
+
+def interpreted(name: str) -> None:
+    CASES[name]("cpu")
+
+
+@pytest.mark.second_tier
+@needs_triton
+@pytest.mark.parametrize("name", CASES)
+def test_interpreted(name: str) -> None:
+    interpret(__file__, name)
+
+
+@needs_triton
+@needs_gpu
+@pytest.mark.parametrize("name", CASES)
+def test_on_gpu(name: str) -> None:
+    CASES[name]("cuda")
+
+
+@needs_triton
+def test_the_cpu_needs_the_interpreter() -> None:
+    (work,) = lamb_work(TRITON_TENSORS, [(0, NUM_TRITON)])
+    with pytest.raises(UnsupportedError, match="lamb_cpu"):
+        lamb_reference.update(
+            lamb_triton, FORMATS["fp32"], make_slots(FORMATS["fp32"], NUM_TRITON), work, TRITON_SCALARS
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import adam_cases
 import pytest
 import torch
@@ -26,23 +28,28 @@ def update(fmt: AdamFormat, slots: AdamSlots, spans: list[Span] | None = None, *
     return slots
 
 
+@pytest.mark.parametrize("settings", [{}, {"maximize": True, "betas": (0.4, 0.9)}, {"betas": (0.0, 0.99)}], ids=str)
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("name", ["fp32", "bf16-master", "bf16-master-from-fp32", "bf16-split", "fp16-master"])
-def test_follows_torch(name: str, decoupled: bool) -> None:
-    fmt = FORMATS[name]
+def test_follows_torch(name: str, decoupled: bool, settings: dict[str, Any]) -> None:
+    """A hundred steps, in which learning rate and weight decay change."""
+    fmt, scale = FORMATS[name], GradScale(torch.tensor(0.25), torch.tensor(2.0))
     slots = adam_cases.make_slots(fmt, 1003)
     slots.exp_avg.zero_()
     slots.exp_avg_sq.zero_()
     theirs = torch.nn.Parameter(adam_cases.target_of(fmt, slots).clone())
     kind = torch.optim.AdamW if decoupled else torch.optim.Adam
-    optimizer = kind([theirs], lr=1e-3, weight_decay=0.1, foreach=False)
+    optimizer = kind([theirs], foreach=False, **settings)
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
     for step in range(1, 101):
+        lr, weight_decay = 1e-4 * (1 + step % 7), 0.1 * (step % 3)
+        optimizer.param_groups[0].update(lr=lr, weight_decay=weight_decay)
         slots.grad.copy_(adam_cases.make_slots(fmt, 1003, seed=step).grad)
         theirs.grad = slots.grad.float() * 0.5
         optimizer.step()
-        scalars = scalar_table([AdamHyper(lr=1e-3, weight_decay=0.1, step=step, decoupled=decoupled)])
-        scale = GradScale(torch.tensor(0.25), torch.tensor(2.0))
-        reference.chunk_update(fmt, slots, [Span(0, 1003, 0)], scalars, scale=scale)
+        maximize = settings.get("maximize", False)
+        hyper = AdamHyper(lr, beta1, beta2, 1e-8, weight_decay, step, decoupled=decoupled, maximize=maximize)
+        reference.chunk_update(fmt, slots, [Span(0, 1003, 0)], scalar_table([hyper]), scale=scale)
         assert torch.equal(slots.param, adam_cases.target_of(fmt, slots).to(fmt.param_dtype))
     state = optimizer.state[theirs]
     torch.testing.assert_close(adam_cases.target_of(fmt, slots), theirs.detach(), rtol=0, atol=1e-6)

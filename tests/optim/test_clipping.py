@@ -1,4 +1,4 @@
-"""`clip_grad_norm_` of chunkc's optimizers: the norm from slots, the factor in the update."""
+"""`clip_grad_norm_` of chunkc's optimizers: the norm from slots, the factor in the update; and loss scalers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import HUGE, TINY, array, compile_case, differences, limited, refuse, session_of
-from optim_models import results
+from optim_models import copy_gradients, results
 from plain_modules import Stack
 from torch import Tensor, nn
 from zoo import Case, floats
@@ -38,12 +38,14 @@ def case(dtype: torch.dtype = FP32) -> Case:
 
 
 @functools.cache
-def minimum(dtype: torch.dtype) -> int:
-    return refuse(case(dtype), memory_budget=TINY).minimum_nbytes
+def minimum(dtype: torch.dtype, autocast: bool = False) -> int:
+    with torch.autocast("cpu", torch.float16, enabled=autocast):
+        return refuse(case(dtype), memory_budget=TINY).minimum_nbytes
 
 
-def build(tight: bool, dtype: torch.dtype = FP32) -> tuple[nn.Module, nn.Module]:
-    return compile_case(case(dtype), memory_budget=minimum(dtype) if tight else HUGE, whole_graph="never")
+def build(tight: bool, dtype: torch.dtype = FP32, autocast: bool = False) -> tuple[nn.Module, nn.Module]:
+    nbytes = minimum(dtype, autocast) if tight else HUGE
+    return compile_case(case(dtype), memory_budget=nbytes, whole_graph="never")
 
 
 def read_nbytes(model: nn.Module) -> int:
@@ -91,19 +93,13 @@ def train(
     return norms, results(model, optimizer)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_no_gradient_at_home_is_read_and_every_budget_gives_the_same_bits(name: str) -> None:
-    expected = train(False, OPTIMIZERS[name], accumulate=2)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, FP32) for name in OPTIMIZERS), ("AdamW", BF16)])
+def test_no_gradient_at_home_is_read_and_every_budget_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    """In 16 bits the norm is no coarser."""
+    expected = train(False, OPTIMIZERS[name], dtype, accumulate=2)
     for update_on in ("device", "cpu"):
-        found = train(True, OPTIMIZERS[name], accumulate=2, update_on=update_on)
-        assert not differences(found[0], expected[0])
-        assert not differences(found[1], expected[1])
-
-
-def test_in_16_bits_the_norm_is_no_coarser() -> None:
-    expected, found = (train(tight, OPTIMIZERS["AdamW"], BF16) for tight in (False, True))
-    assert not differences(found[0], expected[0])
-    assert not differences(found[1], expected[1])
+        found = train(True, OPTIMIZERS[name], dtype, accumulate=2, update_on=update_on)
+        assert not differences(found, expected)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
@@ -124,8 +120,7 @@ def test_it_trains_as_torch_does(name: str) -> None:
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=0, atol=2e-5)
+    torch.testing.assert_close([*model.parameters()], [*shadow.parameters()], rtol=0, atol=2e-5)
 
 
 Change = Callable[[nn.Module, Any], object]
@@ -320,3 +315,123 @@ def test_updates_in_the_backward_invalidate_no_sums() -> None:
             optimizer.zero_grad()
         assert found == [found[0]] * 4
         assert found[0] > 0
+
+
+# ---------------------------------------------------------------- loss scalers in the usual loop
+
+
+SCALED: dict[str, Callable[..., Any]] = OPTIMIZERS | {
+    "Adam": lambda p, **kw: chunkc.optim.Adam(p, lr=1e-2, weight_decay=0.1, **kw),
+    "SGD": lambda p, **kw: chunkc.optim.SGD(p, lr=1e-2, momentum=0.9, dampening=0.5, **kw),
+}
+
+
+def train_scaled(
+    tight: bool,
+    make: Callable[..., torch.optim.Optimizer],
+    *,
+    scale: float | None,
+    dtype: torch.dtype = torch.float32,
+    unscale: bool = True,
+    overflow_at: int | None = None,
+    update_on: str = "device",
+) -> list[Any]:
+    """The documented loop; at step `overflow_at` the loss is infinite and the scaler skips."""
+    model, compiled = build(tight, dtype)
+    optimizer = make(model.parameters(), update_on=update_on)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, growth_interval=2, enabled=scale is not None)
+    with limited(minimum(dtype) if tight else HUGE):
+        for step in range(STEPS):
+            loss = compiled(**case(dtype).batch(step))
+            scaler.scale(loss * float("inf") if step == overflow_at else loss).backward()
+            before = results(model, optimizer)
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert bool(differences(results(model, optimizer), before)) == (step != overflow_at)
+    assert session_of(model).store.views.is_managed("layers.0.weight") == tight
+    return results(model, optimizer)
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("name", SCALED)
+def test_a_power_of_two_changes_no_bit(name: str) -> None:
+    """The scale comes in before the backward and goes out exactly, by `unscale_` or inside the optimizer."""
+    expected = train_scaled(False, SCALED[name], scale=None)
+    for tight, update_on, unscale in ((False, "device", False), (True, "device", True), (True, "cpu", False)):
+        found = train_scaled(tight, SCALED[name], scale=2.0**10, unscale=unscale, update_on=update_on)
+        assert not differences(found, expected)
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_what_overflows_is_skipped_altogether(name: str) -> None:
+    """`train_scaled` sees that nothing changes at that step, the count of steps neither; afterwards all ways agree."""
+    expected = train_scaled(False, SCALED[name], scale=2.0**10, overflow_at=1)
+    assert not differences(
+        train_scaled(True, SCALED[name], scale=2.0**10, overflow_at=1, unscale=False, update_on="cpu"), expected
+    )
+    steps = [part for part in expected if part.shape == ()]
+    assert steps
+    assert all(step == STEPS - 1 for step in steps)
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("name", SCALED)
+@pytest.mark.parametrize("update_on", ["device", "cpu"])
+def test_an_overflow_at_the_first_step_leaves_no_state(name: str, update_on: str) -> None:
+    model, compiled = build(True)
+    optimizer = SCALED[name](model.parameters(), update_on=update_on)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for factor in (float("inf"), 1.0):
+        scaler.scale(compiled(**case().batch(0)) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        states = [optimizer.state[p] for p in model.get_submodule("layers").parameters()]
+        if factor == 1.0:
+            assert [state["step"].item() for state in states] == [1.0] * len(states)
+        else:
+            assert states == [{}] * len(states)
+
+
+def test_half_precision_parameters_are_unscaled_inside() -> None:
+    """`GradScaler.unscale_` refuses fp16 gradients, so the optimizer divides them, in fp32."""
+    dtype = torch.float16
+    expected = train_scaled(False, SCALED["AdamW"], scale=2.0**8, dtype=dtype, unscale=False, overflow_at=2)
+    assert not differences(
+        train_scaled(True, SCALED["AdamW"], scale=2.0**8, dtype=dtype, unscale=False, overflow_at=2), expected
+    )
+    unscaled = train_scaled(False, SCALED["AdamW"], scale=None, dtype=dtype)
+    assert differences(expected, unscaled)
+
+
+@pytest.mark.parametrize("tight", [False, True])
+def test_it_follows_torch_under_autocast_with_clipping(tight: bool) -> None:
+    """The whole loop, with fp32 parameters, fp16 arithmetic, an overflow and clipping, against torch's optimizer."""
+    model, compiled = build(tight, autocast=True)
+    shadow = copy.deepcopy(case().build())
+    pairs = [
+        (model, SCALED["AdamW"](model.parameters())),
+        (shadow, torch.optim.AdamW(shadow.parameters(), lr=1e-2, weight_decay=0.1)),
+    ]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=3) for _ in pairs]
+    for step in range(8):
+        with torch.autocast("cpu", torch.float16):
+            loss = compiled(**case().batch(step)) * (float("inf") if step in (2, 3) else 1.0)
+        scalers[0].scale(loss).backward()
+        scalers[1].scale(torch.zeros(()))  # both have a scale
+        copy_gradients(model, shadow)
+        norms = []
+        for (subject, optimizer), scaler in zip(pairs, scalers, strict=True):
+            scaler.unscale_(optimizer)
+            norms.append(torch.nn.utils.clip_grad_norm_(subject.parameters(), 0.01))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        torch.testing.assert_close(norms[0], norms[1], rtol=1e-6, atol=0, equal_nan=True)
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    torch.testing.assert_close([*model.parameters()], [*shadow.parameters()], rtol=0, atol=1e-6)
+    steps = {float(state["step"]) for _, optimizer in pairs for state in optimizer.state.values() if state}
+    assert steps == {6.0}

@@ -10,20 +10,22 @@ import torch
 from chunkc.ir.states import num_entries
 from chunkc.kernels import reference
 from chunkc.kernels.elementwise_triton import WorkTable
-from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, Span
+from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyperparameters import AdamHyper
+from chunkc.kernels.sgd import SgdHyper
 from chunkc.optim import AdamW, elementwise, on_device
 from chunkc.optim.adam import AdamRule
-from chunkc.optim.elementwise import ByTriton, Formats, update_on_cpu
+from chunkc.optim.elementwise import ByTriton, ElementwiseRule, Formats, update_on_cpu
 from chunkc.optim.on_device import TABLE_NBYTES
 from chunkc.optim.rule import Extent
+from chunkc.optim.sgd import SgdRule
 
 CPU = torch.device("cpu")
 PLAIN = AdamRule(Formats.of(torch.float32, None, False, 0))
 HYPER = AdamHyper(lr=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=3, decoupled=True)
 
 
-def slots_of(rule: AdamRule, dtype: torch.dtype, numel: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+def slots_of(rule: ElementwiseRule, dtype: torch.dtype, numel: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """Random data, and states as before the first step."""
     generator = torch.Generator().manual_seed(0)
     param, grad = (
@@ -32,7 +34,7 @@ def slots_of(rule: AdamRule, dtype: torch.dtype, numel: int, device: str = "cpu"
     )
     states = {
         kind: torch.zeros(num_entries(kind, numel), dtype=of_kind, device=device)
-        for kind, of_kind in rule.states(()).dtypes(dtype).items()
+        for kind, of_kind in rule.states([{"momentum": 0.9, "amsgrad": False}]).dtypes(dtype).items()
     }
     return {"param": param, "grad": grad, **states}
 
@@ -48,26 +50,32 @@ def by_reference(
 
 
 @pytest.mark.parametrize(
-    ("rule", "dtype"),
+    ("rule", "dtype", "hyper"),
     [
-        (PLAIN, torch.float32),
-        (PLAIN, torch.bfloat16),
-        (AdamRule(Formats.of("int8", None, False, 0)), torch.float32),
-        (AdamRule(Formats.of(torch.bfloat16, None, True, 7)), torch.bfloat16),
+        (PLAIN, torch.float32, HYPER),
+        (PLAIN, torch.bfloat16, HYPER),
+        (PLAIN, torch.float64, HYPER),
+        (AdamRule(Formats.of("int8", None, False, 0)), torch.float32, HYPER),
+        (AdamRule(Formats.of(torch.bfloat16, None, True, 7)), torch.bfloat16, HYPER),
+        (SgdRule(PLAIN.formats), torch.float64, SgdHyper(1e-2, momentum=0.9, weight_decay=0.1, step=3)),
     ],
-    ids=["fp32", "split", "int8", "stochastic"],
+    ids=["fp32", "split", "fp64", "int8", "stochastic", "fp64 momentum"],
 )
-def test_pieces_have_the_bits_of_the_whole(rule: AdamRule, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_have_the_bits_of_the_whole(
+    rule: ElementwiseRule, dtype: torch.dtype, hyper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In fp64 without a kernel: plain PyTorch updates small pieces, whose temporary tensors have little room."""
     monkeypatch.setattr(elementwise.elementwise_triton, "update", by_reference)
-    monkeypatch.setattr(elementwise, "PIECE_NUM_ELEMENTS", 1024)
+    for bound in ("PIECE_NUM_ELEMENTS", "PIECE_BY_REFERENCE"):
+        monkeypatch.setattr(elementwise, bound, 1024)
     numel, extent = 3000, Extent(5, 256)
     in_pieces, whole = slots_of(rule, dtype, numel), slots_of(rule, dtype, numel)
-    adam = ByTriton(rule, CPU)
-    adam.update(in_pieces, [(0, numel, HYPER)], NO_SCALE, extent)
-    update_on_cpu(rule, whole, [(0, numel, HYPER)], NO_SCALE, extent)
+    updater, scale = ByTriton(rule, CPU), GradScale(clip=torch.tensor(0.5))
+    updater.update(in_pieces, [(0, numel, hyper)], scale, extent)
+    update_on_cpu(rule, whole, [(0, numel, hyper)], scale, extent)
     for kind, wanted in whole.items():
         assert torch.equal(in_pieces[kind], wanted), kind
-    assert len(adam.tables) == 2  # equal pieces share one
+    assert len(updater.tables) == (0 if dtype == torch.float64 else 2)  # equal pieces share one
 
 
 def test_a_part_of_a_tensor_is_updated_as_its_clone_is(monkeypatch: pytest.MonkeyPatch) -> None:

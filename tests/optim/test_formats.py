@@ -20,8 +20,8 @@ from chunkc.kernels.formats import AdamSlots, Span, num_quant_blocks, rounding_k
 from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.passes.planning import updates as update_planning
 
-WIDTH, STEPS = 72, 3
-"""5,184 elements a weight: no multiple of a block of 8-bit moments."""
+WIDTH, STEPS = 150, 3
+"""22,500 elements a weight: no multiple of a block of 8-bit moments, nor of a row of sums."""
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -39,8 +39,11 @@ QUICK = ("fp32, 8-bit moments", "bf16 only")
 SGD: dict[str, Any] = {"optimizer": chunkc.optim.SGD}
 MOMENTUM = SGD | {"momentum": 0.9}
 ALL = FORMATS | {
+    "fp32": (FP32, {}),
     "split": (BF16, {}),
     "lion": (FP32, {"optimizer": chunkc.optim.Lion, "moments_dtype": BF16}),
+    "lamb": (FP32, {"optimizer": chunkc.optim.LAMB}),
+    "lamb, bf16": (BF16, {"optimizer": chunkc.optim.LAMB}),
     "sgd": (FP32, SGD),
     "sgd, momentum": (FP32, MOMENTUM),
     "sgd, bf16 buffer": (FP32, MOMENTUM | {"moments_dtype": BF16}),
@@ -51,7 +54,9 @@ ALL = FORMATS | {
     "sgd, bf16 only": (BF16, MOMENTUM | {"moments_dtype": BF16, "stochastic_rounding": True}),
     "sgd, bf16 only, no momentum": (BF16, SGD | {"stochastic_rounding": True}),
 }
-OF_SECOND_TIER = (*QUICK, "split", "lion", "sgd", "sgd, momentum", "sgd, split", "sgd, whole masters")
+OF_SECOND_TIER = (
+    *QUICK, "fp32", "split", "lion", "lamb", "lamb, bf16", "sgd", "sgd, momentum", "sgd, split", "sgd, whole masters"
+)  # fmt: skip
 
 
 def case(dtype: torch.dtype) -> Case:
@@ -71,14 +76,18 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def made(model: nn.Module, **arguments: Any) -> Any:
     """An optimizer of the model, AdamW where `arguments` name no other."""
-    return arguments.pop("optimizer", chunkc.optim.AdamW)(groups(model), lr=1e-2, weight_decay=0.1, **arguments)
+    kind = arguments.pop("optimizer", chunkc.optim.AdamW)
+    biases, first, last = groups(model)
+    if kind is chunkc.optim.LAMB:
+        last |= {"weight_decay": 0.0, "always_adapt": True}
+    return kind([biases, first, last], lr=1e-2, weight_decay=0.1, **arguments)
 
 
 @functools.cache
-def minimum_with(name: str) -> int:
+def minimum_with(name: str, home: str = "cpu") -> int:
     """The smallest budget where the optimizer exists when the model is first called."""
-    dtype, chosen = FORMATS[name]
-    model, compiled = compile_case(case(dtype), memory_budget=TINY, place=False, **options(dtype))
+    dtype, chosen = ALL[name]
+    model, compiled = compile_case(case(dtype), memory_budget=TINY, home=home, place=False, **options(dtype))
     optimizer = made(model, **chosen)
     with pytest.raises(chunkc.BudgetError) as caught:
         compiled(**case(dtype).batch(0))
@@ -91,12 +100,14 @@ def minimum(dtype: torch.dtype, home: str = "cpu") -> int:
     return refuse(case(dtype), memory_budget=TINY, home=home, **options(dtype)).minimum_nbytes
 
 
-def build(tight: bool, dtype: torch.dtype, home: str = "cpu") -> tuple[nn.Module, nn.Module]:
+def build(tight: bool, name: str, home: str = "cpu") -> tuple[nn.Module, nn.Module]:
     """Not placed: parameters move when the model is first called, after the optimizer was made.
 
     Slots are full of NaN, so that what lies between tensors shows where it is taken for theirs.
     """
-    nbytes = minimum(dtype, home) if tight else HUGE
+    dtype = ALL[name][0]
+    needed = minimum_with(name, home) if "lamb" in name else minimum(dtype, home)  # LAMB's masters are whole
+    nbytes = needed if tight else HUGE
     return compile_case(case(dtype), memory_budget=nbytes, home=home, place=False, debug=tight, **options(dtype))
 
 
@@ -106,18 +117,25 @@ def train(
     for step in steps:
         compiled(**case(dtype).batch(step)).backward()
         if step == 1:  # steps of neighbours differ from now on, and with them their random bits
-            model.layers[1].weight.grad = None  # type: ignore[union-attr]
+            model.layers[1].weight.grad = None
+            model.layers[0].weight.grad = model.layers[0].weight.grad * 2
         optimizer.step()
         optimizer.zero_grad()
 
 
 def run(name: str, tight: bool, home: str = "cpu", **kwargs: Any) -> list[Any]:
     dtype, chosen = ALL[name]
-    model, compiled = build(tight, dtype, home)
+    model, compiled = build(tight, name, home)
     optimizer = made(model, **chosen, **kwargs)
     train(model, compiled, optimizer, dtype, range(STEPS))
     session, weight = home_of(model.get_parameter("layers.0.weight"))
     assert session.store.views.is_managed(weight) == tight
+    compiled(**case(dtype).batch(STEPS)).backward()
+    traffic = session.store.slots.traffic
+    before = traffic.to_device_nbytes, traffic.to_home_nbytes
+    optimizer.step()
+    moved = (traffic.to_device_nbytes, traffic.to_home_nbytes) != before
+    assert moved == (tight and kwargs.get("update_on") != "cpu")
     return results(model, optimizer)
 
 
@@ -129,7 +147,7 @@ def test_the_same_bits_wherever_the_update_happens(name: str, monkeypatch: pytes
     assert not differences(run(name, True, update_on="cpu"), expected)
     assert not differences(run(name, True, home="disk"), expected)
     for bound in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):
-        monkeypatch.setattr(update_planning, bound, 1024)
+        monkeypatch.setattr(update_planning, bound, 1 << 14)  # tensors span tiles, which cut no row of sums
     assert not differences(run(name, True, update_on="auto"), expected)
 
 
@@ -166,31 +184,19 @@ def test_it_computes_what_the_reference_does(name: str) -> None:
         assert expected is None or torch.equal(state[kind], expected)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_it_stays_near_torch(name: str) -> None:
-    """A hundred steps towards a target; formats are close to fp32's way, as far as their digits go."""
-    dtype, chosen = FORMATS[name]
-    ours, theirs = nn.Parameter(torch.linspace(-1, 1, 512).to(dtype)), nn.Parameter(torch.linspace(-1, 1, 512))
-    optimizers = [chunkc.optim.AdamW([ours], lr=1e-2, **chosen), torch.optim.AdamW([theirs], lr=1e-2)]
-    for _ in range(100):
-        for p, optimizer in zip((ours, theirs), optimizers, strict=True):
-            p.grad = (p.detach().float() - 2 * torch.sin(torch.arange(512.0))).to(p.dtype)
-            optimizer.step()
-    assert (ours.float() - theirs).abs().mean() < 0.02
-    assert (theirs - torch.linspace(-1, 1, 512)).abs().mean() > 0.5
-
-
 # ---------------------------------------------------------------- bytes
 
 
 def home_nbytes(name: str | None, dtype: torch.dtype, *, placed: bool = False) -> tuple[int, int]:
     """(bytes at home after a step, elements there)."""
+    torch._dynamo.reset()
     model = case(dtype).build()
     if placed:
         chunkc.place(model, chunk_size=options(dtype)["chunk_size"])
     chosen = ALL[name][1] if name else {}
+    budget = minimum(dtype) if placed or name is None else minimum_with(name)
     compiled = torch.compile(
-        model, backend="chunkc", options={"memory_budget": minimum(dtype), "codegen": "eager", **options(dtype)}
+        model, backend="chunkc", options={"memory_budget": budget, "codegen": "eager", **options(dtype)}
     )
     optimizer = made(model, **chosen)
     train(model, compiled, optimizer, dtype, range(1))
@@ -223,9 +229,9 @@ def home_nbytes(name: str | None, dtype: torch.dtype, *, placed: bool = False) -
     ],
 )
 def test_home_has_room_for_what_is_kept(name: str | None, dtype: torch.dtype, per_element: float) -> None:
-    torch._dynamo.reset()
-    nbytes, numel = home_nbytes(name, dtype)
-    assert nbytes == pytest.approx(per_element * numel, abs=2 * 4 * 2)
+    for placed in (False, True) if name == "fp32, bf16 moments" else (False,):
+        nbytes, numel = home_nbytes(name, dtype, placed=placed)
+        assert nbytes == pytest.approx(per_element * numel, abs=2 * 4 * 2)
 
 
 def test_a_smaller_format_needs_a_smaller_budget() -> None:
@@ -267,12 +273,6 @@ def test_explain_reckons_with_the_optimizer() -> None:
 # ---------------------------------------------------------------- layouts that were made before
 
 
-def test_a_placed_model_follows_its_optimizer() -> None:
-    torch._dynamo.reset()
-    nbytes, numel = home_nbytes("fp32, bf16 moments", FP32, placed=True)
-    assert nbytes == 12 * numel
-
-
 def test_blocks_need_a_layout_that_knows_of_them() -> None:
     model = chunkc.place(case(FP32).build(), chunk_size=2 * 4 * (WIDTH * WIDTH + 64))
     with pytest.raises(chunkc.OptionsError, match=r"make the optimizers before chunkc\.place"):
@@ -300,14 +300,14 @@ def test_one_chunk_has_one_format() -> None:
 
 @pytest.mark.parametrize("name", [*QUICK, "sgd, momentum", "lamb"])
 def test_states_resume_with_the_same_bits(name: str) -> None:
-    dtype, chosen = (ALL | {"lamb": (FP32, {"optimizer": chunkc.optim.LAMB})})[name]
-    model, compiled = build(True, dtype)
+    dtype, chosen = ALL[name]
+    model, compiled = build(True, name)
     optimizer = made(model, **chosen)
     train(model, compiled, optimizer, dtype, range(2))
     weights, states = through_a_file((model.state_dict(), optimizer.state_dict()))
     train(model, compiled, optimizer, dtype, range(2, 4))
     expected = results(model, optimizer)
-    model, compiled = build(True, dtype)
+    model, compiled = build(True, name)
     model.load_state_dict(weights)
     resumed = made(model, **chosen)
     resumed.load_state_dict(states)
@@ -317,7 +317,7 @@ def test_states_resume_with_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("managed", [False, True])
 def test_any_format_loads_any_other(managed: bool) -> None:
-    model, compiled = build(managed, FP32)
+    model, compiled = build(managed, "fp32")
     optimizer = made(model)
     train(model, compiled, optimizer, FP32, range(2))
     wide = copy.deepcopy(optimizer.state_dict())
@@ -332,15 +332,3 @@ def test_any_format_loads_any_other(managed: bool) -> None:
             largest = state["exp_avg"].abs().max()
             torch.testing.assert_close(found["exp_avg"], state["exp_avg"], rtol=rtol, atol=0.01 * float(largest))
             assert not torch.equal(found["exp_avg"], state["exp_avg"])
-
-
-# ---------------------------------------------------------------- arguments
-
-
-def test_what_has_no_effect_is_taken() -> None:
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = chunkc.optim.AdamW([parameter], foreach=True, capturable=False)
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], "fused": True})
-    parameter.grad = torch.ones(2)
-    optimizer.step()
-    assert not torch.equal(parameter, torch.ones(2))

@@ -1,4 +1,4 @@
-"""LAMB: the paper's update, the same bits under every budget and wherever the update happens, states that resume."""
+"""LAMB: the paper's update. That it has the same bits everywhere is in `test_formats`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, TINY, array, compile_case, differences, session_of
+from harness import HUGE, TINY, compile_case, differences, take_step
 from optim_models import results
 from plain_modules import Stack
 from torch import Tensor, nn
@@ -20,25 +20,20 @@ WIDTH = 160
 STEPS = 3
 
 
-def stack(dtype: torch.dtype = torch.float32) -> Stack:
+def case() -> Case:
     """Weights of 25,600 elements, two to a chunk: no multiple of a row of sums."""
-    return Stack(width=WIDTH, dtype=dtype)
+    return Case("lamb stack", lambda: Stack(width=WIDTH), lambda seed: {"x": floats(seed, (4, WIDTH))})
 
 
-def case(dtype: torch.dtype = torch.float32) -> Case:
-    return Case("lamb stack", lambda: stack(dtype), lambda seed: {"x": floats(seed, (4, WIDTH)).to(dtype)})
+OPTIONS: dict[str, Any] = {"whole_graph": "never", "chunk_size": 2 * WIDTH * WIDTH * 4}
 
 
-def options(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    return {"whole_graph": "never", "chunk_size": 2 * WIDTH * WIDTH * dtype.itemsize}
-
-
-def minimum(of: Case, dtype: torch.dtype = torch.float32, home: str = "cpu") -> int:
+def minimum() -> int:
     """The smallest budget where the optimizer, and with it the form of its states, is known before the first call."""
-    model, compiled = compile_case(of, memory_budget=TINY, home=home, **options(dtype))
+    model, compiled = compile_case(case(), memory_budget=TINY, **OPTIONS)
     optimizer = lamb(model)
     with pytest.raises(chunkc.BudgetError) as caught:
-        compiled(**of.batch(0))
+        compiled(**case().batch(0))
     assert optimizer.state_dict()["state"] == {}
     return caught.value.minimum_nbytes
 
@@ -54,49 +49,25 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def lamb(model: nn.Module, update_on: str = "device") -> chunkc.optim.LAMB:
-    return chunkc.optim.LAMB(groups(model), lr=1e-2, weight_decay=0.1, update_on=update_on)
+def lamb(model: nn.Module) -> chunkc.optim.LAMB:
+    return chunkc.optim.LAMB(groups(model), lr=1e-2, weight_decay=0.1)
 
 
-def run(budget_nbytes: int, dtype: torch.dtype = torch.float32, update_on: str = "device", home: str = "cpu") -> Any:
-    of = case(dtype)
-    model, compiled = compile_case(of, memory_budget=budget_nbytes, home=home, **options(dtype))
-    optimizer = lamb(model, update_on)
-    found = []
+def run(budget_nbytes: int) -> list[Any]:
+    model, compiled = compile_case(case(), memory_budget=budget_nbytes, **OPTIONS)
+    optimizer = lamb(model)
     for step in range(STEPS):
-        loss = compiled(**of.batch(step))
-        loss.backward()
-        if step == 1:
-            model.layers[1].weight.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-        found += [array(loss), *results(model, optimizer)]
-    session = session_of(model)
-    assert session.store.views.is_managed("layers.0.weight") == (budget_nbytes < HUGE)
-    return found
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_same_bits_wherever_the_update_happens(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run(HUGE, dtype)
-    nbytes = minimum(case(dtype), dtype)
-    assert not differences(run(nbytes, dtype), expected)
-    assert not differences(run(nbytes, dtype, "cpu"), expected)
-    assert not differences(run(nbytes, dtype, "auto"), expected)
-    assert not differences(run(minimum(case(dtype), dtype, "disk"), dtype, home="disk"), expected)
-    for name in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):  # tensors that span tiles: their sums are complete before stage 2
-        monkeypatch.setattr(update_planning, name, 1 << 14)
-    assert not differences(run(nbytes, dtype), expected)
+        take_step(compiled(**case().batch(step)), optimizer)
+    return results(model, optimizer)
 
 
 @pytest.mark.second_tier
 def test_tiles_in_wrong_places_would_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the test above relies on: it sees where sums are cut."""
+    """What `test_formats` relies on: it sees where sums are cut."""
     expected = run(HUGE)
     for name in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):
         monkeypatch.setattr(update_planning, name, 10_000)
-    assert differences(run(minimum(case())), expected)
+    assert differences(run(minimum()), expected)
 
 
 def textbook(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -118,7 +89,7 @@ def textbook(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) ->
 
 def test_a_hundred_steps_follow_the_paper() -> None:
     of = case()
-    model, compiled = compile_case(of, memory_budget=minimum(of), **options())
+    model, compiled = compile_case(of, memory_budget=minimum(), **OPTIONS)
     shadow = copy.deepcopy(of.build())
     optimizer, states = lamb(model), {}
     for step in range(100):
@@ -138,7 +109,7 @@ def test_a_hundred_steps_follow_the_paper() -> None:
 
 
 def test_schedulers_and_groups_are_torch_s() -> None:
-    model = stack()
+    model = Stack(width=WIDTH)
     optimizer = chunkc.optim.LAMB(model.layers[0].parameters())
     assert optimizer.defaults["eps"] == 1e-6
     assert optimizer.defaults["weight_decay"] == 0.01

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import re
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import slot_cases
 import torch
 from harness import array, differences, home_of, segmented, take_step
+from optim_models import results
 from overlap_cases import Late, Subject, case, subject
 from torch import Tensor, nn
 from zoo import floats
@@ -44,29 +46,6 @@ def test_a_step_without_room_may_be_tried_again(monkeypatch: pytest.MonkeyPatch)
         return made.state()
 
     assert not differences(train("backward", failing=True), train("none", failing=False))
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("mode", ["forward", "backward", "both"])
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), BF16])
-def test_two_optimizers_of_one_model(mode: str, dtype: torch.dtype) -> None:
-    """Each has every other parameter: weights and biases of every layer are apart, and so are some chunks."""
-
-    def train(overlap: str) -> list[Any]:
-        made = Subject(overlap, Late(0, 0.004), Late(1, 0.02), case(dtype))
-        parameters = list(made.model.parameters())
-        options: dict[str, Any] = {"lr": 1e-2, "update_on": "cpu", "overlap": overlap}
-        pair = [chunkc.optim.AdamW(parameters[:4], **options), chunkc.optim.AdamW(parameters[4:], **options)]
-        for step in range(4):
-            made.backward(step)
-            for optimizer in pair:
-                optimizer.step()
-                optimizer.zero_grad()
-        for optimizer in pair:
-            optimizer.synchronize()
-        return [array(t) for of in pair for p in of.param_groups[0]["params"] for t in (p, of.state[p]["exp_avg"])]
-
-    assert not differences(train(mode), train("none"))
 
 
 def test_updates_of_all_models_are_waited_for_though_some_failed() -> None:
@@ -136,75 +115,81 @@ class Tied(nn.Module):
         return x.float().square().mean()
 
 
-def kept(optimizer: torch.optim.Optimizer, parameter: Tensor) -> list[Tensor]:
-    return [value for _, value in sorted(optimizer.state[parameter].items())]
-
-
-@pytest.mark.second_tier
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("mode", ["forward", "backward", "both"])
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), BF16])
-def test_tied_and_frozen_parameters_and_such_without_gradients(mode: str, dtype: torch.dtype) -> None:
-    def train(overlap: str) -> list[Any]:
-        torch.manual_seed(0)
-        model = Tied(dtype)
-        compiled = segmented(model, 256 * 1024, chunk_size=16384)
-        optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, update_on="cpu", overlap=overlap)
-        found = []
-        for step in range(6):
-            loss = compiled(floats(step, (4, 64)).to(dtype), step % 3 == 0)
-            take_step(loss, optimizer)
-            found.append(array(loss))
+def two_optimizers_of_one_model(overlap: str, dtype: torch.dtype) -> list[Any]:
+    """Each has every other parameter: weights and biases of every layer are apart, and so are some chunks."""
+    made = Subject(overlap, Late(0, 0.004), Late(1, 0.02), case(dtype))
+    parameters = list(made.model.parameters())
+    options: dict[str, Any] = {"lr": 1e-2, "update_on": "cpu", "overlap": overlap}
+    pair = [chunkc.optim.AdamW(parameters[:4], **options), chunkc.optim.AdamW(parameters[4:], **options)]
+    for step in range(4):
+        made.backward(step)
+        for optimizer in pair:
+            optimizer.step()
+            optimizer.zero_grad()
+    for optimizer in pair:
         optimizer.synchronize()
-        return [*found, *(array(t) for p in model.parameters() for t in (p, *kept(optimizer, p)))]
-
-    assert not differences(train(mode), train("none"))
+    return [array(t) for of in pair for p in of.param_groups[0]["params"] for t in (p, of.state[p]["exp_avg"])]
 
 
-@pytest.mark.second_tier
-@pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
-def test_what_others_write_after_the_step_is_the_master(overlap: str) -> None:
-    """Split masters, written between steps while updates were under way, and waited for."""
-
-    def train(mode: str) -> list[Any]:
-        made = Subject(mode, Late(0, 0.004), Late(1, 0.02), case(BF16))
-        for step in range(4):
-            made.train(range(step, step + 1), reading=False)
-            chunkc.synchronize(made.model)
-            with torch.no_grad():
-                made.weight_of(step).clamp_(-0.05, 0.05)
-        return made.state()
-
-    assert not differences(train(overlap), train("none"))
+def tied_frozen_and_unused_parameters(overlap: str, dtype: torch.dtype) -> list[Any]:
+    torch.manual_seed(0)
+    model = Tied(dtype)
+    compiled = segmented(model, 256 * 1024, chunk_size=16384)
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, update_on="cpu", overlap=overlap)
+    found = []
+    for step in range(6):
+        loss = compiled(floats(step, (4, 64)).to(dtype), step % 3 == 0)
+        take_step(loss, optimizer)
+        found.append(array(loss))
+    optimizer.synchronize()
+    return [*found, *results(model, optimizer)]
 
 
-@pytest.mark.second_tier
+def written_after_the_step(overlap: str, dtype: torch.dtype) -> list[Any]:
+    """Written between steps while updates were under way, and waited for: what is written is the master."""
+    made = Subject(overlap, Late(0, 0.004), Late(1, 0.02), case(dtype))
+    for step in range(4):
+        made.train(range(step, step + 1), reading=False)
+        chunkc.synchronize(made.model)
+        with torch.no_grad():
+            made.weight_of(step).clamp_(-0.05, 0.05)
+    return made.state()
+
+
+def two_models_that_share_a_budget(overlap: str, dtype: torch.dtype) -> list[Any]:
+    """One session, one optimizer for each; the one steps every other time."""
+    of = case(dtype)
+    torch.manual_seed(0)
+    models = [of.build(), of.build()]
+    compiled = [segmented(model, 400 * 1024, activations="auto") for model in models]
+    options: dict[str, Any] = {"lr": 1e-2, "update_on": "cpu", "overlap": overlap}
+    optimizers = [chunkc.optim.AdamW(model.parameters(), **options) for model in models]
+    for step in range(5):
+        for index in range(2 if step % 2 == 0 else 1):
+            take_step(compiled[index](**of.batch(step)), optimizers[index])
+    for optimizer in optimizers:
+        optimizer.synchronize()
+    return [array(p) for model in models for p in model.parameters()]
+
+
+SECOND, SLOW = pytest.mark.second_tier, pytest.mark.slow
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("overlap", ["forward", "backward", "both"])
-def test_two_models_that_share_a_budget(overlap: str) -> None:
-    """One session, one optimizer for each; the one steps every other time."""
-
-    def train(mode: str) -> list[Any]:
-        options: Any = {"memory_budget": 400 * 1024, "codegen": "eager", "whole_graph": "never"}
-        of = case()
-        torch.manual_seed(0)
-        models = [of.build(), of.build()]
-        compiled = [torch.compile(model, backend="chunkc", options=options) for model in models]
-        optimizers = [
-            chunkc.optim.AdamW(model.parameters(), lr=1e-2, update_on="cpu", overlap=mode) for model in models
-        ]
-        for step in range(5):
-            for index in range(2):
-                if index and step % 2:
-                    continue
-                compiled[index](**of.batch(step)).backward()
-                optimizers[index].step()
-                optimizers[index].zero_grad()
-        for optimizer in optimizers:
-            optimizer.synchronize()
-        return [array(p) for model in models for p in model.parameters()]
-
-    assert not differences(train(overlap), train("none"))
+@pytest.mark.parametrize(
+    ("train", "dtype"),
+    [
+        pytest.param(two_optimizers_of_one_model, BF16, marks=SECOND),
+        pytest.param(two_optimizers_of_one_model, torch.float32, marks=SLOW),
+        pytest.param(tied_frozen_and_unused_parameters, BF16, marks=SECOND),
+        pytest.param(tied_frozen_and_unused_parameters, torch.float32, marks=SLOW),
+        pytest.param(written_after_the_step, BF16, marks=SECOND),
+        pytest.param(two_models_that_share_a_budget, torch.float32, marks=SECOND),
+    ],
+)
+def test_bits_are_those_without_overlap(train: Callable[..., list[Any]], dtype: torch.dtype, overlap: str) -> None:
+    assert not differences(train(overlap, dtype), train("none", dtype))
 
 
 PLACES: dict[str, tuple[int, dict[str, Any]]] = {

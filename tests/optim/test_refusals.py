@@ -165,15 +165,19 @@ def test_states_of_another_optimizer_are_named() -> None:
 
 
 def test_a_refused_group_is_not_added() -> None:
-    optimizer = chunkc.optim.AdamW([nn.Parameter(torch.ones(3))])
+    optimizer = chunkc.optim.AdamW([nn.Parameter(torch.ones(3))], moments_dtype="int8")
+    layers = nn.Sequential(nn.Linear(99, 91, bias=False), nn.Linear(91, 99, bias=False))
+    laid_out = chunkc.place(layers, chunk_size="1MiB")
     for group in (
         {"params": [nn.Parameter(torch.ones(3).to(torch.float8_e5m2))]},
         {"params": [nn.Parameter(torch.ones(3))], "differentiable": True},
         {"params": [nn.Parameter(torch.ones(3))], "lr": -1.0},
+        {"params": laid_out.parameters()},  # for states without blocks
     ):
         with pytest.raises(chunkc.ChunkcError):
             optimizer.add_param_group(group)
         assert len(optimizer.param_groups) == 1
+    chunkc.optim.AdamW(laid_out.parameters())
 
 
 def test_sparse_gradients_are_refused_before_anything_changes() -> None:

@@ -39,13 +39,6 @@ def test_late_copies_and_updates_change_no_bit(mode: str, seeds: range) -> None:
         assert not differences(found, expected(mode)), seed
 
 
-@pytest.mark.quick(1, second=0)
-@pytest.mark.parametrize("mode", MODES)
-def test_half_precision_changes_no_bit(mode: str) -> None:
-    found = results(Subject(mode, Late(0, 0.004), Late(1, 0.02), case(torch.bfloat16)), mode)
-    assert not differences(found, expected(mode, torch.bfloat16))
-
-
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("name", ["lamb", "8 bits, rounded at random"])
 def test_other_rules_change_no_bit(name: str) -> None:

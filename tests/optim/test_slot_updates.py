@@ -7,11 +7,25 @@ from typing import Any
 
 import pytest
 import torch
-from harness import differences
-from slot_cases import ADAMW, WITHOUT_GRADIENTS, Subject, interrupt_a_backward, trained
+from harness import differences, session_of
+from slot_cases import (
+    ADAMW,
+    WITHOUT_GRADIENTS,
+    Subject,
+    clip_some,
+    explained,
+    interrupt_a_backward,
+    trained,
+    trained_undoably,
+    without_room,
+)
+from torch import Tensor, nn
 
 import chunkc
+from chunkc.ir.errors import HomeError
+from chunkc.ir.layout import GRAD, Chunk
 from chunkc.optim import update_scheduler
+from chunkc.runtime.storage.homes import MemoryHome
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 
 pytestmark = pytest.mark.timeout(120)
@@ -73,28 +87,6 @@ def test_a_used_gradient_refuses_whoever_needs_it(spare_nbytes: int) -> None:
         made.backward(2)
     made.optimizer.zero_grad()
     made.step(2)
-
-
-def change_a_parameter(made: Subject) -> None:
-    with torch.no_grad():
-        made.model.get_parameter("layers.2.weight").clamp_(-0.1, 0.1)
-
-
-def test_hooks_and_what_users_write_keep_their_meaning() -> None:
-    """A hooked parameter's chunk is the step's; lower bits of other contents are left out before they are fetched."""
-
-    def train(overlap: str) -> list[Any]:
-        made = Subject(overlap, dtype=torch.bfloat16)
-        made.model.get_parameter("layers.1.weight").register_hook(lambda grad: grad * 2)
-        found = [made.step(batch) for batch in range(2)]
-        change_a_parameter(made)
-        found += [made.step(2)]
-        made.backward(3)
-        assert len(made.used) == (3 if overlap == "backward" else 0)
-        made.optimizer.step()
-        return [*found, *made.state()]
-
-    assert not differences(train("backward"), train("none"))
 
 
 def expect_half_done(made: Subject) -> None:
@@ -275,3 +267,124 @@ def test_gradients_of_what_another_thread_trains_are_not_looked_at() -> None:
     other.start()
     other.join()
     assert found == [[1] * 4, [0] * 4]
+
+
+# ------------------------------------------------------------ consumed gradients have no room at home, all others have
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_what_is_explained_is_what_is_at_home(overlap: str) -> None:
+    _, made = trained(overlap, num_steps=2, codegen="eager")
+    assert without_room(made) == (made.moving if overlap == "backward" else set())
+    assert explained(made, overlap=overlap).home_nbytes == made.store.arena.nbytes
+
+
+def test_a_budget_too_small_for_updates_sends_gradients_home() -> None:
+    _, made = trained("backward", 0, num_steps=2, codegen="eager")
+    assert not made.used
+    assert without_room(made) == set()
+    assert explained(made, overlap="backward").home_nbytes == made.store.arena.nbytes
+
+
+def test_they_have_room_from_the_first_backward_that_sends_them_home() -> None:
+    made = Subject("backward")
+    made.step(0)
+    assert without_room(made) == made.moving
+    with made.optimizer.accumulating():
+        made.backward(1)
+    assert without_room(made) == set()
+    assert all(p.grad.isfinite().all() for p in made.store.views.parameters().values() if p.grad is not None)
+
+
+def test_graphs_that_are_compiled_in_the_first_step_update_in_it() -> None:
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layers = [nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2)]
+            self.first, self.second = layers
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(x).sum()
+
+    torch.manual_seed(0)
+    model, x = Halves(), torch.randn(4, 64)
+    options = {"memory_budget": "120KiB", "chunk_size": "20KiB", "codegen": "eager", "whole_graph": "never"}
+    compiled = torch.compile(model, backend="chunkc", options=options)
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, overlap="backward")
+    compiled(x).backward()
+    store = session_of(model).store
+    moving = {group.index for group in store.layout.groups} - store.resident
+    assert len(moving) > 4
+    layers = [*model.first, *model.second]
+    assert all(isinstance(layer.weight.grad, ConsumedGradient) for layer in layers)
+    assert all(store.arena.is_promised(Chunk(GRAD, index)) for index in moving)
+    optimizer.step()
+    assert all(int(optimizer.state[layer.weight]["step"]) == 1 for layer in layers)
+
+
+@pytest.mark.parametrize("overlap", ["none", "backward"])
+def test_without_room_for_them_no_backward_begins(overlap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home that is full by then: nothing has run, and with room the next one does."""
+
+    def refuse(*_: object) -> None:
+        raise HomeError("no room")
+
+    def train(*, is_full: bool) -> list[Any]:
+        made = Subject(overlap)
+        with made.optimizer.accumulating():
+            loss: Tensor = made.compiled(**made.case.batch(0))
+            if is_full:
+                with monkeypatch.context() as patch:
+                    patch.setattr(MemoryHome, "_map", refuse)
+                    with pytest.raises(HomeError, match="no room"):
+                        loss.backward()
+                assert all(p.grad is None for p in made.model.parameters())
+        return [made.step(1), made.step(2), *made.state()]
+
+    assert not differences(train(is_full=True), train(is_full=False))
+
+
+# ---------------------------------------------------------------- every rule, budget, code generator and home
+
+
+IN_ADAM = {"lr": 1e-2, "moments_dtype": "int8", "stochastic_rounding": True}
+CASES: dict[str, dict[str, Any]] = {
+    "adamw, bf16, split masters": {"dtype": torch.bfloat16},
+    "adam, 8 bits": {"optimizer": chunkc.optim.Adam, "arguments": IN_ADAM, "dtype": torch.bfloat16},
+    "sgd, fp16": {
+        "optimizer": chunkc.optim.SGD,
+        "arguments": {"lr": 1e-2, "momentum": 0.9},
+        "dtype": torch.float16,
+    },
+    "lamb": {"optimizer": chunkc.optim.LAMB, "arguments": {"lr": 1e-2, "weight_decay": 0.1}},
+    "no room for updates": {"spare_nbytes": 0},
+    "9,000 bytes of room": {"spare_nbytes": 9_000},
+    "some stays": {"spare_nbytes": WITHOUT_GRADIENTS},
+    "inductor": {"codegen": "inductor"},
+    "disk": {"home": "disk"},
+}
+ALONE = {("undoable", "lamb"), ("consumed", "some stays")}
+"""The first is refused; the second is `test_resident_updates`'s."""
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize(
+    ("way", "name"), [(way, name) for way in ("consumed", "undoable") for name in CASES if (way, name) not in ALONE]
+)
+def test_the_bits_are_those_of_updates_in_the_step(way: str, name: str, tmp_path: Any) -> None:
+    options = {key: f"disk:{tmp_path}" if value == "disk" else value for key, value in CASES[name].items()}
+    if way == "consumed":
+        found, made = trained("backward", num_steps=3, **options)
+        expected, _ = trained("none", num_steps=3, **options)
+        made.backward(4)
+        updated = made.used
+    else:
+        found, made, (*_, updated) = trained_undoably("backward", clip_some, **options)
+        expected, _, _ = trained_undoably("none", clip_some, **options)
+    assert not differences(found, expected)
+    if options.get("spare_nbytes") == 9_000 and way == "consumed":
+        assert updated
+    else:
+        assert updated == (set() if name == "no room for updates" else made.moving)

@@ -112,14 +112,6 @@ def test_a_missing_master_is_made_from_the_parameter(mode: str) -> None:
     assert all(mine.state[p][MASTER_LOW].any() for p in model.parameters())
 
 
-def test_what_does_not_fit_is_not_loaded() -> None:
-    model, _ = build("placed")
-    optimizer = chunkc.optim.AdamW(model.parameters())
-    other = chunkc.optim.AdamW([nn.Parameter(torch.ones(3))])
-    with pytest.raises(ValueError, match="parameter group"):
-        optimizer.load_state_dict(other.state_dict())
-
-
 COPIED: list[tuple[Any, dict[str, Any]]] = [
     (chunkc.optim.Adam, {"update_on": "cpu"}),
     (chunkc.optim.AdamW, {"update_on": "cpu", "overlap": "both"}),
@@ -366,5 +358,4 @@ def test_adam_that_loads_an_adamw_decays_as_in_torch(mode: str) -> None:
         for of in (optimizer, twin_optimizer):
             of.step()
             of.zero_grad()
-    for p, q in zip(model.parameters(), shadow):
-        torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
+    torch.testing.assert_close([*model.parameters()], [*shadow], rtol=0, atol=1e-6)

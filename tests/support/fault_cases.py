@@ -37,7 +37,7 @@ def expected_losses(num_steps: int) -> list[np.ndarray]:
 
 
 @functools.cache
-def undisturbed() -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
-    """Return losses, and weights at the end, of three steps."""
+def undisturbed(num_steps: int = 3) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
+    """Return losses, and weights at the end, of the first steps."""
     model, compiled = compile_case(CASE, memory_budget=HUGE, whole_graph="never")
-    return train_steps(compiled, adamw(model.parameters()), range(3)), weights(model)
+    return train_steps(compiled, adamw(model.parameters()), range(num_steps)), weights(model)

@@ -11,6 +11,8 @@ from harness import array, compile_case, session_of
 from overlap_cases import Trained, case, minimum_nbytes
 
 import chunkc
+from chunkc.ir.explanation import Explanation
+from chunkc.ir.layout import GRAD, Chunk
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -100,6 +102,21 @@ def clip_some(made: Subject, step: int) -> torch.Tensor:
     In the second of these no update begins in the backward, nor in the step after it.
     """
     return made.optimizer.clip_grad_norm_(1e-3 if step in (1, 2) else 1e6)
+
+
+def without_room(made: Subject) -> set[int]:
+    """Return the groups that move, and whose gradients have no room at home."""
+    return {index for index in made.moving if made.store.arena.is_promised(Chunk(GRAD, index))}
+
+
+def explained(made: Subject, **updates: Any) -> Explanation:
+    """Explain the model in its own budget and chunks."""
+    with torch.device("meta"):
+        model = made.case.build()
+    return chunkc.explain(
+        model, **{k: v.to("meta") for k, v in made.case.batch(0).items()}, activations="keep", whole_graph="never",
+        memory_budget=made.session.budget_nbytes, chunk_size=made.store.layout.chunk_nbytes, **updates,
+    )  # fmt: skip
 
 
 def interrupt_a_backward(made: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
