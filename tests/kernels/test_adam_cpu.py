@@ -6,6 +6,7 @@ import mmap
 import time
 from collections import Counter
 
+import adam_cases
 import pytest
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ ADAM_L2 = AdamHyper(lr=1e-2, weight_decay=0.1, step=3, decoupled=False)
 Run = list[Tensor | None]
 
 
-def format_of(dtype: torch.dtype, grad_dtype: torch.dtype) -> AdamFormat:
-    return AdamFormat(dtype, grad_dtype, master=dtype != FP32)
+def format_of(dtype: torch.dtype) -> AdamFormat:
+    return adam_cases.FORMATS["fp32" if dtype == FP32 else "bf16-master"]
 
 
 def cpu_update(
@@ -36,40 +37,26 @@ def cpu_update(
     with disable_current_modes():
         scalars = scalar_table([hyper])
     slots = AdamSlots(param, grad, exp_avg, exp_avg_sq, master)
-    chunk_update(format_of(param.dtype, grad.dtype), slots, [Span(0, len(param), 0)], scalars)
+    fmt = AdamFormat(param.dtype, grad.dtype, master=master is not None)
+    chunk_update(fmt, slots, [Span(0, len(param), 0)], scalars)
 
 
-def make_run(num_elements: int, dtype: torch.dtype = FP32, grad_dtype: torch.dtype = FP32, seed: int = 0) -> Run:
+def make_run(num_elements: int, dtype: torch.dtype = FP32) -> Run:
     """[param, grad, exp_avg, exp_avg_sq, master] as some training step leaves them."""
-    generator = torch.Generator().manual_seed(seed)
-    value, grad, exp_avg, exp_avg_sq = torch.randn(4, num_elements, generator=generator)
-    states = [exp_avg.mul(0.1), exp_avg_sq.square().mul(0.1)]
-    master = None if dtype == FP32 else value.clone()
-    return [value.to(dtype), grad.to(grad_dtype), *states, master]
+    return adam_cases.tensors(adam_cases.make_slots(format_of(dtype), num_elements))[:5]
 
 
 def clone(run: Run) -> Run:
     return [None if tensor is None else tensor.clone() for tensor in run]
 
 
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
-
-
 def assert_same_bits(run: Run, other: Run) -> None:
-    for tensor, expected in zip(run, other, strict=True):
-        assert (tensor is None) == (expected is None)
-        if tensor is not None and expected is not None:
-            assert torch.equal(bits(tensor), bits(expected))
+    assert adam_cases.same_bits(AdamSlots(*run), AdamSlots(*other))
 
 
 def num_compiled() -> Counter[str]:
     """What Inductor and Dynamo count per compilation, cache hits too."""
     return Counter({f"{group}.{name}": n for group in ("inductor", "stats") for name, n in counters[group].items()})
-
-
-def forget_kernels() -> None:
-    update_pass.cache_clear()
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
@@ -86,7 +73,7 @@ def test_copies_are_rounded_as_torch_rounds(dtype):
 
 
 def test_bits_do_not_depend_on_the_number_of_threads():
-    one, many = make_run(100_003, BF16, BF16), make_run(100_003, BF16, BF16)
+    one, many = make_run(100_003, BF16), make_run(100_003, BF16)
     num_threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -103,7 +90,7 @@ def test_slices_of_one_mapped_buffer(num_elements):
     """All tensors of a run in one file-like buffer, at 64-byte offsets; the bytes around stay."""
     buffer = torch.frombuffer(mmap.mmap(-1, 1 << 16), dtype=torch.uint8)
     buffer.fill_(0xA5)
-    expected = make_run(num_elements, BF16, BF16)
+    expected = make_run(num_elements, BF16)
     run, untouched = [], torch.ones_like(buffer, dtype=torch.bool)
     for place, tensor in enumerate(expected):
         start = 64 + place * 12 * 1024
@@ -128,9 +115,9 @@ def test_offsets_need_no_alignment(offset):
 
 
 def test_compiles_once_for_all_lengths_and_hyper_parameters():
-    forget_kernels()
+    update_pass.cache_clear()
     start = num_compiled()
-    warm_up_format(format_of(FP32, FP32))
+    warm_up_format(format_of(FP32))
     compiled = num_compiled()
     assert compiled != start
     for step, num_elements in enumerate([0, 1, 2, 3, 1, 8, 9, 64, 1000, 70_001, 0, 1], start=1):
@@ -146,7 +133,7 @@ def test_the_state_of_the_caller_does_not_matter():
     """Reset, stances, grad and inference modes, fake modes and a Parameter: same bits, no compilation."""
     hyper = AdamHyper(lr=1e-2, step=7)  # a value of its own, so that its scalars are made in here
     initial, expected = make_run(100), make_run(100)
-    warm_up_format(format_of(FP32, FP32))
+    warm_up_format(format_of(FP32))
     compiled = num_compiled()
     faked = clone(initial)
     with FakeTensorMode():
@@ -175,13 +162,13 @@ def test_the_state_of_the_caller_does_not_matter():
 def test_compiling_ignores_and_leaves_the_users_settings():
     expected, run = make_run(1003), make_run(1003)
     cpu_update(*expected, ADAMW)
-    forget_kernels()
+    update_pass.cache_clear()
     users = {"cpp.enable_floating_point_contract_flag": "fast", "cpp.threads": 1, "size_asserts": True}
     with inductor_config.patch(users), torch.compiler.set_stance("force_eager"), FakeTensorMode():
         before = inductor_config.get_config_copy()
         cpu_update(*run, ADAMW)
         assert inductor_config.get_config_copy() == before
-    forget_kernels()
+    update_pass.cache_clear()
     assert_same_bits(run, expected)
 
 
@@ -208,7 +195,7 @@ def test_autograd_notices_the_update():
 
 
 def test_a_tiny_call_is_cheap():
-    run, update = make_run(8, BF16, BF16), prepare(format_of(BF16, BF16), ADAMW)
+    run, update = make_run(8, BF16), prepare(format_of(BF16), ADAMW)
     update([*run])
     batches_s = []
     for _ in range(20):
