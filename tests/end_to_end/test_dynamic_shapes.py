@@ -82,20 +82,6 @@ def test_new_shapes_are_planned_and_not_compiled(
         assert compilations.calls == after_two
 
 
-def test_forwards_of_several_shapes_before_their_backwards() -> None:
-    model, plain = two_models()
-    call = torch.compile(
-        model, backend="chunkc", options={"codegen": "eager", "memory_budget": 4_000_000, "activations": "keep"}
-    )
-    for _ in range(2):
-        for module in (call, plain):
-            losses = [module(rows(n)) for n in (4, 6, 3)]
-            losses[1].backward()
-            losses[0].backward()
-            losses[2].backward()
-    assert same_bits(model, plain)
-
-
 def test_residents_make_room_for_a_larger_shape() -> None:
     """What stayed for small batches moves home where a large one needs the room, and results stay the same bits."""
     model, plain = two_models()

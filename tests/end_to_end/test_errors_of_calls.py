@@ -45,9 +45,9 @@ def build(kind: type[nn.Module] = MLP) -> nn.Module:
     return kind()
 
 
-def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
+def compiled(model: nn.Module, *, dynamic: bool | None = None, **options: Any) -> Callable[..., Tensor]:
     options = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never"} | options
-    return torch.compile(model, backend="chunkc", options=options)
+    return torch.compile(model, backend="chunkc", dynamic=dynamic, options=options)
 
 
 def rows(num_rows: int) -> Tensor:
@@ -83,31 +83,26 @@ def assert_served(found: list[Any], expected: list[Any]) -> None:
                 assert np.all(np.abs(gradient - plain) <= np.maximum(1e-3 * np.abs(plain), 1e-6))
 
 
-@pytest.mark.quick(2)
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-@pytest.mark.parametrize("sizes", [SIZES, SIZES[1:]])
-def test_one_batch_that_does_not_fit(sizes: tuple[int, ...], home: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "sizes", "options"),
+    [
+        (Normed, SIZES, {}),
+        (Normed, SIZES[1:], {"home": "disk"}),
+        (MLP, SIZES[1:], {"dynamic": True, "whole_graph": "auto"}),
+        pytest.param(Normed, SIZES, {"home": "disk"}, marks=pytest.mark.second_tier),
+        pytest.param(Normed, SIZES[1:], {}, marks=pytest.mark.second_tier),
+        pytest.param(
+            MLP, [999 if n == 99 else n for n in SIZES], {"codegen": "inductor"}, marks=pytest.mark.second_tier
+        ),
+    ],
+    ids=["later", "first, on a disk", "symbols", "later, on a disk", "first", "fused, so that 99 rows fit"],
+)
+def test_one_batch_that_does_not_fit(kind: type[nn.Module], sizes: tuple[int, ...], options: dict[str, Any]) -> None:
     """Whether the size that does not fit is the first one, or the one for which Dynamo makes sizes symbols."""
-    model, plain = build(Normed), build(Normed)
-    call = compiled(model, home="cpu" if home == "cpu" else f"disk:{tmp_path}")
-    assert_served(steps(model, call, sizes), steps(plain, plain, sizes, left_out=(99,)))
-    assert int(model.norm.num_batches_tracked) == int(plain.norm.num_batches_tracked) == len(sizes) - 2
-
-
-def test_one_batch_that_does_not_fit_where_shapes_are_dynamic_from_the_start() -> None:
-    model, plain = build(), build()
-    options = {"memory_budget": BUDGET_NBYTES, "codegen": "eager"}
-    call = torch.compile(model, backend="chunkc", dynamic=True, options=options)
-    assert_served(steps(model, call, SIZES[1:]), steps(plain, plain, SIZES[1:], left_out=(99,)))
-
-
-@pytest.mark.second_tier
-def test_one_batch_that_does_not_fit_with_inductor() -> None:
-    """Fused, 99 rows fit."""
-    model, plain = build(), build()
-    call = compiled(model, codegen="inductor")
-    sizes = tuple(999 if size == 99 else size for size in SIZES)
-    assert_served(steps(model, call, sizes), steps(plain, plain, sizes, left_out=(999,)))
+    model, plain = build(kind), build(kind)
+    assert_served(steps(model, compiled(model, **options), sizes), steps(plain, plain, sizes, left_out=(99, 999)))
+    for of in (model, plain) if kind is Normed else ():
+        assert int(of.norm.num_batches_tracked) == len(sizes) - 2
 
 
 def test_one_evaluation_that_does_not_fit() -> None:
@@ -170,8 +165,7 @@ def test_a_home_that_comes_later(dynamic: bool, tmp_path: Path) -> None:
     """The same compiled model works once its home does, although Dynamo keeps what was compiled at the first call."""
     model, plain = build(Normed), build(Normed)
     before = weights(model)
-    options = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "home": f"disk:{tmp_path}/home"}
-    call = torch.compile(model, backend="chunkc", dynamic=dynamic, options=options)
+    call = compiled(model, dynamic=dynamic, home=f"disk:{tmp_path}/home", whole_graph="auto")
     for _ in range(2):
         with pytest.raises(chunkc.HomeError):
             call(rows(16))
@@ -208,8 +202,7 @@ def test_a_size_that_is_not_supported_is_refused_alone(dynamic: bool) -> None:
         library.impl("sized", lambda x: torch.empty_like(x), "Meta")
         chunkc.declare_scratch("chunkc_test::sized", scratch)
         model, plain = build(Sorted), build(Sorted)
-        options = {"memory_budget": 2**24, "codegen": "eager"}
-        call = torch.compile(model, backend="chunkc", dynamic=dynamic, options=options)
+        call = compiled(model, dynamic=dynamic, memory_budget=2**24, whole_graph="auto")
         with torch.no_grad():
             for size in (99, 16, 99, 8):
                 with pytest.raises(chunkc.UnsupportedError) if size == 99 else nullcontext():
