@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import lightning
 import lightning_ranks as on_ranks
 import pytest
@@ -23,9 +22,9 @@ BY_TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"
 
 def launched(folder: Path, *cases: str, launcher: tuple[str, ...] | list[str] = ()) -> dict[str, Any]:
     """What came of cases; Lightning itself starts the second process unless a launcher is given."""
-    command = [sys.executable, *launcher, str(SCRIPT), str(folder), *cases]
+    command = [*launcher, str(SCRIPT), str(folder), *cases]
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = forked.run(*command, environment=environment, starts=["chunkc.lightning"])
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "found.json").read_text())
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 SERVER = Path(__file__).with_name("fork_server.py")
@@ -24,9 +24,19 @@ _server: subprocess.Popen[str] | None = None
 
 
 def run(
-    program: Path, *arguments: object, folder: Path | None = None, environment: Mapping[str, str] = os.environ
+    program: Path | str,
+    *arguments: object,
+    folder: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+    starts: Sequence[str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python PROGRAM ARGUMENTS` in `folder`. An interrupt ends whatever this started."""
+    """Run `python PROGRAM ARGUMENTS` in `folder`. An interrupt ends whatever this started.
+
+    Args:
+        program: a file, or "-m" with a module as the first argument.
+        starts: of a program that starts others by `sys.executable`, such as ranks, which then are forks, too: modules
+            that all of them have imported.
+    """
     global _server, processor_seconds
     if _server is None:
         command = [sys.executable, "-P", str(SERVER)]  # tests are on no path
@@ -36,15 +46,15 @@ def run(
     server, child = _server, None
     assert server.stdin is not None
     assert server.stdout is not None
-    words = [str(word) for word in arguments]
+    words = [str(program), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as found:
         outputs = [Path(found) / name for name in ("output", "errors")]
         request = {
-            "program": str(program),
             "arguments": words,
             "folder": str(folder or Path.cwd()),
             "environment": dict(environment),
             "outputs": [str(path) for path in outputs],
+            "imports": None if starts is None else list(starts),
         }
         try:
             server.stdin.write(json.dumps(request) + "\n")
@@ -58,4 +68,4 @@ def run(
                 os.killpg(child, signal.SIGKILL)
             raise
         processor_seconds += float(seconds)
-        return subprocess.CompletedProcess([str(program), *words], int(status), *[path.read_text() for path in outputs])
+        return subprocess.CompletedProcess(words, int(status), *[path.read_text() for path in outputs])

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import transformers
 from loops import gpt, tokens
 
-LAUNCHER = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]
+LAUNCHER = ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"]
 """The launcher has no other name for several processes; the script says that they compute on CPUs."""
 
 
@@ -21,9 +20,7 @@ def launched(folder: Path) -> dict[str, Any]:
     words = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
     script = Path(__file__).with_name("trainer_ranks.py")
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*LAUNCHER, *words, str(script), str(folder)], env=environment, capture_output=True, text=True, timeout=900
-    )
+    done = forked.run(*LAUNCHER, *words, script, folder, environment=environment, starts=["chunkc.transformers"])
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads((folder / "found.json").read_text())
 
