@@ -342,11 +342,11 @@ class Square(nn.Module):
 
 
 class Deep(nn.Module):
-    """So many blocks that one more or less is less than a percent."""
+    """So many blocks that one more or less is a few percent."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.h = nn.ModuleList([Square() for _ in range(80)])
+        self.h = nn.ModuleList([Square() for _ in range(32)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.h:

@@ -98,7 +98,7 @@ def test_ranks_send_what_the_formulas_say(num_ranks: int, tmp_path: Path) -> Non
     for stage, times in {"3": 3, "2": 2, "1": 2, "chosen": 3 - whole}.items():
         nbytes = [rank["by stage"][stage] for rank in found]
         expected = times * found[0]["parameters"] * (num_ranks - 1) / num_ranks
-        within = 0.03 if stage == "chosen" else 0.01  # beside those that are whole, a few have room to stay
+        within = 0.08 if stage == "chosen" else 0.03  # a block of 32 stays; next to those that are whole, a few do
         assert sum(nbytes) / num_ranks == pytest.approx(expected, rel=within)
         if num_ranks != 3:  # rows are shared evenly
             assert all(of_rank == pytest.approx(expected, rel=within) for of_rank in nbytes)

@@ -1,6 +1,6 @@
 """A run that is killed again and again, in processes that are forked from one that has imported everything.
 
-    python killed_runs.py calls FOLDER           # before and after each system call of saving
+    python killed_runs.py calls FOLDER           # before each system call of saving
     python killed_runs.py moments FOLDER 100     # a hundred times, at random moments
 
 Each process goes on from the latest checkpoint and writes the bits of every loss into a file. Prints what came out of
@@ -108,19 +108,16 @@ def outcome(log: Path) -> dict[str, Any]:
 
 
 def kill_at(number: int) -> None:
-    """From now on this process is killed before (even) or after (odd) its call of a number."""
+    """From now on this process is killed before its call of a number: after a call, files are as before the next."""
     seen = 0
 
     def killing(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal seen
-            if seen == number // 2 and number % 2 == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = REAL[name](*args, **kwargs)
-            if seen == number // 2:
+            if seen == number:
                 os.kill(os.getpid(), signal.SIGKILL)
             seen += 1
-            return result
+            return REAL[name](*args, **kwargs)
 
         return call
 

@@ -6,9 +6,6 @@ everybody else is through.
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -145,26 +142,3 @@ def test_updates_begun_earlier_come_first(left_out: bool) -> None:
         subject.gate.opened.set()
         updates.finish()
     assert float(home[0]) == (2.0 if left_out else 6.0)
-
-
-@pytest.mark.second_tier
-@pytest.mark.timeout(180)  # processes that import torch
-def test_without_its_wait_the_interpreter_ends_in_the_middle_of_an_update() -> None:
-    """With the wait: `test_updates_under_way_end_before_the_interpreter_does`."""
-    script = """
-        import time
-        import chunkc.runtime.device.updates
-        from chunkc.runtime.device.updates import HomeUpdate, HomeUpdates
-        chunkc.runtime.device.updates._finish_at_exit = lambda reference: None
-        updates = HomeUpdates()
-        def job():
-            print("begun", flush=True)
-            time.sleep(30)
-            print("done", flush=True)
-        updates.begin(0, HomeUpdate(job, "the first"))
-        time.sleep(0.2)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
-    )  # fmt: skip
-    assert done.stdout == "begun\n"

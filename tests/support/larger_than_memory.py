@@ -1,13 +1,15 @@
 """A model of three times the memory that it is given: a run that builds, trains and saves it, and one that resumes it.
 
-Each runs in a process of its own, with the same folder, and prints for each stage the most bytes that the process took
-in addition to those before there was a model, and the prediction of `chunkc explain`.
+Each runs in a process of its own, with the same folder, forked from one that has imported everything. It prints for
+each stage the most bytes that the process took in addition to those before there was a model, and the prediction of
+`chunkc explain`.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -151,4 +153,9 @@ def main(run: Callable[..., tuple[dict[str, int], list[float]]], folder: Path, w
 
 
 if __name__ == "__main__":
-    main({"live": live, "resume": resume}[sys.argv[1]], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    for run in (live, resume):
+        if (child := os.fork()) == 0:
+            main(run, Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+            break
+        if os.waitpid(child, 0)[1]:
+            sys.exit(1)

@@ -32,14 +32,15 @@ SAID_AS = {
 SCRIPT = larger_than_memory.__file__
 
 
-def run(name: str, folder: Path, width: int, depth: int) -> dict:
+def run(folder: Path, width: int, depth: int) -> list[dict]:
+    """What came of the run that builds, and of the one that resumes."""
     # Memory that is freed goes back to the kernel: what is measured is what is in use.
     environment = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
     environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, SCRIPT, name, folder, str(width), str(depth)]
+    command = [sys.executable, SCRIPT, folder, str(width), str(depth)]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def plain_losses(width: int, depth: int) -> list[float]:
@@ -70,7 +71,7 @@ def plain_losses(width: int, depth: int) -> list[float]:
 def test_no_stage_takes_more_than_explain_says(tmp_path: Path, width: int, depth: int, limit_nbytes: int) -> None:
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("needs the kernel's peak of resident memory, per stage")
-    born, resumed = (run(name, tmp_path, width, depth) for name in ("live", "resume"))
+    born, resumed = run(tmp_path, width, depth)
     if width == 512:
         assert born["parameters"] >= 3 * limit_nbytes
     for found in (born, resumed):

@@ -189,23 +189,30 @@ def test_the_order_of_use_is_that_of_the_latest_step() -> None:
 @pytest.mark.second_tier
 @pytest.mark.timeout(180)  # a process that imports torch
 def test_updates_under_way_end_before_the_interpreter_does() -> None:
+    """Without that wait, in a fork, it ends in the middle of one."""
     script = """
-        import time
-        from chunkc.runtime.device.updates import HomeUpdate, HomeUpdates
-        updates = HomeUpdates()
+        import os, time
+        from chunkc.runtime.device import updates as module
+        if (child := os.fork()) == 0:
+            module._finish_at_exit = lambda reference: None
+        else:
+            print("without the wait it ended with", os.waitpid(child, 0)[1], flush=True)
+        updates = module.HomeUpdates()
         def job():
-            time.sleep(0.5)
+            print("begun", flush=True)
+            time.sleep(0.5 if child else 30)
             print("done", flush=True)
         def broken():
             raise ValueError("never told")
-        updates.begin(0, HomeUpdate(job, "the first"))
-        updates.begin(1, HomeUpdate(broken, "the last"))
+        updates.begin(0, module.HomeUpdate(job, "the first"))
+        updates.begin(1, module.HomeUpdate(broken, "the last"))
+        time.sleep(0.2)
     """
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, check=True
     )  # fmt: skip
-    assert done.stdout == "done\n"
-    assert "the update of the last failed" in done.stderr
+    assert done.stdout == "begun\nwithout the wait it ended with 0\nbegun\ndone\n"
+    assert done.stderr.count("the update of the last failed") == 1
 
 
 def test_a_store_takes_its_updates_with_it() -> None:
