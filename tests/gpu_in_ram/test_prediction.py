@@ -15,7 +15,7 @@ from torch import nn
 import chunkc
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.memory.scratch.cuda import cuda_scratch_nbytes
-from chunkc.passes.memory.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
+from chunkc.passes.memory.scratch.cuda_reduction import outputs_at_once, reduces_fastest, reduction_nbytes
 
 BUDGET_NBYTES = 264 << 20
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -155,7 +155,11 @@ def test_reductions_to_the_byte(shape: tuple[int, ...], dims: list[int], dtype: 
         taken_nbytes = torch.cuda.max_memory_allocated() - before_nbytes - sum(rounded_nbytes(t.nbytes) for t in made)
         num_outputs = made[0].numel()
         parts = reduction_nbytes(
-            num_outputs, given.numel() // num_outputs, over_fastest=reduces_fastest(given, dims), itemsize=itemsize
+            num_outputs,
+            given.numel() // num_outputs,
+            over_fastest=reduces_fastest(given, dims),
+            vector=outputs_at_once(given, dims),
+            itemsize=itemsize,
         )
         assert taken_nbytes == sum(map(rounded_nbytes, parts)), op.__name__
 

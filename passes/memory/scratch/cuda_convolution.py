@@ -7,7 +7,8 @@
     depthwise         nothing: `DepthwiseConv2d.cu`
 
 All copy operands that have gaps or another order. Convolutions of one dimension are those of images one pixel high.
-Read off PyTorch 2.11 to 2.13, to the byte; others (several groups, dilated, of volumes) are not known here.
+Read off PyTorch 2.11 to 2.13, to the byte, but for depthwise backwards, which are bounded. Others (several groups,
+dilated, of volumes) are not known here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
-from chunkc.passes.memory.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
+from chunkc.passes.memory.scratch.cuda_reduction import outputs_at_once, reduces_fastest, reduction_nbytes
 
 
 def own_shards(arguments: Mapping[str, Any], outputs: Sequence[Tensor]) -> list[int] | None:
@@ -28,42 +29,36 @@ def own_shards(arguments: Mapping[str, Any], outputs: Sequence[Tensor]) -> list[
     Args:
         arguments: of `aten::convolution` or `aten::convolution_backward`, by name.
     """
-    if arguments["weight"].dim() > 4:
+    image, weight, groups = arguments["input"], arguments["weight"], arguments["groups"]
+    is_transposed, is_backward = arguments["transposed"], "grad_output" in arguments
+    if weight.dim() > 4:
         return None
-    return _backward_parts(arguments) if "grad_output" in arguments else _forward_parts(arguments, outputs[0])
-
-
-def _forward_parts(arguments: Mapping[str, Any], result: Tensor) -> list[int] | None:
-    image, weight, bias = arguments["input"], arguments["weight"], arguments["bias"]
-    copies = _copies(image, weight, *([] if bias is None else [bias]))
-    if _is_depthwise(arguments):
-        return copies
-    if not _is_known(arguments):
+    if not is_transposed and groups > 1 and image.shape[1] == groups and weight.shape[0] % groups == 0:
+        return _depthwise_backward(arguments) if is_backward else _copies(image, weight, arguments["bias"])
+    if groups > 1 or not (is_transposed or all(step == 1 for step in arguments["dilation"])):
         return None
-    if arguments["transposed"]:
-        ones = [] if bias is None else [prod(result.shape[2:]) * image.itemsize]
+    if is_backward:
+        return _backward(arguments)
+    copies, bias = _copies(image, weight, arguments["bias"]), arguments["bias"]
+    if is_transposed:
+        ones = [] if bias is None else [prod(outputs[0].shape[2:]) * image.itemsize]
         return [*copies, _columns_nbytes(weight, image), *ones]
-    return [*copies, *([_columns_nbytes(weight, result)] if _unfolds(arguments) else [])]
+    return [*copies, *([_columns_nbytes(weight, outputs[0])] if _unfolds(arguments) else [])]
 
 
-def _backward_parts(arguments: Mapping[str, Any]) -> list[int] | None:
-    """List the allocations of a backward, at its fullest moment.
+def _depthwise_backward(arguments: Mapping[str, Any]) -> list[int]:
+    """Bound copies of operands, of the image only where it has no gradient, or the bias's gradient, which is last."""
+    of_image, _, of_bias = arguments["output_mask"]
+    grad = arguments["grad_output"]
+    copies = _copies(grad, arguments["weight"], None if of_image else arguments["input"])
+    summing = _summing_parts(grad, is_copied=False) if of_bias else []
+    return [max(_rounded(copies), _rounded(summing))]
 
-    Depthwise, gradients are made in the order filters, image, bias. Otherwise the filters' comes last, after the bias's
-    scratch is free again.
-    """
+
+def _backward(arguments: Mapping[str, Any]) -> list[int]:
+    """List the allocations at the fullest moment: the filters' gradient is made after the bias's scratch is freed."""
     grad, image, weight = arguments["grad_output"], arguments["input"], arguments["weight"]
     of_image, of_weight, of_bias = arguments["output_mask"]
-    if _is_depthwise(arguments):
-        copy, *later = (_rounded(_copies(operand)) for operand in (grad, image, weight))
-        with_filters = later[0] - (rounded_nbytes(_nbytes(image)) if of_image else 0) if of_weight else 0
-        with_image = later[1] if of_image else 0
-        bias_nbytes = rounded_nbytes(grad.shape[1] * grad.itemsize) if of_bias else 0
-        inside = copy + max(with_filters, with_image) - bias_nbytes
-        at_last = _rounded(_summing_parts(grad, is_copied=False)) if of_bias else 0
-        return [max(0, inside, at_last)]
-    if not _is_known(arguments):
-        return None
     held = _copies(image, weight, grad)
     summing = _summing_parts(grad, is_copied=True) if of_bias else []
     if arguments["transposed"]:
@@ -73,18 +68,6 @@ def _backward_parts(arguments: Mapping[str, Any]) -> list[int] | None:
     if of_weight and not of_image:
         later_nbytes += _rounded(columns)
     return [*held, *columns, max(0, _rounded(summing) - later_nbytes)]
-
-
-def _is_depthwise(arguments: Mapping[str, Any]) -> bool:
-    image, weight, groups = arguments["input"], arguments["weight"], arguments["groups"]
-    if arguments["transposed"] or groups == 1:
-        return False
-    return bool(image.shape[1] == groups and weight.shape[0] % groups == 0)
-
-
-def _is_known(arguments: Mapping[str, Any]) -> bool:
-    dilated = any(step != 1 for step in arguments["dilation"])
-    return arguments["groups"] == 1 and (arguments["transposed"] or not dilated)
 
 
 def _unfolds(arguments: Mapping[str, Any]) -> bool:
@@ -106,14 +89,14 @@ def _rounded(parts: Sequence[int]) -> int:
     return sum(map(rounded_nbytes, parts))
 
 
-def _copies(*operands: Tensor) -> list[int]:
-    return [_nbytes(operand) for operand in operands if not operand.is_contiguous()]
+def _copies(*operands: Tensor | None) -> list[int]:
+    return [_nbytes(operand) for operand in operands if operand is not None and not operand.is_contiguous()]
 
 
 def _summing_parts(grad: Tensor, *, is_copied: bool) -> list[int]:
     """List the allocations of the bias's gradient, a sum over `grad`; `is_copied`: it is contiguous by then."""
     channels, positions = grad.shape[1], prod(grad.shape[2:])
     over_fastest = positions > 1 or channels == 1 if is_copied else reduces_fastest(grad, [0, *range(2, grad.dim())])
-    return reduction_nbytes(
-        channels, grad.shape[0] * positions, over_fastest=bool(over_fastest), itemsize=max(4, grad.itemsize)
-    )
+    vector = 4 if is_copied else outputs_at_once(grad, [0, *range(2, grad.dim())])
+    num_inputs, itemsize = grad.shape[0] * positions, max(4, grad.itemsize)
+    return reduction_nbytes(channels, num_inputs, over_fastest=bool(over_fastest), vector=vector, itemsize=itemsize)

@@ -7,13 +7,20 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
-from chunkc.passes.memory.scratch import cuda_cub
 from chunkc.passes.memory.scratch.cuda_reduction import MULTIPROCESSORS
-from chunkc.passes.memory.scratch.cuda_rules import Call, cast, contiguous, is_dense, largest, nbytes_of, reduction
+from chunkc.passes.memory.scratch.cuda_rules import (
+    Call,
+    cast,
+    contiguous,
+    is_dense,
+    largest,
+    nbytes_of,
+    whole_reduction,
+)
+from chunkc.passes.memory.scratch.cuda_sorting import radix_sort_nbytes, unique_nbytes
 from chunkc.passes.memory.scratch.indexing import search_casts
 
 _FEW_INDICES = 3072
@@ -28,27 +35,24 @@ def embedding_backward(call: Call) -> list[int]:
     """Bound the largest of three phases: indices sorted; equal indices found; their gradients summed.
 
     Up to 3,072 indices are not sorted, unless gradients are scaled by frequency. More are sorted together with their
-    positions: before PyTorch 2.13 by all bits, then by those that `num_weights` needs. A run of equal indices is a
-    segment: its start is kept, its count if that scales, then its number of parts and where they begin, and sums per
-    part (see `_sums_of_parts`). Sources: `Embedding.cu`, `EmbeddingBackwardKernel.cu`.
+    positions, here by all bits. A run of equal indices is a segment: its start is kept, its count if that scales, then
+    its number of parts and where they begin, and sums per part (see `_sums_of_parts`), which are most where rows have
+    40 elements or more. Sources: `Embedding.cu`, `EmbeddingBackwardKernel.cu`.
     """
-    indices, grad = call.tensor("indices"), call.tensor("grad_output")
+    indices, grad, num_weights = call.tensor("indices"), call.tensor("grad_output"), call.arguments["num_weights"]
     num, size = indices.numel(), indices.itemsize
     copies = [nbytes_of(tensor) for tensor in (grad, indices) if not tensor.is_contiguous()]
     counts = call.arguments.get("scale_grad_by_freq")
     if num <= _FEW_INDICES and not counts:
         return copies
-    num_weights = call.arguments["num_weights"]
     held = [size * num, size * num, *copies]
     begins = [size * num, 8, *([size * num] if counts else [])]
-    num_bits = _num_bits(num_weights) if TorchVersion(torch.__version__) >= "2.13" else 8 * size
-    sorting = cuda_cub.radix_sort(num, size, size, num_bits, call.capability)
-    unique = cuda_cub.unique_by_key(num, size, call.capability)
+    sorting = radix_sort_nbytes(num, size, size, 8 * size, call.capability)
     num_segments = min(num, num_weights)
     segments = [size * num_segments, size * num_segments, 8]
     return largest(
         [*held, size * num, sorting, -rounded_nbytes(sum(map(nbytes_of, call.outputs)))],
-        [*held, *begins, size * num, unique],
+        [*held, *begins, size * num, unique_nbytes(num)],
         [*held, *begins, *segments, *_sums_of_parts(call, num // _ROWS_PER_PART + num_segments, num_segments)],
     )
 
@@ -74,27 +78,16 @@ def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
     return added if num_blocks < least else largest(sums, added)
 
 
-def _num_bits(largest_key: int) -> int:
-    """Count the bits of keys, rounded up to passes of 8 bits: `cuda/cub.h`, `get_num_bits`."""
-    num_bits = 8
-    while largest_key >= 1 << num_bits:
-        num_bits += 8
-    return num_bits
-
-
 def index(call: Call) -> list[int]:
     """Count indices converted to int64, and contiguous copies if their strides differ after broadcasting.
 
     Source: `ATen/native/TensorAdvancedIndexing.cpp`, `make_info`.
     """
-    if any(map(_is_mask, _indices(call))):
-        return [*_expanded_indices(call), *contiguous(call)]
-    return _brought_together(_indices(call))
-
-
-def _brought_together(indices: Sequence[Tensor]) -> list[int]:
+    indices = _indices(call)
     if not indices:
         return []
+    if any(map(_is_mask, indices)):
+        return [*_expanded(indices), *contiguous(call)]
     together = torch.broadcast_tensors(*indices)
     converted = [tensor.dtype != torch.int64 for tensor in together]
     in_rows = [
@@ -105,72 +98,46 @@ def _brought_together(indices: Sequence[Tensor]) -> list[int]:
 
 
 def masked_index(call: Call) -> list[int]:
-    """Count clamped indices, the inverted mask, and the result before it is masked.
+    """Bound clamped indices, the inverted mask, the result before it is masked or masked values, and `index_put`.
 
-    Source: `ATen/native/TensorAdvancedIndexing.cpp`, `_unsafe_masked_index`.
+    Source: `ATen/native/TensorAdvancedIndexing.cpp`, `_unsafe_masked_index` and `_unsafe_masked_index_put_accumulate`.
     """
-    clamped = [nbytes_of(tensor) for tensor in _indices(call)]
-    return [*clamped, call.tensor("mask").numel(), nbytes_of(call.outputs[0]), *_expanded_indices(call)]
-
-
-def masked_index_put(call: Call) -> list[int]:
-    """Count clamped indices, the inverted mask, masked values, and their accumulation (see `_added`).
-
-    Source: `ATen/native/TensorAdvancedIndexing.cpp`, `_unsafe_masked_index_put_accumulate`.
-    """
-    values, clamped = call.tensor("values"), [nbytes_of(tensor) for tensor in _indices(call)]
-    return [*clamped, call.tensor("mask").numel(), nbytes_of(values), *_added(call, call.arguments["indices"], values)]
+    values, indices = call.arguments.get("values"), _indices(call)
+    moved = call.outputs[0] if values is None else values
+    adding = _expanded(indices) if values is None else _added(call, call.arguments["indices"], values)
+    return [*map(nbytes_of, indices), call.tensor("mask").numel(), nbytes_of(moved), *adding]
 
 
 def scatter(call: Call) -> list[int]:
-    """Count indices converted to int64; in deterministic mode, bound an index put as well.
+    """Count contiguous copies, indices in int64, and what divides means; in deterministic mode, bound an index put.
 
-    That has an index for each dimension of the result, or one flat index, sorted. Source:
-    `ATen/native/TensorAdvancedIndexing.cpp`, `_scatter_via_index_put`.
+    That has an index for each dimension of the result, or one flat index, sorted. For means there are ones, their sums
+    and a mask of zero counts. Source: `ATen/native/TensorAdvancedIndexing.cpp`, `_scatter_via_index_put` and
+    `scatter_reduce_two`.
     """
-    position = call.tensor("index")
-    converted = cast(position, torch.int64)
+    found = [*_counted(call, "src"), *contiguous(call), *gather(call)]
     if not torch.are_deterministic_algorithms_enabled():
-        return [*contiguous(call), *converted]
-    num, result = position.numel(), call.outputs[0]
-    places = [8 * num] * (2 * result.dim() + 5)
-    return [
-        *contiguous(call),
-        *converted,
-        *places,
-        result.itemsize * num,
-        cuda_cub.radix_sort(num, 8, 8, 64, call.capability),
-    ]
-
-
-def scatter_reduce(call: Call) -> list[int]:
-    """Count as `scatter`; for means also ones, which are added up, their sums as counts, and a mask of zero counts.
-
-    Source: `ATen/native/TensorAdvancedIndexing.cpp`, `scatter_reduce_two`.
-    """
-    return [*_counted(call, "src"), *scatter(call)]
+        return found
+    num, result = call.tensor("index").numel(), call.outputs[0]
+    sorting = radix_sort_nbytes(num, 8, 8, 64, call.capability)
+    return [*found, *([8 * num] * (2 * result.dim() + 5)), result.itemsize * num, sorting]
 
 
 def _counted(call: Call, source: str) -> list[int]:
-    """Count what divides sums by their numbers of terms, for means."""
-    if call.arguments["reduce"] != "mean":
+    if call.arguments.get("reduce") != "mean":
         return []
     result = call.outputs[0]
     return [nbytes_of(call.tensor(source)), nbytes_of(result), result.numel()]
 
 
 def search(call: Call) -> list[int]:
-    """Count a number copied to the device, and the larger of the operands' copies and the check of a sorter.
+    """Bound a number copied to the device, the operands' copies, and a sorter's minimum and maximum.
 
-    Copies are contiguous and of the common dtype. The check comes before them: the sorter's minimum and maximum.
-    Sources: `Bucketization.cu`, `BucketizationUtils.h`.
+    Copies are contiguous and of the common dtype. Sources: `Bucketization.cu`, `BucketizationUtils.h`.
     """
     number, casts = search_casts(call.arguments)
-    sorter, ends = call.arguments.get("sorter"), []
-    if sorter is not None:
-        found = sorter.new_empty(()), sorter.new_empty(())
-        ends = [sorter.itemsize] * 2 + reduction(Call(torch.ops.aten.aminmax.default, (sorter,), {}, found))
-    return [number, *largest([*contiguous(call), *casts], ends)]
+    sorter = call.arguments.get("sorter")
+    return [number, *contiguous(call), *casts, *([] if sorter is None else whole_reduction(sorter))]
 
 
 def gather(call: Call) -> list[int]:
@@ -179,12 +146,11 @@ def gather(call: Call) -> list[int]:
 
 
 def index_reduce(call: Call) -> list[int]:
-    """Count as `index_add`, with int64 indices; for means also ones, their sums as counts, and a mask of zero counts.
+    """Count as `index_add`, with int64 indices for the result's fill, and what divides means (see `scatter`).
 
-    Indices are converted to int64 for the fill of the result, which comes first. Source: `Indexing.cu`,
-    `index_reduce_func_cuda_impl`.
+    Source: `Indexing.cu`, `index_reduce_func_cuda_impl`.
     """
-    return [*_counted(call, "source"), *cast(call.tensor("index"), torch.int64), *index_add(call)]
+    return [*_counted(call, "source"), *gather(call), *index_add(call)]
 
 
 def embedding(call: Call) -> list[int]:
@@ -207,25 +173,15 @@ def index_put(call: Call) -> list[int]:
 
 
 def index_add(call: Call) -> list[int]:
-    """Count the scaled source and its accumulation in deterministic mode, else nothing.
+    """Count `index_add` and `index_copy`: in deterministic mode a sort, of the former also the scaled source.
 
-    Source: `Indexing.cu`, `index_add_cuda_impl`.
+    Sources: `Indexing.cu`, `index_add_cuda_impl`; `ATen/native/TensorAdvancedIndexing.cpp`, `index_copy_out`.
     """
     if not torch.are_deterministic_algorithms_enabled():
         return []
     source, position = call.tensor("source"), call.tensor("index")
-    given = [None] * call.arguments["dim"] + [position]
-    return [nbytes_of(source), 8 * position.numel(), *_added(call, given, source)]
-
-
-def index_copy(call: Call) -> list[int]:
-    """Count a sort in deterministic mode (see `_added`), else nothing.
-
-    Source: `ATen/native/TensorAdvancedIndexing.cpp`, `index_copy_out`.
-    """
-    if not torch.are_deterministic_algorithms_enabled():
-        return []
-    return _added(call, [None] * call.arguments["dim"] + [call.tensor("index")], call.tensor("source"))
+    scaled = [] if call.name.startswith("index_copy") else [nbytes_of(source), 8 * position.numel()]
+    return [*scaled, *_added(call, [None] * call.arguments["dim"] + [position], source)]
 
 
 def _added(call: Call, given: Sequence[Tensor | None], values: Tensor) -> list[int]:
@@ -236,26 +192,26 @@ def _added(call: Call, given: Sequence[Tensor | None], values: Tensor) -> list[i
     values and these times a stride. With masks this is a bound, since a mask may select all its elements. Source:
     `Indexing.cu`, `index_put_with_sort_kernel`.
     """
-    result, num = call.outputs[0], _num_indexed(call, given)
+    result, positions = call.outputs[0], [tensor for tensor in given if tensor is not None]
+    num = _num_indexed(positions)
     if num == 0 or result.numel() == 0:
         return []
-    indexed = [dim for dim, tensor in enumerate(given) if tensor is not None]
-    if any(tensor is not None and _is_mask(tensor) for tensor in given):
+    if any(map(_is_mask, positions)):
         numbers = [8 * num] * (2 * result.dim() + 4)
         copies = [*(2 * [nbytes_of(result)]), max(nbytes_of(result), nbytes_of(values))]
-        return [*numbers, _MIB + num // 8, cuda_cub.radix_sort(num, 8, 8, 64, call.capability), *copies]
+        return [*numbers, _MIB + num // 8, radix_sort_nbytes(num, 8, 8, 64, call.capability), *copies]
+    indexed = [dim for dim, tensor in enumerate(given) if tensor is not None]
     together = len(indexed) == indexed[-1] - indexed[0] + 1
-    before = prod(result.shape[: indexed[0]]) if together else 1
     rest = prod(size for dim, size in enumerate(result.shape) if dim not in indexed)
-    slice_numel = rest // before if together else rest
+    slice_numel = rest // prod(result.shape[: indexed[0]]) if together else rest
     in_front = [*indexed, *(dim for dim in range(result.dim()) if dim not in indexed)]
-    moved = not together and not _is_sorted([dim for dim in in_front if result.shape[dim] != 1])
+    kept = [dim for dim in in_front if result.shape[dim] != 1]
+    moved = not together and kept != sorted(kept)
     in_rows = [] if result.is_contiguous() else [nbytes_of(result)]
     copies = [*in_rows, *([nbytes_of(result)] if moved else [])]
     if not (values.is_contiguous() and values.numel() == num * rest):
         copies.append(num * rest * values.itemsize)
-    sorting = cuda_cub.radix_sort(num, 8, 8, _num_bits((result.numel() - 1) // slice_numel), call.capability)
-    positions = [tensor for tensor in given if tensor is not None]
+    sorting = radix_sort_nbytes(num, 8, 8, _num_bits((result.numel() - 1) // slice_numel), call.capability)
     before_it = [8 * tensor.numel() for tensor in positions if tensor.dtype != torch.int64] + in_rows
     before_it += [8 * num] if len(positions) > 1 else []
     in_order = all(tensor.numel() == num and tensor.is_contiguous() for tensor in positions)
@@ -266,8 +222,12 @@ def _added(call: Call, given: Sequence[Tensor | None], values: Tensor) -> list[i
     )
 
 
-def _is_sorted(numbers: list[int]) -> bool:
-    return numbers == sorted(numbers)
+def _num_bits(largest_key: int) -> int:
+    """Count the bits of keys, rounded up to passes of 8 bits: `cuda/cub.h`, `get_num_bits`."""
+    num_bits = 8
+    while largest_key >= 1 << num_bits:
+        num_bits += 8
+    return num_bits
 
 
 def _indices(call: Call) -> list[Tensor]:
@@ -275,19 +235,17 @@ def _indices(call: Call) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
 
 
-def _num_indexed(call: Call, given: Sequence[Tensor | None]) -> int:
+def _num_indexed(indices: Sequence[Tensor]) -> int:
     """Bound the elements of the indices after broadcasting; a mask may select all its elements."""
-    indices = [tensor for tensor in given if tensor is not None]
     if not indices:
         return 0
     shape = torch.broadcast_shapes(*(index.shape for index in indices if not _is_mask(index)))
     return prod(shape) * max((index.numel() for index in indices if _is_mask(index)), default=1)
 
 
-def _expanded_indices(call: Call) -> list[int]:
+def _expanded(indices: Sequence[Tensor]) -> list[int]:
     """Count int64 indices: a mask becomes one for each of its dimensions."""
-    num_indices = sum(tensor.dim() if _is_mask(tensor) else 1 for tensor in _indices(call))
-    return [8 * _num_indexed(call, _indices(call))] * num_indices
+    return [8 * _num_indexed(indices)] * sum(tensor.dim() if _is_mask(tensor) else 1 for tensor in indices)
 
 
 def _is_mask(index: Tensor) -> bool:

@@ -14,6 +14,7 @@ limits the blocks.
 from __future__ import annotations
 
 from collections.abc import Collection
+from math import gcd
 
 import torch
 from torch import Tensor
@@ -22,26 +23,30 @@ MULTIPROCESSORS = 160
 """More than any device has that these kernels know (H100: 132, B200: 148)."""
 
 _THREADS_PER_MULTIPROCESSOR = 2048
-_MAX_THREADS = 512
 _WARP = 32
-_VECTOR = 4
 _MIN_VALUES, _MAX_VALUES = 16, 256  # per thread
 
 
 def reduction_nbytes(
-    num_outputs: int, inputs_per_output: int, *, over_fastest: bool, itemsize: int, vector: int = _VECTOR
+    num_outputs: int,
+    inputs_per_output: int,
+    *,
+    over_fastest: bool,
+    itemsize: int,
+    vector: int = 4,
+    max_threads: int = 512,
 ) -> list[int]:
     """Count the bytes of the buffer for partial results and of the semaphores; no parts if no output is shared.
 
     Args:
         over_fastest: whether what is reduced is next to each other in memory.
         itemsize: bytes of an accumulator.
-        vector: outputs that a thread takes at once, where it may.
+        vector: outputs that a thread takes at once, where what is reduced is not next to each other.
+        max_threads: of a block.
     """
-    if over_fastest or (not _is_symbol(num_outputs) and num_outputs % vector):
-        vector = 1
+    vector = 1 if over_fastest else vector if _is_symbol(num_outputs) else gcd(vector, num_outputs)
     along, across = (inputs_per_output, num_outputs) if over_fastest else (num_outputs // vector, inputs_per_output)
-    width, height = _block(along, across, _MAX_THREADS // vector)
+    width, height = _block(along, across, max_threads // vector)
     step_input, step_output = (width, 1) if over_fastest else (1, width)
     if not _is_symbol(inputs_per_output) and -(-inputs_per_output // step_input) < min(height * 16, _MAX_VALUES):
         return []
@@ -61,6 +66,19 @@ def reduction_nbytes(
 
 def _is_symbol(size: int | torch.SymInt) -> bool:
     return isinstance(size, torch.SymInt)
+
+
+def outputs_at_once(tensor: Tensor, dims: Collection[int]) -> int:
+    """Return 4, 2 or 1: what divides the outputs next to each other, and all other strides (`get_output_vec_size`)."""
+    reduced = {dim % max(1, tensor.dim()) for dim in dims} or set(range(tensor.dim()))
+    walked = [dim for dim in range(tensor.dim()) if _is_symbol(tensor.shape[dim]) or tensor.shape[dim] > 1]
+    together, others = 1, []
+    for dim in sorted(walked, key=tensor.stride):
+        if others or dim in reduced or tensor.stride(dim) != together:
+            others.append(tensor.stride(dim))
+        else:
+            together *= tensor.shape[dim]
+    return gcd(4, *(size for size in (together, *others) if not _is_symbol(size)))
 
 
 def reduces_fastest(tensor: Tensor, dims: Collection[int]) -> bool:

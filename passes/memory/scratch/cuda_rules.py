@@ -7,6 +7,7 @@ they are added up.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
@@ -17,14 +18,15 @@ from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION
 from chunkc.passes.memory.scratch.cuda_convolution import own_shards
-from chunkc.passes.memory.scratch.cuda_reduction import reduces_fastest, reduction_nbytes
+from chunkc.passes.memory.scratch.cuda_reduction import outputs_at_once, reduces_fastest, reduction_nbytes
 
 CONVOLUTION_NBYTES = 1 << 30
 """The most that is set aside for one convolution's workspace (see `convolution`)."""
 
-_SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm", "logsumexp", "mse_loss", "smooth_l1_loss", "huber_loss")
+_CAST_SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm")
+_SUMS = (*_CAST_SUMS, "logsumexp", "mse_loss", "smooth_l1_loss", "huber_loss", "count_nonzero")
 _EXTREMES = ("amax", "amin", "all", "any")
-_CAST_FIRST = (*_SUMS[:5], "prod")
+_CAST_FIRST = (*_CAST_SUMS, "prod")
 _MADE_CONTIGUOUS = ("max", "min", "argmax", "argmin", "aminmax")
 
 _MIB = 1 << 20
@@ -61,9 +63,9 @@ def nothing(call: Call) -> list[int]:
 def reduction(call: Call) -> list[int]:
     """List a reduction's allocations: those of `cuda_reduction` (`Reduce.cuh`), and copies before it.
 
-    Copied are operands with gaps; for an extreme of all elements, operands that are not contiguous
-    (`ATen/native/TensorCompare.cpp`, `ReduceOps.cpp`); and operands that are summed in another dtype
-    (`ReduceOpsUtils.h`), but for halves that are summed in fp32.
+    Copied are, for an extreme of all elements, operands that are not contiguous (`ATen/native/TensorCompare.cpp`,
+    `ReduceOps.cpp`), and operands that are summed in another dtype (`ReduceOpsUtils.h`), but for halves that are summed
+    in fp32. Variances of complex numbers have results of their parts in addition (`ReduceOps.cpp`, `std_var_out`).
     """
     source = max(call.inputs, key=Tensor.numel)
     num_outputs = max(1, max((tensor.numel() for tensor in call.outputs), default=1))
@@ -73,51 +75,41 @@ def reduction(call: Call) -> list[int]:
         num_outputs,
         max(1, source.numel()) // num_outputs,
         over_fastest=reduces_fastest(source, dims),
+        vector=outputs_at_once(source, dims),
         itemsize=_accumulator_nbytes(call),
+        max_threads=256 if source.dtype == torch.complex128 else 512,
     )
-    copies = [nbytes_of(tensor) for tensor in call.inputs if not _has_no_gaps(tensor)]
-    if given is None and call.name in _MADE_CONTIGUOUS:
-        copies = contiguous(call)
+    copies = contiguous(call) if given is None and call.name in _MADE_CONTIGUOUS else []
     if call.name in _CAST_FIRST and not (source.dtype in LOW_PRECISION and call.outputs[0].dtype == torch.float32):
         dtype = call.outputs[0].dtype
         copies += cast(source, dtype.to_complex() if source.is_complex() else dtype)
+    if source.is_complex() and call.name.startswith(("var", "std")):  # of the real and of the imaginary parts
+        copies += 2 * [nbytes_of(tensor) for tensor in call.outputs]
     return [*parts, *copies]
 
 
-def variance(call: Call) -> list[int]:
-    """List a reduction's allocations; for complex numbers, besides, results of the real and of the imaginary parts.
-
-    Source: `ATen/native/ReduceOps.cpp`, `std_var_out`.
-    """
-    of_parts = 2 * [nbytes_of(tensor) for tensor in call.outputs] if call.tensor("self").is_complex() else []
-    return [*reduction(call), *of_parts]
+def whole_reduction(source: Tensor) -> list[int]:
+    """Bound the results of reducing all elements to one or two, such as the largest, and the reduction's parts."""
+    results = source.new_empty(()), source.new_empty(())
+    call = Call(torch.ops.aten.aminmax.default, (source,), {}, results)
+    return [*map(nbytes_of, results), *reduction(call)]
 
 
 def count_nonzero(call: Call) -> list[int]:
-    """Count a mask of the elements that are not zero, its int64 copy, and their sum.
-
-    Source: `ATen/native/TensorAdvancedIndexing.cpp`.
-    """
+    """Count a mask of the elements that are not zero, its int64 copy, and their sum: `TensorAdvancedIndexing.cpp`."""
     return [call.inputs[0].numel(), 8 * call.inputs[0].numel(), *reduction(call)]
 
 
 def check(call: Call) -> list[int]:
-    """Count a mask of the numbers that are not zero, and its reduction.
-
-    Source: `ATen/native/BatchLinearAlgebra.cpp`, `_linalg_check_errors`.
-    """
+    """Bound `_linalg_check_errors`: a mask of the numbers that are not zero, and whether any is."""
     info = call.tensor("info")
-    return [info.numel(), 1, *reduction(Call(torch.ops.aten.any.default, (info,), {}, info.new_empty(())))]
+    return [info.numel(), *whole_reduction(info)]
 
 
 def histogram(call: Call) -> list[int]:
-    """Count the reduction to minimum and maximum, if the range is not given: `SummaryOps.cu`."""
+    """Bound the search for minimum and maximum, if the range is not given: `SummaryOps.cu`."""
     low, high = (call.arguments.get(name, 0) for name in ("min", "max"))
-    if low != high:
-        return []
-    source = call.tensor("self")
-    ends = source.new_empty(()), source.new_empty(())
-    return [source.itemsize, source.itemsize, *reduction(Call(torch.ops.aten.aminmax.default, (source,), {}, ends))]
+    return [] if low != high else whole_reduction(call.tensor("self"))
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> list[int]:
@@ -144,27 +136,18 @@ def loss(call: Call) -> list[int]:
 
 
 def logits_loss(call: Call) -> list[int]:
-    """Count, besides `loss`, a second term, and with `pos_weight` a weight for each logit.
-
-    Source: `Loss.cpp`, `binary_cross_entropy_with_logits`.
-    """
+    """Count, besides `loss`, a second term, and with `pos_weight` a weight for each logit: `Loss.cpp`."""
     more = [nbytes_of(call.tensor("self"))] * (1 if call.arguments["pos_weight"] is None else 2)
     return [*loss(call), *more]
 
 
 def contiguous(call: Call) -> list[int]:
-    """List the copies of operands that are not contiguous.
-
-    Made by `SoftMax.cu`, `NLLLoss2d.cu`, and the pooling, padding and upsampling kernels.
-    """
+    """List the copies of operands that are not contiguous, for kernels that read contiguous memory."""
     return [nbytes_of(tensor) for tensor in call.inputs if not tensor.is_contiguous()]
 
 
 def results_twice(call: Call) -> list[int]:
-    """Count two factors of the gradient, and contiguous copies.
-
-    Source: `ATen/native/Loss.cpp`, `soft_margin_loss_backward`.
-    """
+    """Count two factors of the gradient, and contiguous copies: `Loss.cpp`, `soft_margin_loss_backward`."""
     return [*(2 * [nbytes_of(call.outputs[0])]), *contiguous(call)]
 
 
@@ -173,24 +156,13 @@ def result_once(call: Call) -> list[int]:
     return [nbytes_of(call.outputs[0])]
 
 
-def is_infinite(call: Call) -> list[int]:
-    """Count the magnitudes of floating-point or complex numbers, and of these a mask of the real parts.
-
-    Source: `ATen/native/TensorCompare.cpp`.
-    """
-    source = call.tensor("self")
-    if source.dtype.is_complex:
-        return [nbytes_of(source), source.numel()]
-    return [nbytes_of(source)] if source.dtype.is_floating_point else []
-
-
 def is_finite(call: Call) -> list[int]:
-    """Count the magnitudes, and two masks: of infinite numbers and of NaNs.
-
-    Source: `ATen/native/TensorCompare.cpp`.
-    """
-    sizes = is_infinite(call)
-    return [*sizes, *(2 * [call.tensor("self").numel()] if sizes else [])]
+    """Count magnitudes, a mask of complex numbers, and for `isfinite` two more masks: `TensorCompare.cpp`."""
+    source = call.tensor("self")
+    if not (source.is_complex() or source.is_floating_point()):
+        return []
+    num_masks = int(source.is_complex()) + (2 if call.name == "isfinite" else 0)
+    return [nbytes_of(source), *(num_masks * [source.numel()])]
 
 
 def ldexp(call: Call) -> list[int]:
@@ -219,10 +191,9 @@ def log_gamma(call: Call) -> list[int]:
 
 def difference(call: Call) -> list[int]:
     """Count the difference, and its reduction: `ATen/native/ReduceOps.cpp`, `dist`."""
-    shape = torch.broadcast_shapes(call.tensor("self").shape, call.tensor("other").shape)
-    difference = call.tensor("self").new_empty(()).expand(shape)
-    reduced = Call(torch.ops.aten.norm.Scalar, (difference,), {}, call.outputs)
-    return [nbytes_of(difference), *reduction(reduced)]
+    numel, itemsize = prod(torch.broadcast_shapes(*(tensor.shape for tensor in call.inputs))), call.inputs[0].itemsize
+    summing = reduction_nbytes(1, max(1, numel), over_fastest=True, itemsize=max(4, itemsize))
+    return [numel * itemsize, *summing]
 
 
 def one_number(call: Call) -> list[int]:
@@ -232,14 +203,10 @@ def one_number(call: Call) -> list[int]:
 
 def where(call: Call) -> list[int]:
     """Count casts to the dtype of the result, and numbers copied to the device: `ATen/native/TensorCompare.cpp`."""
-    found, result = [], call.outputs[0]
-    for name in ("self", "other"):
-        value = call.arguments[name]
-        if not isinstance(value, Tensor) or value.device != result.device:
-            found.append(result.itemsize)
-        if isinstance(value, Tensor):
-            found += cast(value, result.dtype)
-    return found
+    result, values = call.outputs[0], [call.arguments[name] for name in ("self", "other")]
+    casts = [nbytes for value in values if isinstance(value, Tensor) for nbytes in cast(value, result.dtype)]
+    is_moved = [not isinstance(value, Tensor) or value.device != result.device for value in values]
+    return [*casts, *(sum(is_moved) * [result.itemsize])]
 
 
 def softmax_backward(call: Call) -> list[int]:
@@ -279,22 +246,15 @@ def layer_norm_backward(call: Call) -> list[int]:
 
 
 def group_norm(call: Call) -> list[int]:
-    """Count two fp32 factors per image and channel, and in low precision the statistics in fp32.
+    """Count fp32 factors per image and channel: `group_norm_kernel.cu`.
 
-    Source: `group_norm_kernel.cu`.
+    There are two, and in low precision the statistics in fp32. The backward has two sums, a factor, and two factors per
+    group, which count as much here.
     """
-    image, statistics = call.tensor("input"), call.outputs[1:]
-    in_fp32 = [4 * tensor.numel() for tensor in statistics] if image.dtype in LOW_PRECISION else []
-    return [*contiguous(call), *(4 * image.shape[0] * image.shape[1] for _ in range(2)), *in_fp32]
-
-
-def group_norm_backward(call: Call) -> list[int]:
-    """Count fp32 sums and factors: two sums and a factor per image and channel, and two factors per group.
-
-    Source: `group_norm_kernel.cu`.
-    """
-    image = call.tensor("input")
-    return [*contiguous(call), *(4 * image.shape[0] * image.shape[1] for _ in range(5))]
+    image, is_backward = call.tensor("input"), call.name.endswith("backward")
+    is_low = image.dtype in LOW_PRECISION and not is_backward
+    in_fp32 = [4 * tensor.numel() for tensor in call.outputs[1:]] if is_low else []
+    return [*contiguous(call), *((5 if is_backward else 2) * [4 * image.shape[0] * image.shape[1]]), *in_fp32]
 
 
 def batch_norm(call: Call) -> list[int]:
@@ -318,8 +278,8 @@ def batch_norm_backward(call: Call) -> list[int]:
         return cudnn_batch_norm(call)
     if not _channels_come_last(image):
         return _copies_of_odd(call)
-    sums = [4 * image.shape[1]] * 2
-    return [*sums, max(0, sum(_staged(image, 2)) - nbytes_of(image)), *_copies_of_odd(call)]
+    staged_nbytes = max(0, sum(_staged(image, 2)) - nbytes_of(image))
+    return [*(2 * [4 * image.shape[1]]), staged_nbytes, *_copies_of_odd(call)]
 
 
 def _may_be_cudnn_s(call: Call) -> bool:
@@ -333,10 +293,10 @@ def _may_be_cudnn_s(call: Call) -> bool:
 
 def _channels_come_last(image: Tensor) -> bool:
     """Whether `batch_norm_use_channels_last_kernels` holds for an image."""
-    if image.is_contiguous():
-        return image.dim() > 1 and image.stride(1) == 1
     layout = {4: torch.channels_last, 5: torch.channels_last_3d}.get(image.dim())
-    return layout is not None and image.is_contiguous(memory_format=layout)
+    if layout is not None and image.is_contiguous(memory_format=layout):
+        return True
+    return image.is_contiguous() and image.dim() > 1 and image.stride(1) == 1
 
 
 def _copies_of_odd(call: Call) -> list[int]:
@@ -371,12 +331,8 @@ def cudnn_batch_norm(call: Call) -> list[int]:
 
 
 def grouped_product(call: Call) -> list[int]:
-    """Count pointers, strides and sizes of each group, and CUTLASS' descriptors for each multiprocessor.
-
-    Source: `GroupMM.cu`.
-    """
-    num_groups = max((tensor.shape[0] for tensor in call.inputs), default=0)
-    return [512 * num_groups, _MIB]
+    """Bound pointers, strides and sizes of each group, and CUTLASS' descriptors: `GroupMM.cu`."""
+    return [512 * max((tensor.shape[0] for tensor in call.inputs), default=0), _MIB]
 
 
 def convolution(call: Call) -> list[int]:
@@ -397,24 +353,18 @@ def convolution(call: Call) -> list[int]:
 
 
 def product(call: Call) -> list[int]:
-    """Count copies of matrices with neither rows nor columns contiguous.
-
-    Source: `cuda/Blas.cpp`, `prepare_matrix_for_cublas`.
-    """
+    """Count copies of matrices that lie neither by rows nor by columns: `Blas.cpp`, `prepare_matrix_for_cublas`."""
     factors = [call.arguments.get(name) for name in ("self", "mat1", "mat2", "batch1", "batch2", "mat")]
     if any(isinstance(call.arguments.get(name), Tensor) for name in ("mat1", "batch1", "mat")):
         factors = factors[1:]  # what is added is copied into the result
     matrices = [tensor for tensor in factors if isinstance(tensor, Tensor) and tensor.dim() > 1]
-    return [nbytes_of(tensor) for tensor in matrices if not _has_rows_or_columns(tensor)]
+    return [nbytes_of(tensor) for tensor in matrices if not (_has_rows(tensor) or _has_rows(tensor.mT))]
 
 
-def _has_rows_or_columns(matrix: Tensor) -> bool:
-    """Whether cuBLAS can read each matrix as it lies."""
-    *_, rows, columns = matrix.shape
-    *_, to_next_row, to_next_column = matrix.stride()
-    return (to_next_column == 1 and to_next_row >= max(1, columns)) or (
-        to_next_row == 1 and to_next_column >= max(1, rows)
-    )
+def _has_rows(matrices: Tensor) -> bool:
+    """Whether cuBLAS can read each matrix row by row as it lies."""
+    to_next_row, to_next_column = matrices.stride()[-2:]
+    return bool(to_next_column == 1 and to_next_row >= max(1, matrices.shape[-1]))
 
 
 def roll(call: Call) -> list[int]:
@@ -430,21 +380,16 @@ def im2col(call: Call) -> list[int]:
 
 
 def pooled(call: Call) -> list[int]:
-    """Count contiguous copies, and if there are any, contiguous results, which are copied to the operand's strides.
+    """Count contiguous copies, and if there are any, results, which are copied to the operand's strides.
 
     Sources: `AdaptiveMaxPooling2d.cu`, `UpSampleBilinear2d.cu`.
     """
-    copies = contiguous(call)
-    return [*copies, *(nbytes_of(tensor) for tensor in call.outputs if copies)]
+    return (copies := contiguous(call)) + [nbytes_of(tensor) for tensor in call.outputs if copies]
 
 
 def pooling_offsets(call: Call) -> list[int]:
-    """Count int64 indices, and for each dimension their remainders, positions and the beginnings of their windows.
-
-    Source: `torch/_inductor/inductor_prims.py`.
-    """
-    num_dims = len(call.arguments["kernel_size"])
-    return (3 * num_dims + 1) * [8 * call.outputs[-1].numel()]
+    """Count int64 indices, and per dimension remainders, positions and beginnings of windows: `inductor_prims.py`."""
+    return (3 * len(call.arguments["kernel_size"]) + 1) * [8 * call.outputs[-1].numel()]
 
 
 def bernoulli(call: Call) -> list[int]:
@@ -454,16 +399,10 @@ def bernoulli(call: Call) -> list[int]:
 
 
 def normal(call: Call) -> list[int]:
-    """Count numbers before they are shifted, and the test of the least deviation.
-
-    Source: `ATen/native/DistributionTemplates.h`.
-    """
+    """Count numbers before they are shifted, and the test of the least deviation: `DistributionTemplates.h`."""
     mean, deviation = call.arguments.get("mean"), call.arguments.get("std")
     moved = [nbytes_of(call.outputs[0])] if isinstance(mean, Tensor) or isinstance(deviation, Tensor) else []
-    if not isinstance(deviation, Tensor):
-        return moved
-    least = Call(torch.ops.aten.min.default, (deviation,), {}, deviation.new_empty(()))
-    return [*moved, *(3 * [deviation.itemsize]), *reduction(least)]
+    return [*moved, *([deviation.itemsize, *whole_reduction(deviation)] if isinstance(deviation, Tensor) else [])]
 
 
 def unfold_backward(call: Call) -> list[int]:
@@ -487,10 +426,6 @@ def col2im_outputs(call: Call) -> dict[int, int]:
 def uniform_outputs(call: Call) -> dict[int, int]:
     """Correct the result's bytes: it is dense, though its fake tensor has the strides of the argument."""
     return {0: nbytes_of(call.outputs[0])}
-
-
-def _has_no_gaps(tensor: Tensor) -> bool:
-    return tensor.untyped_storage().nbytes() <= (tensor.numel() + tensor.storage_offset()) * tensor.itemsize
 
 
 def largest(*moments: list[int]) -> list[int]:

@@ -117,7 +117,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.nothing_rule, cuda_rules.nothing), "squeeze transpose unsqueeze t swapaxes swapdims as_strided"),
     (Operator(rules.nothing_rule, cuda_sorting.bounded_sort), "mode"),
     (Operator(rules.nothing_rule, cuda_sorting.topk), "topk"),
-    (Operator(rules.nothing_rule, cuda_indexing.index_copy), "index_copy"),
+    (Operator(rules.nothing_rule, cuda_indexing.index_add), "index_copy"),
     (Operator(rules.nothing_rule, cuda_rules.contiguous), "index_fill"),
     (Operator(rules.shuffle_rule, cuda_rules.contiguous), "channel_shuffle"),
     (
@@ -217,7 +217,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.concatenation_rule, cuda_rules.nothing), "cat"),
     (Operator(rules.roll_rule, cuda_rules.roll), "roll"),
     (Operator(rules.gelu_backward_rule, cuda_rules.contiguous), "gelu_backward"),
-    (Operator(rules.isinf_rule, cuda_rules.is_infinite), "isinf"),
+    (Operator(rules.isinf_rule, cuda_rules.is_finite), "isinf"),
     (Operator(rules.fma_rule, cuda_rules.result_once), "prims::fma"),
     (Operator(rules.sort_rule, cuda_sorting.sort), "sort"),
     (Operator(rules.dropout_rule, cuda_rules.nothing), "native_dropout"),
@@ -242,12 +242,12 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(reductions.truth_rule, cuda_rules.reduction), "any all"),
     (Operator(reductions.extreme_rule, cuda_rules.reduction), "amax amin aminmax"),
     (Operator(reductions.extreme_with_index_rule, cuda_rules.reduction), "max min argmax argmin"),
-    (Operator(reductions.variance_rule, cuda_rules.variance), "var std var_mean std_mean"),
+    (Operator(reductions.variance_rule, cuda_rules.reduction), "var std var_mean std_mean"),
     (Operator(reductions.norm_rule, cuda_rules.reduction), "norm linalg_vector_norm"),
-    (Operator(reductions.median_rule, cuda_sorting.bounded_sort), "median nanmedian"),
+    (Operator(reductions.median_rule, cuda_sorting.median), "median nanmedian"),
     (Operator(reductions.mean_rule, cuda_rules.reduction), "mean"),
     (Operator(reductions.prod_rule, cuda_rules.reduction), "prod nansum"),
-    (Operator(reductions.kthvalue_rule, cuda_sorting.bounded_sort), "kthvalue"),
+    (Operator(reductions.kthvalue_rule, cuda_sorting.median), "kthvalue"),
     (Operator(reductions.renorm_rule), "renorm"),
     (Operator(reductions.logsumexp_rule, cuda_rules.loss), "logsumexp"),
     (Operator(reductions.histogram_rule, cuda_rules.histogram), "histc"),
@@ -315,15 +315,13 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(norms.safe_softmax_rule, cuda_rules.safe_softmax), "_safe_softmax"),
     (Operator(norms.layer_norm_backward_rule, cuda_rules.layer_norm_backward), "native_layer_norm_backward"),
     (
-        Operator(
-            norms.group_norm_backward_rule, cuda_rules.group_norm_backward, outputs=norms.group_norm_backward_outputs
-        ),
+        Operator(norms.group_norm_backward_rule, cuda_rules.group_norm, outputs=norms.group_norm_backward_outputs),
         "native_group_norm_backward",
     ),
     (Operator(norms.batch_norm_backward_rule, cuda_rules.batch_norm_backward), "native_batch_norm_backward"),
     # --- indexing ---
     (Operator(indexing.scatter_rule, cuda_indexing.scatter), "scatter scatter_add"),
-    (Operator(indexing.scatter_reduce_rule, cuda_indexing.scatter_reduce), "scatter_reduce"),
+    (Operator(indexing.scatter_reduce_rule, cuda_indexing.scatter), "scatter_reduce"),
     (Operator(indexing.index_reduce_rule, cuda_indexing.index_reduce), "index_reduce"),
     (Operator(indexing.index_select_rule, cuda_rules.nothing), "index_select"),
     (Operator(indexing.bincount_rule), "bincount"),
@@ -336,7 +334,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(indexing.index_rule, cuda_indexing.index_put), "index_put _unsafe_index_put"),
     (Operator(indexing.masked_index_rule, cuda_indexing.masked_index, inexact=exceptions.MASK), "_unsafe_masked_index"),
     (
-        Operator(indexing.masked_index_rule, cuda_indexing.masked_index_put, inexact=exceptions.MASK),
+        Operator(indexing.masked_index_rule, cuda_indexing.masked_index, inexact=exceptions.MASK),
         "_unsafe_masked_index_put_accumulate",
     ),
     # --- images ---

@@ -1,4 +1,4 @@
-"""Rules of what sorts and indexes on CUDA devices, which `tests/gpu_in_ram/test_sorting.py` holds to the byte."""
+"""Rules of what sorts and indexes on CUDA devices; `tests/gpu_in_ram/test_sorting.py` measures."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from chunkc.passes.memory.scratch.cuda import cuda_scratch_nbytes
+from chunkc.passes.memory.scratch.cuda_sorting import radix_sort_nbytes, scan_nbytes, unique_nbytes
 
 aten = torch.ops.aten
 HOPPER = (9, 0)
@@ -53,18 +53,52 @@ def test_in_symbols_as_in_numbers(name: str) -> None:
     assert int(found) == nbytes
 
 
+TURING, AMPERE, RTX_30 = (7, 5), (8, 0), (8, 6)
+
+
 @pytest.mark.parametrize(
-    ("version", "nbytes"), [("2.11.0+cu130", 2_652_672), ("2.12.1", 2_652_672), ("2.13.0+cu130", 2_099_200)]
+    ("num", "key", "value", "num_bits", "capability", "nbytes"),
+    [
+        (2304, 8, 8, 64, HOPPER, 1),
+        (3073, 8, 8, 8, HOPPER, 3583),
+        (3073, 8, 8, 17, HOPPER, 57_343),
+        (3_000_000, 8, 8, 17, HOPPER, 48_674_303),
+        (3_000_000, 8, 8, 8, HOPPER, 670_207),
+        (3_000_000, 8, 8, 8, RTX_30, 803_327),
+        (3_000_000, 8, 8, 8, AMPERE, 803_327),
+        (3_000_000, 8, 8, 8, TURING, 1_094_143),
+        (4097, 4, 8, 32, HOPPER, 59_391),
+        (5000, 2, 8, 16, HOPPER, 56_063),
+        (100_000, 1, 8, 8, HOPPER, 32_255),
+        (3_000_000, 4, 4, 8, AMPERE, 473_599),
+        (5000, 2, 8, 16, TURING, 4_519_423),
+        (5000, 2, 8, 16, AMPERE, 4_519_423),
+    ],
 )
-def test_embeddings_are_sorted_by_all_bits_before_2_13(
-    monkeypatch: pytest.MonkeyPatch, version: str, nbytes: int
+def test_what_cub_asks_for_is_exact_for_int64_and_else_bounded(
+    num: int, key: int, value: int, num_bits: int, capability: tuple[int, int], nbytes: int
 ) -> None:
-    """As 2.11.0 and 2.13.0 asked the allocator for it; 2.12 is taken for the one that needs more."""
-    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
-    gradient, positions = meta(65_536, 1), meta(65_536, dtype=torch.int64)
-    args = (gradient, positions, 255, -1, False)
-    found = cuda_scratch_nbytes(aten.embedding_dense_backward.default, args, {}, meta(255, 1), capability=HOPPER)
-    assert found == nbytes
+    """As PyTorch 2.13 for CUDA 13 asked for it on the GPU made of RAM."""
+    bound_nbytes = radix_sort_nbytes(num, key, value, num_bits, capability)
+    if key == value == 8:
+        assert bound_nbytes == nbytes
+    sorted_nbytes = num * (key + value)
+    assert nbytes <= bound_nbytes <= nbytes + 0.05 * sorted_nbytes + (3 << 20 if capability < HOPPER else 4096)
+    assert bound_nbytes <= radix_sort_nbytes(num, key, value, num_bits, None)
+
+
+@pytest.mark.parametrize(("num", "nbytes"), [(3_000_000, 36_863), (3_000_000, 151_039), (3073, 1279)])
+def test_unique_keys_are_bounded(num: int, nbytes: int) -> None:
+    assert nbytes <= unique_nbytes(num)
+
+
+@pytest.mark.parametrize(
+    ("num", "itemsize", "halves", "nbytes"),
+    [(1, 4, False, 1023), (1, 8, False, 1279), (1, 2, True, 1279), (1_000_000, 4, False, 5119),
+     (1_000_000, 8, False, 18_943), (1_000_000, 2, True, 3327), (3_000_000, 8, False, 54_783)],
+)  # fmt: skip
+def test_sums_up_to_each(num: int, itemsize: int, halves: bool, nbytes: int) -> None:
+    assert scan_nbytes(num, itemsize, halves=halves) == nbytes
 
 
 def test_deterministic_code_sorts_all_that_is_written_by_index() -> None:
