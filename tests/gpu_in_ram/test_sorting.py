@@ -7,8 +7,8 @@ import torch
 from device_process import on_a_device
 from device_sorting import FAMILIES, others
 
-SLACK = {"embeddings": 0, "places": 0, "sorts": 0.02}
-"""What rules may count too much: of floating-point numbers CUB's tiles are bounded."""
+SLACK = {"embeddings": 0, "int32": 0.02, "places": 0, "sorts": 0.02}
+"""What rules may count too much: of other dtypes than int64 CUB's tiles are bounded."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)

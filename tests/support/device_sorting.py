@@ -25,17 +25,16 @@ def indices(*shape: int, dtype: torch.dtype = I64) -> Tensor:
     return empty(*shape, dtype=dtype)
 
 
-def embeddings() -> Iterator[Call]:
+def embeddings(kind: torch.dtype = I64) -> Iterator[Call]:
     """Yield gradients of embeddings, without numbers of weights for which the device's multiprocessors decide."""
     op = aten.embedding_dense_backward.default
     for num, num_weights, width, dtype in (
-        (3072, 50_000, 8, F32), (3073, 50_257, 64, BF16), (8192, 1024, 768, F32), (65_536, 255, 64, F32),
+        (3072, 50_000, 8, F32), (3073, 50_257, 64, BF16), (8192, 1024, 768, F32), (65_536, 255, 1, F32),
         (20_000, 2, 64, F16), (20_000, 20, 64, F32), (100_000, 70_000, 8, F32), (300_000, 50_257, 8, BF16),
     ):  # fmt: skip
         grad = empty(num, width, dtype=dtype)
-        for kind in (I64, I32):
-            yield op, (grad, indices(num, dtype=kind), num_weights, -1, False)
-        yield op, (grad, indices(num), num_weights, -1, num_weights > 1000)
+        for scales in (False, num_weights > 1000):
+            yield op, (grad, indices(num, dtype=kind), num_weights, -1, scales)
 
 
 def places() -> Iterator[Call]:
@@ -76,7 +75,12 @@ def sorts() -> Iterator[Call]:
         yield aten.masked_scatter.default, (values, mask, values)
 
 
-FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {"embeddings": embeddings, "places": places, "sorts": sorts}
+FAMILIES: dict[str, Callable[[], Iterator[Call]]] = {
+    "embeddings": embeddings,
+    "int32": lambda: embeddings(I32),
+    "places": places,
+    "sorts": sorts,
+}
 
 
 def others(name: str, *, slack: float = 0) -> list[str]:

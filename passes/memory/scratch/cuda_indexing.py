@@ -7,6 +7,7 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
@@ -35,9 +36,9 @@ def embedding_backward(call: Call) -> list[int]:
     """Bound the largest of three phases: indices sorted; equal indices found; their gradients summed.
 
     Up to 3,072 indices are not sorted, unless gradients are scaled by frequency. More are sorted together with their
-    positions, here by all bits. A run of equal indices is a segment: its start is kept, its count if that scales, then
-    its number of parts and where they begin, and sums per part (see `_sums_of_parts`), which are most where rows have
-    40 elements or more. Sources: `Embedding.cu`, `EmbeddingBackwardKernel.cu`.
+    positions: before PyTorch 2.13 by all bits, then by those that `num_weights` needs. A run of equal indices is a
+    segment: its start is kept, its count if that scales, then its number of parts and where they begin, and sums per
+    part (see `_sums_of_parts`). Sources: `Embedding.cu`, `EmbeddingBackwardKernel.cu`.
     """
     indices, grad, num_weights = call.tensor("indices"), call.tensor("grad_output"), call.arguments["num_weights"]
     num, size = indices.numel(), indices.itemsize
@@ -47,12 +48,13 @@ def embedding_backward(call: Call) -> list[int]:
         return copies
     held = [size * num, size * num, *copies]
     begins = [size * num, 8, *([size * num] if counts else [])]
-    sorting = radix_sort_nbytes(num, size, size, 8 * size, call.capability)
+    num_bits = _num_bits(num_weights) if TorchVersion(torch.__version__) >= "2.13" else 8 * size
+    sorting = radix_sort_nbytes(num, size, size, num_bits, call.capability)
     num_segments = min(num, num_weights)
     segments = [size * num_segments, size * num_segments, 8]
     return largest(
         [*held, size * num, sorting, -rounded_nbytes(sum(map(nbytes_of, call.outputs)))],
-        [*held, *begins, size * num, unique_nbytes(num)],
+        [*held, *begins, size * num, unique_nbytes(num, size, call.capability)],
         [*held, *begins, *segments, *_sums_of_parts(call, num // _ROWS_PER_PART + num_segments, num_segments)],
     )
 

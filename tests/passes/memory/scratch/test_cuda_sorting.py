@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_map_only
 
 from chunkc.passes.memory.scratch.cuda import cuda_scratch_nbytes
@@ -87,9 +88,21 @@ def test_what_cub_asks_for_is_exact_for_int64_and_else_bounded(
     assert bound_nbytes <= radix_sort_nbytes(num, key, value, num_bits, None)
 
 
-@pytest.mark.parametrize(("num", "nbytes"), [(3_000_000, 36_863), (3_000_000, 151_039), (3073, 1279)])
-def test_unique_keys_are_bounded(num: int, nbytes: int) -> None:
-    assert nbytes <= unique_nbytes(num)
+@pytest.mark.parametrize(
+    ("num", "key", "capability", "nbytes"),
+    [
+        (3_000_000, 8, HOPPER, 11_007),
+        (3073, 8, HOPPER, 1279),
+        (3_000_000, 8, AMPERE, 36_863),
+        (3_000_000, 8, RTX_30, 151_039),
+        (3_000_000, 4, HOPPER, 7935),
+        (3_000_000, 4, TURING, 69_375),
+    ],
+)
+def test_unique_keys(num: int, key: int, capability: tuple[int, int], nbytes: int) -> None:
+    bound_nbytes = unique_nbytes(num, key, capability)
+    assert bound_nbytes == nbytes if key == 8 else nbytes <= bound_nbytes
+    assert bound_nbytes <= unique_nbytes(num, key, None)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +112,20 @@ def test_unique_keys_are_bounded(num: int, nbytes: int) -> None:
 )  # fmt: skip
 def test_sums_up_to_each(num: int, itemsize: int, halves: bool, nbytes: int) -> None:
     assert scan_nbytes(num, itemsize, halves=halves) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("version", "nbytes"), [("2.11.0+cu130", 2_652_672), ("2.12.1", 2_652_672), ("2.13.0+cu130", 2_099_200)]
+)
+def test_embeddings_are_sorted_by_all_bits_before_2_13(
+    monkeypatch: pytest.MonkeyPatch, version: str, nbytes: int
+) -> None:
+    """As 2.11.0 and 2.13.0 asked the allocator for it; 2.12 is taken for the one that needs more."""
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    gradient, positions = meta(65_536, 1), meta(65_536, dtype=torch.int64)
+    args = (gradient, positions, 255, -1, False)
+    found = cuda_scratch_nbytes(aten.embedding_dense_backward.default, args, {}, meta(255, 1), capability=HOPPER)
+    assert found == nbytes
 
 
 def test_deterministic_code_sorts_all_that_is_written_by_index() -> None:
