@@ -7,8 +7,8 @@
     depthwise         nothing: `DepthwiseConv2d.cu`
 
 All copy operands that have gaps or another order. Convolutions of one dimension are those of images one pixel high.
-Read off PyTorch 2.11 to 2.13, to the byte, but for depthwise backwards, which are bounded. Others (several groups,
-dilated, of volumes) are not known here.
+Read off PyTorch 2.11 to 2.13, to the byte; depthwise backwards with filters in another order are bounded.
+Others (several groups, dilated, of volumes) are not known here.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def _depthwise_backward(arguments: Mapping[str, Any]) -> list[int]:
     grad = arguments["grad_output"]
     copies = _copies(grad, arguments["weight"], None if of_image else arguments["input"])
     summing = _summing_parts(grad, is_copied=False) if of_bias else []
-    return [max(_rounded(copies), _rounded(summing))]
+    bias_nbytes = rounded_nbytes(grad.shape[1] * grad.itemsize) if of_bias else 0  # not there while there are copies
+    return [max(0, _rounded(copies) - bias_nbytes, _rounded(summing))]
 
 
 def _backward(arguments: Mapping[str, Any]) -> list[int]:
