@@ -331,8 +331,9 @@ def _with_slack(c: Convolution, nbytes: int) -> int:
     thread = 128
     if c.groups == 1 and min(c.positions, math.prod(c.read)) < _MIN_POSITIONS:  # a product of matrices
         thread += 64 * min(1024, _pad(c.inside * c.pixels)) * _FLOAT32_NBYTES
+    if not c.usual and c.last:
+        thread += 2 * _PAGE * (c.pixels if c.low else 3)
     if not c.usual and (c.low or c.last):
-        thread += 10 * _PAGE + (2 * _PAGE * c.pixels if c.low and c.last else 0)
         thread = _MIB if c.low and onednn.multiplies_tiles() else min(thread, _MIB)
     page = 512 if c.unblocked else _PAGE
     return nbytes + page + c.num_threads * thread + _pad(c.groups * c.outside) * _FLOAT32_NBYTES
@@ -400,7 +401,7 @@ def _image_gradient(c: Convolution, *, forward: bool = False) -> int:
     """
     given, image = c.image_nbytes, c.blocked_image_nbytes
     added = (given if c.strided or c.last else image) if forward and c.bias else 0
-    if not c.strided or c.fills_lanes or (c.depthwise and not c.low):
+    if not c.strided or (c.fills_lanes and c.usual) or (c.depthwise and not c.low):
         nbytes = _direct(c.mirrored())
     elif c.unblocked and c.outside <= _BLOCK // 2:
         nbytes = 0  # unfolded
@@ -422,7 +423,7 @@ def _strided(c: Convolution) -> int:
     """
     sizes = zip(c.written, c.kernel, c.stride, strict=True)
     numel = math.prod(size + 2 * (kernel - 1) // step for size, kernel, step in sizes)
-    pages = 10 if c.usual or not (c.low or c.last) else 0  # else `_with_slack` counts pages for shapes without a kernel
+    pages = 10 if c.usual or not c.emulated else 0
     thread = pages * _PAGE + 40 * c.pixels * -(-c.outside // 64) + c.itemsize * numel * _pad(c.groups * c.outside, 2)
     width, step = c.read[-1], c.stride[-1]
     if width % step:
