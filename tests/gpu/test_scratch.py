@@ -75,6 +75,9 @@ def batch_norm(layout: torch.memory_format) -> Call:
 CALLS: dict[str, Callable[[], Call]] = {
     "sum": lambda: (aten.sum.default, (normal(1 << 26),)),
     "sum of rows": lambda: (aten.sum.dim_IntList, (normal(4096, 1024), [0])),
+    "sum of rows of even width": lambda: (aten.sum.dim_IntList, (normal(6013, 598, dtype=HALF), [0])),
+    "count of rows with gaps": lambda: (aten.count_nonzero.dim_IntList, (normal(1155, 3800)[:, ::2], [0])),
+    "logsumexp of rows with gaps": lambda: (aten.logsumexp.default, (normal(28_045, 704, dtype=HALF)[:, ::2], [0])),
     "sum of strided": lambda: (aten.sum.dim_IntList, (normal(1024, 4096).t(), [1])),
     "argmax": lambda: (aten.argmax.default, (normal(1 << 24),)),
     "variance": lambda: (aten.var_mean.correction, (normal(256, 65_536), [1])),

@@ -26,6 +26,7 @@ CONVOLUTION_NBYTES = 1 << 30
 _CAST_SUMS = ("sum", "nansum", "mean", "norm", "linalg_vector_norm")
 _SUMS = (*_CAST_SUMS, "logsumexp", "mse_loss", "smooth_l1_loss", "huber_loss", "count_nonzero")
 _EXTREMES = ("amax", "amin", "all", "any")
+_SUMS_OF_RESULTS = ("logsumexp", "count_nonzero")  # of exponentials, of masks
 _CAST_FIRST = (*_CAST_SUMS, "prod")
 _MADE_CONTIGUOUS = ("max", "min", "argmax", "argmin", "aminmax")
 
@@ -71,18 +72,20 @@ def reduction(call: Call) -> list[int]:
     num_outputs = max(1, max((tensor.numel() for tensor in call.outputs), default=1))
     given = call.arguments.get("dim")
     dims = [] if given is None else [given] if isinstance(given, int) else list(given)
-    parts = reduction_nbytes(
-        num_outputs,
-        max(1, source.numel()) // num_outputs,
-        over_fastest=reduces_fastest(source, dims),
-        vector=outputs_at_once(source, dims),
-        itemsize=_accumulator_nbytes(call),
-        max_threads=256 if source.dtype == torch.complex128 else 512,
-    )
     copies = contiguous(call) if given is None and call.name in _MADE_CONTIGUOUS else []
     if call.name in _CAST_FIRST and not (source.dtype in LOW_PRECISION and call.outputs[0].dtype == torch.float32):
         dtype = call.outputs[0].dtype
         copies += cast(source, dtype.to_complex() if source.is_complex() else dtype)
+    # What is summed in place of the operand has no gaps.
+    summed = torch.empty_like(source, device="meta") if copies or call.name in _SUMS_OF_RESULTS else source
+    parts = reduction_nbytes(
+        num_outputs,
+        max(1, source.numel()) // num_outputs,
+        over_fastest=reduces_fastest(summed, dims),
+        vector=outputs_at_once(summed, dims),
+        itemsize=_accumulator_nbytes(call),
+        max_threads=256 if source.dtype == torch.complex128 else 512,
+    )
     if source.is_complex() and call.name.startswith(("var", "std")):  # of the real and of the imaginary parts
         copies += 2 * [nbytes_of(tensor) for tensor in call.outputs]
     return [*parts, *copies]
