@@ -105,11 +105,10 @@ def test_an_engine_trains_as_on_cpus() -> None:
             assert roomy[key] == pytest.approx(expected, abs=1e-5), key
 
 
-def trained_by(module: ModuleType, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The run of a trainer of another library, started as by torchrun, in any budget and as on a CPU; and resumed."""
+def trained_by(module: ModuleType, folder: Path, **where: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The run of a trainer of another library, in any budget and as on a CPU; and resumed."""
     script = f"import {module.__name__}; {module.__name__}.main({str(folder)!r})"
-    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCHELASTIC_RUN_ID": "of a test"}
-    where |= {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    where |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     first, second = (json.loads(said.splitlines()[-1]) for said in all_well(on_ranks(script, arithmetic=True, **where)))
     assert first == second
     roomy, tight, resumed = first["runs"]
@@ -126,7 +125,9 @@ def test_a_trainer_of_hugging_face_trains_as_one_process_on_a_cpu(tmp_path: Path
 
 
 def test_a_trainer_of_lightning_trains_as_one_process_on_a_cpu(tmp_path: Path) -> None:
-    roomy, resumed = trained_by(device_lightning, tmp_path)
+    """Started as by torchrun."""
+    where = {"TORCHELASTIC_RUN_ID": "of a test", "GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    roomy, resumed = trained_by(device_lightning, tmp_path, **where)
     assert resumed["sums"] == roomy["sums"]
     assert resumed["losses"] == roomy["losses"][4:]
 
