@@ -26,7 +26,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.graphs.attention_cuda import Capability, Kernel, attention_kernel, may_take_cudnn
 from chunkc.passes.graphs.graphs import copy_of, output_node, placeholders, storage_key, value_of
 from chunkc.passes.rewrite.repeats import collected, value_text
-from chunkc.torch_private.aot import LazyGraphModule
+from chunkc.torch_private.aot import LazyGraphModule, quick_copies
 from chunkc.torch_private.fake import FakeTensor, FakeTensorMode, detect_fake_mode, disable_current_modes, like
 
 aten = torch.ops.aten
@@ -54,6 +54,7 @@ _NO_CUDA = "not linked with support for cuda"
 _DEVICE = torch.device("cuda", 0)
 
 
+@quick_copies()
 def on_cuda(
     forward: fx.GraphModule, backward: fx.GraphModule | None, capability: Capability | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
@@ -76,8 +77,10 @@ def on_cuda(
             if _operator(node) is _ON_CPU:
                 _replace_attention(node, capability, cudnn)
     if backward is not None:
+        saved = _SavedValues(forward.graph, backward.graph)
         for node in backward.graph.find_nodes(op="call_function", target=_ON_CPU_BACKWARD):
-            _replace_attention_backward(node, forward.graph)
+            _replace_attention_backward(node, saved)
+        saved.write()
     given = [value_of(node) for graph in graphs for node in placeholders(graph)]
     with detect_fake_mode(pytree.tree_leaves(given)) or FakeTensorMode(), torch.no_grad():
         values = _propagate(forward.graph, {})
@@ -146,16 +149,55 @@ def _replace_attention(node: fx.Node, capability: Capability | None, cudnn: bool
     node.kwargs = {"scale": scale}
 
 
-def _replace_attention_backward(node: fx.Node, forward: fx.Graph) -> None:
+class _SavedValues:
+    """Values that a forward saves for a backward, to which more may be added."""
+
+    def __init__(self, forward: fx.Graph, backward: fx.Graph) -> None:
+        self.made = {node.name: node for node in forward.nodes}
+        self._returned = output_node(forward)
+        (self._results,) = self._returned.args
+        self._saved = set(self._returned.all_input_nodes)
+        self._new: dict[str, list[fx.Node]] = {}
+        self._placeholders = {node.name: node for node in placeholders(backward)}
+
+    def saved(self, item: fx.Node, before: fx.Node) -> fx.Node:
+        """Make the forward save a value, if it does not yet, and return the backward's placeholder for it.
+
+        A new one comes directly after `before` among the backward's placeholders, and after its value among the
+        forward's outputs: programs match the two by position.
+        """
+        if item not in self._saved:
+            self._saved.add(item)
+            self._new.setdefault(before.name, []).insert(0, item)
+        if item.name not in self._placeholders:
+            with before.graph.inserting_after(before):
+                self._placeholders[item.name] = before.graph.placeholder(item.name)
+        return self._placeholders[item.name]
+
+    def write(self) -> None:
+        """Let the forward return the values that were added."""
+        if not self._new:
+            return
+        assert isinstance(self._results, tuple | list)
+        pending, results = list(reversed(self._results)), []
+        while pending:
+            results.append(result := pending.pop())
+            if isinstance(result, fx.Node):
+                pending += reversed(self._new.pop(result.name, []))
+        assert not self._new, list(self._new)
+        self._returned.args = (tuple(results),)
+
+
+def _replace_attention_backward(node: fx.Node, values: _SavedValues) -> None:
     gradient, query, key, value, out, logsumexp, dropout, causal = node.args
     mask, scale = node.kwargs.get("attn_mask"), node.kwargs.get("scale")
     assert isinstance(logsumexp, fx.Node)
     source = _made_by(logsumexp)
-    attention = source if source.op != "placeholder" else _made_by(_named(source.name, forward))
+    attention = source if source.op != "placeholder" else _made_by(values.made[source.name])
     seed, offset = _items(attention)
     if attention is not source:
-        seed = _saved(seed, source, forward)
-        offset = _saved(offset, seed, forward)
+        seed = values.saved(seed, source)
+        offset = values.saved(offset, seed)
     lengths = [_value(tensor).shape[2] for tensor in (query, key)]
     operands = (gradient, query, key, value)
     target, args = {
@@ -178,30 +220,6 @@ def _replace_attention_backward(node: fx.Node, forward: fx.Graph) -> None:
 def _value(argument: object) -> Any:
     assert isinstance(argument, fx.Node), argument
     return value_of(argument)
-
-
-def _named(name: str, graph: fx.Graph) -> fx.Node:
-    (node,) = [node for node in graph.nodes if node.name == name]
-    return node
-
-
-def _saved(item: fx.Node, before: fx.Node, forward: fx.Graph) -> fx.Node:
-    """Make the forward save a value, if it does not yet, and return the backward's placeholder for it.
-
-    A new one comes directly after `before` among the backward's placeholders, and after its value among the forward's
-    outputs: programs match the two by position.
-    """
-    graph, returned = before.graph, output_node(forward)
-    (results,) = returned.args
-    assert isinstance(results, tuple | list)
-    if item not in results:
-        at = [getattr(node, "name", None) for node in results].index(before.name) + 1
-        returned.args = ((*results[:at], item, *results[at:]),)
-    known = {node.name: node for node in placeholders(graph)}
-    if item.name not in known:
-        with graph.inserting_after(before):
-            known[item.name] = graph.placeholder(item.name)
-    return known[item.name]
 
 
 def _made_by(result: fx.Node) -> fx.Node:

@@ -214,7 +214,8 @@ class _Unrolling:
         base, index = _split(node.name)
         index += shift(base)
         name = f"{base}_{index}" if index else base
-        made = self._graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+        made = self._graph.create_node(node.op, node.target, name=name, type_expr=node.type)
+        made.args, made.kwargs = args, kwargs  # given at once, FX would search them for symbolic sizes
         made.meta = dict(node.meta)
         without_mark(made)
         if "ac_graph_id" in made.meta and (number is not None or made.meta["ac_graph_id"] > self._last_id):
