@@ -55,41 +55,44 @@ def only_one(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return x @ w.to(BF16)
 
 
-def test_parameters_that_are_only_cast_are_read_as_casts() -> None:
-    assert found(as_casts) == {"h.w": "param_bf16", "h.v": "param_bf16"}
-    assert found(as_casts, as_casts) == {"h.w": "param_bf16", "h.v": "param_bf16"}
-    assert found(lambda x, w, v: x.half() @ w.half()) == {"h.w": "param_fp16"}
-    assert found(lambda x, w, v: x @ torch.ops.prims.convert_element_type(w, BF16)) == {"h.w": "param_bf16"}
+def as_it_is(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    return x @ w.to(BF16), w * 2
 
 
-def test_what_no_graph_reads_keeps_no_other_from_it() -> None:
-    assert found(only_one) == {"h.w": "param_bf16"}
-    assert found(lambda x, w, v: x * 2) == {}
+def neither(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return x * 2
 
 
-NEEDED_ITSELF: dict[str, Function] = {
-    "as it is": lambda x, w, v: (x @ w.to(BF16), w * 2),
-    "as a view": lambda x, w, v: x @ w.t().to(BF16),
-    "in two dtypes": lambda x, w, v: (x @ w.to(BF16), x.half() @ w.half()),
-    "beside one in another dtype": lambda x, w, v: (x @ w.to(BF16), x.half() @ v.half()),
-    "beside one as it is": lambda x, w, v: (x @ w.to(BF16), v * 2),
-    "in double precision": lambda x, w, v: x.double() @ w.double(),
-    "returned": lambda x, w, v: w.to(BF16),
-    "returned as a view": lambda x, w, v: (x @ (cast := w.to(BF16)), cast.t()),
-    "in another layout": lambda x, w, v: (
-        x @ torch.ops.aten._to_copy.default(w, dtype=BF16, memory_format=torch.contiguous_format)
+BOTH, ONE, NONE = {"h.w": "param_bf16", "h.v": "param_bf16"}, {"h.w": "param_bf16"}, dict[str, str]()
+READS: dict[str, tuple[dict[str, str], list[Function]]] = {
+    "only as casts": (BOTH, [as_casts]),
+    "only as casts in both phases": (BOTH, [as_casts, as_casts]),
+    "in fp16": ({"h.w": "param_fp16"}, [lambda x, w, v: x.half() @ w.half()]),
+    "by another operator": (ONE, [lambda x, w, v: x @ torch.ops.prims.convert_element_type(w, BF16)]),
+    "the other one is not read": (ONE, [only_one]),
+    "neither is read": (NONE, [neither]),
+    "not in the other phase": (ONE, [only_one, neither]),
+    "as it is in the other phase": (NONE, [only_one, as_it_is]),
+    "as it is": (NONE, [as_it_is]),
+    "as a view": (NONE, [lambda x, w, v: x @ w.t().to(BF16)]),
+    "in two dtypes": (NONE, [lambda x, w, v: (x @ w.to(BF16), x.half() @ w.half())]),
+    "beside one in another dtype": (NONE, [lambda x, w, v: (x @ w.to(BF16), x.half() @ v.half())]),
+    "beside one as it is": (NONE, [lambda x, w, v: (x @ w.to(BF16), v * 2)]),
+    "in double precision": (NONE, [lambda x, w, v: x.double() @ w.double()]),
+    "returned": (NONE, [lambda x, w, v: w.to(BF16)]),
+    "returned as a view": (NONE, [lambda x, w, v: (x @ (cast := w.to(BF16)), cast.t())]),
+    "in another layout": (
+        NONE,
+        [lambda x, w, v: x @ torch.ops.aten._to_copy.default(w, dtype=BF16, memory_format=torch.contiguous_format)],
     ),
 }
 
 
-@pytest.mark.parametrize("how", NEEDED_ITSELF)
-def test_what_needs_the_parameter_itself_reads_it(how: str) -> None:
-    assert found(NEEDED_ITSELF[how]) == {}
-
-
-def test_both_phases_must_read_the_cast_only() -> None:
-    assert found(only_one, NEEDED_ITSELF["as it is"]) == {}
-    assert found(only_one, lambda x, w, v: x * 2) == {"h.w": "param_bf16"}
+@pytest.mark.parametrize("how", READS)
+def test_parameters_that_are_only_cast_are_read_as_casts(how: str) -> None:
+    """What needs the parameter itself, in either phase, reads it."""
+    expected, functions = READS[how]
+    assert found(*functions) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, FP16])

@@ -16,6 +16,12 @@ from chunkc.passes.rewrite.layouts import OPERANDS_ALIKE
 
 aten = torch.ops.aten
 SHAPE = (4, 6, 8, 10)
+ONES = torch.ones(6)
+
+
+def stats() -> tuple[Tensor, Tensor]:
+    return torch.zeros(6), torch.ones(6)
+
 
 ELEMENTWISE: dict[Any, tuple] = {
     aten.softplus_backward.default: (1, 20),
@@ -36,29 +42,19 @@ OF_ONE: dict[Any, tuple] = {
     aten.roll.default: ([1], [1]),
     aten._native_batch_norm_legit.no_stats: (None, None, True, 0.1, 1e-5),
     aten.native_batch_norm.default: (None, None, None, None, True, 0.1, 1e-5),
-    aten._native_batch_norm_legit_no_training.default: (None, None, torch.zeros(6), torch.ones(6), 0.1, 1e-5),
+    aten._native_batch_norm_legit_no_training.default: (None, None, *stats(), 0.1, 1e-5),
 }
 OTHERS = {
     aten.elu_backward.default: lambda a, b: (a, 1, 1, 1, False, b),
     aten.glu_backward.default: lambda a, b: (a[:, :3], b, 1),
     aten.native_dropout_backward.default: lambda a, b: (a, b > 0.5, 2.0),
-    aten._native_batch_norm_legit.default: lambda a, b: (
-        a, None, None, torch.zeros(6), torch.ones(6), True, 0.1, 1e-5
-    ),
-    aten._native_batch_norm_legit_functional.default: lambda a, b: (
-        a, None, None, torch.zeros(6), torch.ones(6), True, 0.1, 1e-5
-    ),
-    aten._batch_norm_with_update.default: lambda a, b: (
-        a, torch.ones(6), torch.ones(6), torch.zeros(6), torch.ones(6), 0.1, 1e-5
-    ),
-    aten._batch_norm_with_update_functional.default: lambda a, b: (
-        a, torch.ones(6), torch.ones(6), torch.zeros(6), torch.ones(6), 0.1, 1e-5
-    ),
-    aten.native_batch_norm_backward.default: lambda a, b: (
-        a, b, torch.ones(6), None, None, torch.zeros(6), torch.ones(6), True, 1e-5, [True, True, True]
-    ),
+    aten._native_batch_norm_legit.default: lambda a, b: (a, None, None, *stats(), True, 0.1, 1e-5),
+    aten._native_batch_norm_legit_functional.default: lambda a, b: (a, None, None, *stats(), True, 0.1, 1e-5),
+    aten._batch_norm_with_update.default: lambda a, b: (a, ONES, ONES, *stats(), 0.1, 1e-5),
+    aten._batch_norm_with_update_functional.default: lambda a, b: (a, ONES, ONES, *stats(), 0.1, 1e-5),
+    aten.native_batch_norm_backward.default: lambda a, b: (a, b, ONES, None, None, *stats(), True, 1e-5, [True] * 3),
     aten.batch_norm_backward.default: lambda a, b: (
-        a, b, torch.ones(6), None, None, torch.zeros(6), torch.ones(6), True, 1e-5, [True, True, True], torch.empty(0)
+        a, b, ONES, None, None, *stats(), True, 1e-5, [True] * 3, torch.empty(0)
     ),
 }  # fmt: skip
 
