@@ -274,7 +274,8 @@ def test_explain_reckons_with_the_optimizer() -> None:
 
 
 def test_blocks_need_a_layout_that_knows_of_them() -> None:
-    model = chunkc.place(case(FP32).build(), chunk_size=2 * 4 * (WIDTH * WIDTH + 64))
+    width = 72  # two weights fill their chunk, and leave no room for whole blocks
+    model = chunkc.place(MLP(3, width), chunk_size=2 * 4 * (width * width + 64))
     with pytest.raises(chunkc.OptionsError, match=r"make the optimizers before chunkc\.place"):
         made(model, moments_dtype="int8")
 
