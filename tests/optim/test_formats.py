@@ -106,8 +106,7 @@ def build(tight: bool, name: str, home: str = "cpu") -> tuple[nn.Module, nn.Modu
     Slots are full of NaN, so that what lies between tensors shows where it is taken for theirs.
     """
     dtype = ALL[name][0]
-    needed = minimum_with(name, home) if "lamb" in name else minimum(dtype, home)  # LAMB's masters are whole
-    nbytes = needed if tight else HUGE
+    nbytes = minimum_with(name, home) if tight else HUGE
     return compile_case(case(dtype), memory_budget=nbytes, home=home, place=False, debug=tight, **options(dtype))
 
 
