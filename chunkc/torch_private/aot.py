@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
@@ -17,7 +16,6 @@ from torch._decomp import get_decompositions
 from torch._functorch import config, partitioners
 from torch._functorch._aot_autograd import graph_compile, runtime_wrappers
 from torch._functorch.aot_autograd import aot_module_simplified
-from torch._functorch.partitioners import _is_tangent as is_tangent
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._higher_order_ops.wrap import uid as checkpoint_ids
 from torch._library.simple_registry import singleton
@@ -34,7 +32,6 @@ __all__ = [
     "LazyGraphModule",
     "aot_module_simplified",
     "get_decompositions",
-    "is_tangent",
     "min_cut_rematerialization_partition",
     "run_and_save_rng_state",
     "run_with_rng_state",
@@ -119,42 +116,6 @@ def quick_copies() -> Iterator[None]:
         return made
 
     with patch.object(fx.Graph, "node_copy", node_copy):
-        yield
-
-
-@contextmanager
-def partitioner_steps(
-    ordered: Callable[[fx.GraphModule], fx.GraphModule],
-    sink_side: Callable[[Iterable[tuple[str, str, float]], str, str], set[str] | None],
-) -> Iterator[None]:
-    """Let the partitioner take two of its steps in cheaper ways that give the same graphs.
-
-    Args:
-        ordered: orders a backward as `reordering_to_mimic_autograd_engine` does.
-        sink_side: the sink's side of the cut that networkx finds, of edges with capacities, a source and a sink; None
-            where networkx is to find that there is no cut.
-    """
-    import networkx  # slow to import, as the partitioner does when it first cuts a graph
-
-    found_by_networkx = networkx.minimum_cut
-
-    def minimum_cut(graph: Any, source: str, sink: str, **kwargs: Any) -> Any:
-        side = None if kwargs else sink_side(graph.edges(data="capacity", default=math.inf), source, sink)
-        if side is None:
-            return found_by_networkx(graph, source, sink, **kwargs)
-        nbytes = sum(
-            edge["capacity"]
-            for node, edges in graph.adjacency()
-            if node not in side
-            for head, edge in edges.items()
-            if head in side
-        )
-        return nbytes, (set(graph) - side, side)
-
-    with (
-        patch.object(networkx, "minimum_cut", minimum_cut),
-        patch.object(partitioners, "reordering_to_mimic_autograd_engine", ordered),
-    ):
         yield
 
 

@@ -31,14 +31,7 @@ from chunkc.passes.graphs.graphs import (
 )
 from chunkc.passes.graphs.symbols import size_of
 from chunkc.passes.planning.recompute import draws
-from chunkc.passes.rewrite.minimum_cut import sink_side
-from chunkc.torch_private.aot import (
-    LazyGraphModule,
-    is_tangent,
-    min_cut_rematerialization_partition,
-    partitioner_steps,
-    states_kept_for,
-)
+from chunkc.torch_private.aot import min_cut_rematerialization_partition, states_kept_for
 
 aten = torch.ops.aten
 _CASTS = {
@@ -169,40 +162,10 @@ def partition(
 
     `kwargs` are the partitioner's own.
     """
-    with states_kept_for(draws), partitioner_steps(in_order_of_gradients, sink_side):
+    with states_kept_for(draws):
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
     _trace_plain_tangents(backward.graph)
     return forward, backward
-
-
-def in_order_of_gradients(backward: fx.GraphModule) -> fx.GraphModule:
-    """Move what is recomputed to where gradients first need it, and drop what none needs.
-
-    The order is that of PyTorch's `reordering_to_mimic_autograd_engine`. That returns a module that writes its code at
-    once, and again at two later steps, though nothing runs it.
-    """
-    nodes = list(backward.graph.nodes)
-    order = {node: at for at, node in enumerate(nodes)}
-    begin = min((order[user] for node in nodes if is_tangent(node) for user in node.users), default=None)
-    if begin is None:
-        return backward
-    placed = dict.fromkeys(node for node in nodes if node.op == "placeholder")
-    # Copies into inputs count, though no gradient reads them.
-    wanted = [node for node in nodes[:begin] if node.target is aten.copy_.default] + nodes[begin:]
-    for last in wanted:
-        needed: set[fx.Node] = set()
-        pending = [last]
-        while pending:
-            node = pending.pop()
-            if node not in placed and node not in needed:
-                needed.add(node)
-                pending += node.all_input_nodes
-        placed.update(dict.fromkeys(sorted(needed, key=order.__getitem__)))
-    ordered = fx.Graph()  # not the former, in which names of values that are gone are taken
-    values: dict[fx.Node, fx.Node] = {}
-    for node in placed:
-        values[node] = ordered.node_copy(node, values.__getitem__)
-    return LazyGraphModule(backward, ordered)
 
 
 def _trace_plain_tangents(backward: fx.Graph) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
-from torch._functorch import partitioners
 from torch._functorch.aot_autograd import aot_function
 from torch._subclasses import FakeTensorMode
 
 from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned, storage_keys
-from chunkc.passes.rewrite.partition import hoist_for_backward, in_order_of_gradients
+from chunkc.passes.rewrite.partition import hoist_for_backward
 from chunkc.passes.rewrite.runner import Graphs
-from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.tracing.passes import PARTITION, JointContext, TraceContext, run
 
 MOVES = (
@@ -234,40 +230,3 @@ def test_a_view_of_a_parameter_that_arithmetic_went_into_may_be_saved() -> None:
     model = Plain()
     saved, parameters, _, _ = saved_by(model, torch.randn(4, 8))
     assert any(node not in parameters and is_compute(node) for node in saved), "activations are saved as ever"
-
-
-def backward_with_recomputed_values(seed: int) -> fx.GraphModule:
-    """A backward's graph of operations on saved values and tangents, some of them copies, some read by no gradient."""
-    draw = random.Random(seed)
-    graph = fx.Graph()
-    values = [graph.placeholder(f"saved_{at}") for at in range(3)]
-    values += [graph.placeholder(f"tangents_{at}") for at in range(seed % 3)]
-    for node in values:
-        node.meta["desc"] = node.name
-    for at in range(40):
-        given = draw.sample(values, 2) if at > 20 else [draw.choice(values[:3]), draw.choice(values)]
-        target = torch.ops.aten.copy_.default if draw.random() < 0.1 else torch.ops.aten.add.Tensor
-        values.append(graph.call_function(target, tuple(given)))
-    graph.output(tuple(draw.sample(values, 5)))
-    return fx.GraphModule(nn.Module(), graph)
-
-
-def test_a_backward_is_ordered_as_pytorch_does() -> None:
-    moved = 0
-    for seed in range(60):
-        backward = backward_with_recomputed_values(seed)
-        given = [str(node) for node in backward.graph.nodes]
-        former = {node.name: node.meta for node in backward.graph.nodes}
-        expected = partitioners.reordering_to_mimic_autograd_engine(copy.deepcopy(backward))
-        ordered = in_order_of_gradients(backward)
-        ordered.graph.lint()
-        names = [node.format_node() for node in ordered.graph.nodes]
-        assert names == [node.format_node() for node in expected.graph.nodes], seed
-        if seed % 3:
-            assert all(node.meta is not former[node.name] for node in ordered.graph.nodes)
-        moved += [str(node) for node in ordered.graph.nodes] != given
-        assert isinstance(ordered, LazyGraphModule) or seed % 3 == 0
-        # Names of values that are gone are free again.
-        made = [[str(module.graph.placeholder(name)) for name in given] for module in (ordered, expected)]
-        assert made[0] == made[1]
-    assert moved > 20
