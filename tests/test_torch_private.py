@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch._functorch._aot_autograd import graph_compile
 from torch._logging._internal import trace_log
 
@@ -222,38 +222,3 @@ def test_graphs_are_written_as_text_only_where_logs_read_them(monkeypatch: pytes
     monkeypatch.setattr(trace_log, "handlers", [logging.NullHandler()])
     with aot.without_unread_texts():
         assert graph_compile._log_fw_bw_graphs is write
-
-
-def test_quick_copies_are_those_of_fx(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two results of one node, one of them read twice: names, arguments, the order of users and notes are FX's."""
-    graph = fx.Graph()
-    x = graph.placeholder("x", type_expr=int, default_value=1)
-    total = graph.call_function(torch.add, (x, 2), {"alpha": x})
-    graph.call_function(torch.cat, ([total, x, total], -1), name="joined").meta["note"] = [1]
-    graph.output((total, [x]))
-
-    def copied() -> tuple[fx.Graph, list[object]]:
-        made, values = fx.Graph(), {}
-        for node in graph.nodes:
-            values[node] = made.node_copy(node, values.__getitem__)
-        made.lint()
-        texts = [
-            (n.name, n.op, n.target, n.args, n.kwargs, n.type, n.meta, [str(user) for user in n.users])
-            for n in made.nodes
-        ]
-        return made, [str(text) for text in texts]
-
-    by_fx = fx.Graph.node_copy
-    _, expected = copied()
-    searched = []
-    monkeypatch.setattr(fx.graph.pytree, "tree_iter", lambda tree: searched.append(tree) or ())
-    with aot.quick_copies():
-        made, texts = copied()
-    assert fx.Graph.node_copy is by_fx
-    assert texts == expected
-    assert not searched
-    (joined, note) = next((node, node.meta["note"]) for node in made.nodes if node.name == "joined")
-    source = next(node for node in graph.nodes if node.name == "joined")
-    assert joined.meta is not source.meta
-    assert note is source.meta["note"]
-    assert type(joined.args[0]) is type(source.args[0])

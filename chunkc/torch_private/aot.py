@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from typing import Any
 from unittest.mock import patch
 
@@ -95,27 +94,6 @@ def states_kept_for(draws: Callable[[fx.Node], bool]) -> Iterator[None]:
                 node.meta["recompute"] = mark
 
     with patch.object(partitioners, "functionalize_rng_ops", keep_fewer):
-        yield
-
-
-@contextmanager
-def quick_copies() -> Iterator[None]:
-    """Let graphs' nodes be copied without a search of their arguments for symbolic sizes, of which FX warns.
-
-    It takes three quarters of the time of a copy, and a node was searched when it was made.
-    """
-    copied_by_fx = fx.Graph.node_copy
-
-    def node_copy(graph: fx.Graph, node: fx.Node, arg_transform: Callable[[fx.Node], Any] = lambda x: x) -> fx.Node:
-        if graph.owning_module is not None:  # its hooks read a new node's arguments
-            return copied_by_fx(graph, node, arg_transform)
-        args, kwargs = fx.map_arg(node.args, arg_transform), fx.map_arg(node.kwargs, arg_transform)
-        made = graph.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-        made.args, made.kwargs = args, kwargs
-        made.meta = copy(node.meta)
-        return made
-
-    with patch.object(fx.Graph, "node_copy", node_copy):
         yield
 
 

@@ -30,7 +30,6 @@ from chunkc.passes.segments.cuts import cut, home_views
 from chunkc.passes.segments.segments import Piece, Segment, SegmentTable, extract, recompute_pieces
 from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import fits_whole
-from chunkc.torch_private.aot import quick_copies
 from chunkc.torch_private.engine import without_autocast
 from chunkc.tracing import passes
 from chunkc.tracing.capture import TracedGraphs
@@ -157,7 +156,7 @@ class Builder:
             UnsupportedError: an operator's inner memory is a guess, and `strict` refuses that.
         """
         # The captured graph has autocast's casts already; a second time they would change what compilers trace.
-        with without_autocast(), torch.no_grad(), quick_copies():
+        with without_autocast(), torch.no_grad():
             return self._described(whole, estimated, shapes)
 
     def _described(self, whole: bool, estimated: bool, shapes: Shapes) -> Captured:

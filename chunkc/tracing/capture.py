@@ -26,7 +26,6 @@ from chunkc.torch_private.aot import (
     linalg_checks_decomposed,
     marked_as_boxed,
     outside_alias_check,
-    quick_copies,
     random_states_as_values,
     without_unread_texts,
 )
@@ -114,7 +113,6 @@ def unique_name(name: str, is_free: Callable[[str], bool]) -> str:
     return unique
 
 
-@quick_copies()
 def capture_graph(
     gm: fx.GraphModule,
     inputs: Sequence[Any],

@@ -26,7 +26,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.graphs.attention_cuda import Capability, Kernel, attention_kernel, may_take_cudnn
 from chunkc.passes.graphs.graphs import copy_of, output_node, placeholders, storage_key, value_of
 from chunkc.passes.rewrite.repeats import collected, value_text
-from chunkc.torch_private.aot import LazyGraphModule, quick_copies
+from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import FakeTensor, FakeTensorMode, detect_fake_mode, disable_current_modes, like
 
 aten = torch.ops.aten
@@ -54,7 +54,6 @@ _NO_CUDA = "not linked with support for cuda"
 _DEVICE = torch.device("cuda", 0)
 
 
-@quick_copies()
 def on_cuda(
     forward: fx.GraphModule, backward: fx.GraphModule | None, capability: Capability | None = None
 ) -> tuple[fx.GraphModule, fx.GraphModule | None]:
