@@ -404,7 +404,7 @@ def _image_gradient(c: Convolution, *, forward: bool = False) -> int:
     if not c.strided or (c.fills_lanes and c.usual) or (c.depthwise and not c.low):
         nbytes = _direct(c.mirrored())
     elif c.unblocked and c.outside <= _BLOCK // 2:
-        nbytes = 0  # unfolded
+        nbytes = 0  # no kernel for this stride: `_or_unfolded` counts the columns
     else:
         uneven = c.groups > 1 or any(size % step for size, step in zip(c.read, c.stride, strict=True))
         added = added if uneven or c.emulated else 0
@@ -423,7 +423,7 @@ def _strided(c: Convolution) -> int:
     """
     sizes = zip(c.written, c.kernel, c.stride, strict=True)
     numel = math.prod(size + 2 * (kernel - 1) // step for size, kernel, step in sizes)
-    pages = 10 if c.usual or not c.emulated else 0
+    pages = 10 if c.usual or not c.emulated else 0  # addresses of blocks, as a kernel for this stride keeps them
     thread = pages * _PAGE + 40 * c.pixels * -(-c.outside // 64) + c.itemsize * numel * _pad(c.groups * c.outside, 2)
     width, step = c.read[-1], c.stride[-1]
     if width % step:

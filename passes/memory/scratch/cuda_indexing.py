@@ -111,7 +111,7 @@ def masked_index(call: Call) -> list[int]:
 
 
 def scatter(call: Call) -> list[int]:
-    """Count contiguous copies, indices in int64, and what divides means; in deterministic mode, bound an index put.
+    """Count contiguous copies, indices in int64, and for means the terms; in deterministic mode, bound an index put.
 
     That has an index for each dimension of the result, or one flat index, sorted. For means there are ones, their sums
     and a mask of zero counts. Source: `ATen/native/TensorAdvancedIndexing.cpp`, `_scatter_via_index_put` and
@@ -148,7 +148,7 @@ def gather(call: Call) -> list[int]:
 
 
 def index_reduce(call: Call) -> list[int]:
-    """Count as `index_add`, with int64 indices for the result's fill, and what divides means (see `scatter`).
+    """Count as `index_add`, with int64 indices for the result's fill, and for means the terms (see `scatter`).
 
     Source: `Indexing.cu`, `index_reduce_func_cuda_impl`.
     """

@@ -387,7 +387,8 @@ def pooled(call: Call) -> list[int]:
 
     Sources: `AdaptiveMaxPooling2d.cu`, `UpSampleBilinear2d.cu`.
     """
-    return (copies := contiguous(call)) + [nbytes_of(tensor) for tensor in call.outputs if copies]
+    copies = contiguous(call)
+    return [*copies, *(nbytes_of(tensor) for tensor in call.outputs if copies)]
 
 
 def pooling_offsets(call: Call) -> list[int]:
