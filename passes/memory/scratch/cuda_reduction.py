@@ -72,7 +72,8 @@ def outputs_at_once(tensor: Tensor, dims: Collection[int]) -> int:
     """Return 4, 2 or 1: what divides the outputs next to each other, and all other strides (`get_output_vec_size`)."""
     reduced = {dim % max(1, tensor.dim()) for dim in dims} or set(range(tensor.dim()))
     walked = [dim for dim in range(tensor.dim()) if _is_symbol(tensor.shape[dim]) or tensor.shape[dim] > 1]
-    together, others = 1, []
+    together = 1
+    others: list[int] = []
     for dim in sorted(walked, key=tensor.stride):
         if others or dim in reduced or tensor.stride(dim) != together:
             others.append(tensor.stride(dim))

@@ -20,7 +20,7 @@ _PART_NBYTES = 256
 _TILES_OF_INT64 = {7: 2816, 8: 3840, 9: 4608}
 """Elements of a tile by compute capability's major number: `tuning/tuning_radix_sort.cuh`."""
 _SMALLEST_TILE = 2816
-_UNIQUE_TILES_OF_INT64 = {(8, 0): 1344, (9, 0): 4928}
+_UNIQUE_TILES_OF_INT64: dict[Capability | None, int] = {(8, 0): 1344, (9, 0): 4928}
 _SMALLEST_UNIQUE_TILE = 320  # `tuning/tuning_unique_by_key.cuh`
 _THREADS, _THREAD_NBYTES = 256, 19 * 4
 """Of the one block that sorts as few elements as its threads can hold."""
@@ -64,8 +64,7 @@ def radix_sort_nbytes(num: int, key: int, value: int, num_bits: int, capability:
 
 def unique_nbytes(num: int, key: int, capability: Capability | None) -> int:
     """Bound CUB's workspace to find the unique ones of `num` sorted keys: 16 bytes a tile."""
-    known = _UNIQUE_TILES_OF_INT64 if key == 8 and capability is not None else {}
-    tile = known.get(capability, _SMALLEST_UNIQUE_TILE)
+    tile = _UNIQUE_TILES_OF_INT64.get(capability, _SMALLEST_UNIQUE_TILE) if key == 8 else _SMALLEST_UNIQUE_TILE
     return _workspace(_workspace(16 * (-(-num // tile) + _PADDING_TILES)))
 
 
