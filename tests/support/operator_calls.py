@@ -139,16 +139,13 @@ def with_number(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.addcdiv.default, y, x, x)
         yield call(aten.threshold.default, y, 0.1, 0)
         yield call(aten.threshold_backward.default, x, y, 0)
-        for name in words("sigmoid_backward tanh_backward silu_backward gelu_backward"):
-            yield call(getattr(aten, name).default, x, y)
+        for name in words("sigmoid tanh silu gelu hardswish hardsigmoid mish"):
+            yield call(getattr(aten, f"{name}_backward").default, x, y)
         yield call(aten.gelu_backward.default, x, y, approximate="tanh")
         yield call(aten.leaky_relu_backward.default, x, y, 0.1, False)
         yield call(aten.elu_backward.default, x, 1.0, 1.0, 1.0, False, y)
-        yield call(aten.hardswish_backward.default, x, y)
-        yield call(aten.hardsigmoid_backward.default, x, y)
         yield call(aten.hardtanh_backward.default, x, y, -1, 1)
         yield call(aten.softplus_backward.default, x, y, 1, 20)
-        yield call(aten.mish_backward.default, x, y)
         yield call(aten.logit_backward.default, x, y, None)
         yield call(aten._prelu_kernel.default, y, torch.ones(1, 6).to(dtype))
         yield call(aten._prelu_kernel_backward.default, x, y, torch.ones(1, 6).to(dtype))
@@ -156,11 +153,10 @@ def with_number(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.glu_backward.default, torch.ones(5, 3).to(dtype), y, -1)
         yield call(aten.log_sigmoid_backward.default, x, y, x)
         yield call(aten.polygamma.default, 1, y)
-    for name in words("eq_ ne_ lt_ le_ gt_ ge_"):
-        for y in (x, torch.ones(5, 6, dtype=torch.int64), mask):
-            yield call(getattr(aten, name).Scalar, y.clone(), 0.5)
-            for other in (x, torch.ones(6, dtype=torch.float64), mask):
-                yield call(getattr(aten, name).Tensor, y.clone(), other)
+    for name, y in itertools.product(("eq_", "lt_"), (x, torch.ones(5, 6, dtype=torch.int64), mask)):
+        yield call(getattr(aten, name).Scalar, y.clone(), 0.5)
+        for other in (x, torch.ones(6, dtype=torch.float64), mask):
+            yield call(getattr(aten, name).Tensor, y.clone(), other)
     for other in (x, torch.ones(6).double()):
         yield call(aten.copysign_.Tensor, x.clone(), other)
         if dtype == torch.float32:
@@ -196,9 +192,6 @@ def with_number(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten.isinf.default, torch.ones(6, 5, dtype=torch.complex128).mT)
     yield call(aten.linalg_vector_norm.default, torch.ones((), dtype=torch.complex64), 0)
     yield call(aten.angle.default, torch.ones(5, 6, dtype=torch.complex64))
-    for num_tested in (5, 20, 90):
-        yield call(aten.isin.Tensor_Tensor, torch.arange(50), torch.arange(num_tested))
-        yield call(aten.isin.Tensor_Tensor, torch.arange(50.0), torch.arange(float(num_tested)), assume_unique=True)
     yield call(prims.convert_element_type.default, x, torch.float64)
     yield call(prims.fma.default, torch.ones(5, 6), torch.ones(5, 6), torch.ones(5, 6))
 
@@ -266,48 +259,15 @@ def scans_and_sorts(dtype: torch.dtype) -> Iterator[Call]:
                 yield call(getattr(aten, name).default, x, d)
             yield call(aten.sort.stable, x, stable=True, dim=d, descending=True)
             yield call(aten.topk.default, x, 3, d)
-            yield call(aten.kthvalue.default, x, 3, d)
             yield call(aten.flip.default, x, [d])
             yield call(aten.roll.default, x, [1], [d])
-            yield call(aten.renorm.default, x, 2, d, 1.0)
-            if dtype == torch.float32:
-                yield call(aten.quantile.default, x, torch.tensor([0.2, 0.5]), d)
-                yield call(aten.quantile.scalar, x, 0.5, d)
-                yield call(aten.nanmedian.dim, x, d)
         yield call(aten.roll.default, x, [1])
-        yield call(aten.tril.default, x)
-        yield call(aten.triu.default, x, 1)
         yield call(aten.diagonal_copy.default, x)
         yield call(aten.rot90.default, x)
     yield call(aten.sort.default, torch.randn(7).to(dtype))
     yield call(aten.sort.default, torch.randint(99, (4000,)))
     yield call(aten.cumsum.default, torch.ones(6, 50, dtype=torch.int64), 1, dtype=torch.int32)
     yield call(aten.cumsum.default, torch.rand(6, 50) > 0.5, 1)
-    yield call(aten.argsort.default, torch.randn(6, 50).to(dtype))
-    yield call(aten.searchsorted.Tensor, torch.arange(10.0), torch.rand(6, 5))
-    for sequence in (torch.arange(10).to(dtype), torch.arange(20).to(dtype)[::2], torch.arange(10)):
-        for value in (3, 3.5):
-            yield call(aten.searchsorted.Scalar, sequence, value)
-            yield call(aten.searchsorted.Scalar, sequence, value, sorter=torch.arange(10))
-            yield call(aten.bucketize.Scalar, value, sequence)
-        for values in (sequence[3], sequence):
-            yield call(aten.searchsorted.Tensor, sequence, values, sorter=torch.arange(10))
-            yield call(aten.searchsorted.Tensor, sequence, values.float())
-            yield call(aten.bucketize.Tensor, values.double(), sequence)
-    for values in layouts(dtype, 60, 70):
-        yield call(aten.bucketize.Tensor, values, torch.arange(20)[::2])
-        yield call(aten.searchsorted.Tensor, torch.arange(70.0).expand(60, 70), values)
-    yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0))
-    yield call(aten.bucketize.Tensor, torch.rand(6, 5), torch.arange(10.0), out_int32=True)
-    yield call(aten.histc.default, torch.rand(1000), 16, 0.0, 1.0)
-    for number in (torch.arange(100), torch.arange(200)[::2]):
-        for weight in (None, torch.rand(100), torch.rand(200)[::2], number, number.to(torch.bfloat16)):
-            yield call(aten.bincount.default, number, weight, 120)
-    for x in (*layouts(torch.float32, 1, 5), *layouts(torch.float32, 70, 80), torch.rand(100, 10)[:, ::2]):
-        for bins in (1, 16, 600):
-            yield call(aten.histc.default, x, bins)
-            yield call(aten.histc.default, x, bins, 0.0, 1.0)
-    yield call(aten.diff.default, torch.randn(6, 50).to(dtype))
     yield call(aten.tril_indices.default, 5, 5)
 
 
@@ -440,8 +400,6 @@ def lookups(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.index_copy.default, base, 0, row, torch.randn(40, 24).to(dtype))
         yield call(aten.index_fill.int_Scalar, base, 0, row, 1.0)
         yield call(aten.index_add.default, base, 0, row.repeat_interleave(2)[::2], torch.randn(40, 24).to(dtype))
-        yield call(aten.index_reduce.default, base, 0, row, torch.randn(40, 24).to(dtype), "prod")
-        yield call(aten.index_reduce.default, base[:, 0].clone(), 0, row, torch.randn(40).to(dtype), "prod")
         yield call(aten.take.default, base, ids)
         yield call(aten.put.default, base, ids, torch.randn(6, 40).to(dtype), True)
         yield call(aten.masked_scatter.default, base, torch.rand(50, 24) > 0.5, torch.randn(50, 24).to(dtype))
@@ -459,16 +417,12 @@ def lookups(dtype: torch.dtype) -> Iterator[Call]:
     yield call(aten._unsafe_masked_index.default, torch.randn(50).to(dtype), mask[..., 0], [ids], 0)
     yield call(aten._unsafe_masked_index.default, torch.randn(50, 50).to(dtype), mask[..., 0], [ids, ids], 0.0)
     yield call(aten._unsafe_masked_index_put_accumulate.default, table, mask, [ids], values)
-    bags, ends = torch.randint(50, (30,)), torch.tensor([0, 10, 20])
-    for mode in (0, 1, 2):
-        for padding in (-1, 3):
-            yield call(aten._embedding_bag.default, table, bags, ends, False, mode, padding_idx=padding)
-            if not mode:
-                weights = torch.rand(30).to(dtype)
-                args = (table, bags, ends, False, mode, False, weights, False, padding)
-                yield call(aten._embedding_bag.default, *args)
-        yield call(aten._embedding_bag_forward_only.default, table, bags, ends, False, mode)
-        for ids, begin in ((bags, ends), (torch.randint(50, (600,)), torch.arange(0, 600, 6))):
+    for num, begin in ((30, torch.tensor([0, 10, 20])), (600, torch.arange(0, 600, 6))):
+        ids = torch.randint(50, (num,))
+        for mode, padding in itertools.product((0, 1, 2), (-1, 3)):
+            weights = None if mode else torch.rand(len(ids)).to(dtype)
+            yield call(aten._embedding_bag.default, table, ids, begin, False, mode, False, weights, False, padding)
+            yield call(aten._embedding_bag_forward_only.default, table, ids, begin, False, mode)
             out, owner, sizes, largest = aten._embedding_bag.default(table, ids, begin, False, mode)
             args = (torch.randn_like(out), ids, begin, owner, sizes, largest, 50, False, mode, False, None)
             yield call(aten._embedding_bag_backward.default, *args)
@@ -523,19 +477,19 @@ def losses(dtype: torch.dtype) -> Iterator[Call]:
     spoken = torch.randn(20, 2, 8).log_softmax(-1)
     targets, lengths, sizes = torch.randint(1, 8, (2, 5)), torch.tensor([20, 18]), torch.tensor([5, 4])
     yield call(aten._ctc_loss.default, spoken, targets, lengths.tolist(), sizes.tolist())
-    for kind in (torch.int64, torch.int32):
-        for long, short in ((lengths.to(kind), sizes.to(kind)), torch.stack([lengths, sizes], 1).to(kind).unbind(1)):
-            loss, alpha = aten._ctc_loss.Tensor(spoken, targets, long, short)
-            yield call(aten._ctc_loss.Tensor, spoken, targets, long, short)
-            args = (torch.ones(2), spoken, targets, long, short, loss, alpha, 0)
-            yield call(aten._ctc_loss_backward.Tensor, *args)
-    yield call(aten._cdist_forward.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6), 2.0, None)
-    yield call(aten._cdist_forward.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6), 1.0, None)
-    yield call(aten._euclidean_dist.default, torch.randn(2, 5, 6), torch.randn(2, 7, 6))
-    pairs = torch.randn(2, 5, 7)
-    for one, other in itertools.product((torch.randn(2, 5, 6), torch.randn(2, 6, 5).mT), (pairs, pairs.mT.clone().mT)):
-        yield call(aten._cdist_backward.default, other, one, torch.randn(2, 7, 6), 1.0, pairs)
-    yield call(aten._cdist_backward.default, pairs, one, torch.randn(2, 6, 7).mT, 2.0, other)
+    for long, short in ((lengths, sizes), (lengths.int(), sizes.int())):
+        loss, alpha = aten._ctc_loss.Tensor(spoken, targets, long, short)
+        yield call(aten._ctc_loss.Tensor, spoken, targets, long, short)
+        args = (torch.ones(2), spoken, targets, long, short, loss, alpha, 0)
+        yield call(aten._ctc_loss_backward.Tensor, *args)
+    pairs = (((2, 1, 30, 6), (3, 40, 6)), ((5, 6), (4, 7, 6)), ((4, 5, 6), (4, 7, 6)))
+    for (first, second), norm in itertools.product(pairs, (1.0, 2.0)):
+        left, right = torch.rand(first), torch.rand(second)
+        distances = aten._cdist_forward.default(left, right, norm, None)
+        yield call(aten._cdist_forward.default, left, right, norm, None)
+        yield call(aten._cdist_backward.default, distances, left, right, norm, distances)
+    yield call(aten._cdist_backward.default, distances.mT.contiguous().mT, left, right, norm, distances)
+    yield call(aten._euclidean_dist.default, left, right)
     yield call(aten._pdist_forward.default, torch.randn(5, 6))
 
 
@@ -573,6 +527,8 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten._native_batch_norm_legit_functional.default, *args)
             yield call(aten._native_batch_norm_legit_no_training.default, x, weight, bias, *running, 0.1, 1e-5)
             yield call(aten._native_batch_norm_legit.no_stats, x, weight, bias, True, 0.1, 1e-5)
+            if x.is_contiguous() or x.is_contiguous(memory_format=torch.channels_last):
+                yield call(aten._batch_norm_with_update_functional.default, x, weight, bias, *running, 0.1, 1e-5)
             for y in (grad, grad.to(memory_format=torch.channels_last)):
                 for training in (True, False):
                     args = (y, x, weight, *running, mean, rstd, training, 1e-5, [True, True, True])
@@ -649,10 +605,10 @@ def pools(dtype: torch.dtype) -> Iterator[Call]:
         for op in (f"reflection_pad{dims}d", f"replication_pad{dims}d"):
             yield call(getattr(aten, op).default, given, [1, 1] * dims)
             yield call(getattr(aten, op + "_backward").default, torch.randn(shape).to(dtype), given, [1, 1] * dims)
-    yield call(aten.upsample_nearest1d.default, line, [24])
-    yield call(aten.upsample_nearest1d_backward.default, torch.randn(2, 8, 24).to(dtype), [24], [2, 8, 12])
-    yield call(aten.upsample_linear1d.default, line, [24], False)
-    yield call(aten.upsample_linear1d_backward.default, torch.randn(2, 8, 24).to(dtype), [24], [2, 8, 12], False)
+    for op, rest in (("nearest", ()), ("linear", (False,))):
+        yield call(getattr(aten, f"upsample_{op}1d").default, line, [24], *rest)
+        grad = torch.randn(2, 8, 24).to(dtype)
+        yield call(getattr(aten, f"upsample_{op}1d_backward").default, grad, [24], [2, 8, 12], *rest)
     yield call(aten.upsample_nearest3d.default, volume, [12, 12, 12])
     yield call(aten.upsample_trilinear3d.default, volume, [12, 12, 12], False)
     cubes, at = aten.max_pool3d_with_indices.default(volume, [2] * 3, [2] * 3)
@@ -725,36 +681,55 @@ def marked_operands(dtype: torch.dtype) -> Iterator[Call]:
 
 @family
 def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
+    """Yield decompositions of square, high and wide matrices that lie by rows, by columns and with gaps."""
     if dtype != torch.float32:
         return
-    for batch in ((), (3,)):
-        square = torch.randn(*batch, 8, 8)
-        definite = square @ square.mT + 8 * torch.eye(8)
-        right = torch.randn(*batch, 8, 2)
-        for upper in (False, True):
-            yield call(aten.linalg_cholesky_ex.default, definite, upper=upper)
-            yield call(aten.linalg_cholesky_ex.default, torch.stack([definite] * 2, -1)[..., 0], upper=upper)
-        yield call(aten.linalg_inv_ex.default, definite)
-        yield call(aten.linalg_lu_factor_ex.default, definite)
-        yield call(aten.linalg_qr.default, square)
-        yield call(aten._linalg_svd.default, square)
-        yield call(aten._linalg_eigh.default, definite)
-        yield call(aten.linalg_ldl_factor_ex.default, torch.randn(*batch, 64, 128)[..., ::2])
-        for mode, columns in itertools.product(("reduced", "complete", "r"), (4, 40, 64, 90)):
-            yield call(aten.linalg_qr.default, torch.randn(*batch, 64, columns), mode)
-        yield from (call(aten.linalg_matrix_exp.default, square * scale) for scale in (1e-6, 0.05, 1.0, 10.0))
-        yield call(aten._linalg_det.default, definite)
-        yield call(aten._linalg_slogdet.default, definite)
-        yield call(aten._linalg_solve_ex.default, definite, right)
-        yield call(aten.linalg_solve_triangular.default, definite.tril(), right, upper=False)
-        yield call(aten.triangular_solve.default, right, definite)
-        factors, pivots, _ = aten.linalg_lu_factor_ex(definite)
-        yield call(aten.linalg_lu_solve.default, factors, pivots, right)
-        yield call(aten.cholesky_solve.default, right, definite)
-        yield call(aten.linalg_cross.default, torch.randn(4, 3), torch.randn(4, 3))
-    yield call(aten._fft_r2c.default, torch.randn(4, 32), [1], 0, True)
-    yield call(aten._fft_c2r.default, torch.randn(4, 17, dtype=torch.complex64), [1], 2, 32)
-    yield call(aten._fft_c2c.default, torch.randn(4, 16, dtype=torch.complex64), [1], 0, True)
+    by_columns, with_gaps = (lambda x: x.mT.contiguous().mT), (lambda x: torch.stack([x, x], -1)[..., 0])
+    shapes = ((8, 8), (64, 64), (300, 300), (3, 24, 24), (4, 60, 20), (4, 20, 60), (90, 64))
+    for kind, shape in itertools.product((torch.float32, torch.complex64), shapes):
+        x, right = torch.randn(shape, dtype=kind), torch.randn(shape, dtype=kind)
+        reflectors, scales = aten.geqrf.default(x)
+        for target in (aten.geqrf, aten.linalg_lu, aten._linalg_svd):
+            yield call(target.default, x)
+        yield call(aten.linalg_pinv.atol_rtol_tensor, x[..., :20])
+        yield from (call(aten.linalg_qr.default, x, mode) for mode in ("reduced", "complete", "r"))
+        yield from (
+            call(aten.linalg_lstsq.default, x, right, driver=how) for how in ("gels", "gelsy", "gelsd", "gelss")
+        )
+        factors, pivots, _ = aten.linalg_lu_factor_ex.default(x)
+        yield call(aten.linalg_lu_factor_ex.default, x)
+        if shape[-1] <= shape[-2]:
+            yield call(aten.linalg_householder_product.default, reflectors, scales)
+        for of in (Tensor.contiguous, by_columns, with_gaps):
+            yield call(aten.lu_unpack.default, of(factors), pivots)
+            yield call(aten.ormqr.default, of(reflectors), scales, torch.randn(*shape[:-1], 9, dtype=kind))
+            if shape[-1] != shape[-2]:
+                continue
+            definite, other = of(x @ x.mH + shape[-1] * torch.eye(shape[-1])), torch.randn(shape, dtype=kind)
+            for target in words(
+                """
+                linalg_cholesky_ex cholesky cholesky_inverse linalg_inv_ex _linalg_det _linalg_slogdet _linalg_eigh
+                linalg_ldl_factor_ex linalg_eig linalg_eigvals _linalg_eigvals linalg_matrix_exp
+                """
+            ):
+                if not ("exp" in target or "eig" in target) or shape[-1] < 100:
+                    yield call(getattr(aten, target).default, definite / (100 if "exp" in target else 1))
+            yield call(aten._linalg_eigh.default, definite, "L", False)
+            yield call(aten._linalg_solve_ex.default, definite, other)
+            yield call(aten.linalg_solve_triangular.default, definite, other, upper=True)
+            yield call(aten.triangular_solve.default, other, definite)
+            yield call(aten.linalg_lu_solve.default, of(factors), pivots, other)
+            yield call(aten.cholesky_solve.default, other, definite)
+    yield call(aten.linalg_cross.default, torch.randn(4, 3), torch.randn(4, 3))
+    for shape in ((), (1,), (5,), (2, 3)):
+        yield call(aten._linalg_check_errors.default, torch.zeros(shape, dtype=torch.int32), "inv", is_matrix=not shape)
+
+
+@family
+def complex_numbers(dtype: torch.dtype) -> Iterator[Call]:
+    """Yield Fourier transforms, and operators that take real and imaginary parts one by one."""
+    if dtype != torch.float32:
+        return
     image, spectrum = torch.randn(3, 4, 10, 12), torch.randn(3, 4, 10, 7, dtype=torch.complex64)
     for real, numbers in ((image, spectrum), (image.transpose(1, 3), spectrum.transpose(1, 2))):
         for dims in ([3], [2, 3], [2], [1, 3], [3, 0, 2]):
@@ -762,24 +737,33 @@ def linear_algebra(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten._fft_r2c.default, real, dims, 0, False)
             yield call(aten._fft_c2c.default, numbers, dims, 0, True)
             yield call(aten._fft_c2r.default, numbers, dims, 2, 2 * (numbers.shape[dims[-1]] - 1))
-    for shape in ((), (1,), (5,), (2, 3)):
-        yield call(aten._linalg_check_errors.default, torch.zeros(shape, dtype=torch.int32), "inv", is_matrix=not shape)
-    numbers = torch.randn(24, 40, dtype=torch.complex64)
-    for order in (0.5, 2, float("inf"), -float("inf")):
-        yield call(aten.linalg_vector_norm.default, numbers, order, [1])
-        yield call(aten.linalg_vector_norm.default, numbers, order, dtype=torch.complex128)
-        yield call(aten.dist.default, numbers, numbers + 1, order)
-        yield call(aten.norm.Scalar, numbers, order)
+    yield call(aten._fft_c2r.default, torch.randn(80, 80, dtype=torch.complex64).t(), [1], 2, 158)
     yield call(aten._conj.default, torch.randn(4, 16, dtype=torch.complex64))
     yield call(aten._conj_physical.default, torch.randn(4, 16, dtype=torch.complex64))
-    yield call(aten.mm.default, torch.randn(4, 16, dtype=torch.complex64), torch.randn(16, 3, dtype=torch.complex64))
+    for kind in (torch.complex64, torch.complex128, torch.float64):
+        for x in (
+            torch.randn(6, 10, dtype=kind),
+            torch.randn(10, 6, dtype=kind).t(),
+            torch.randn(200, 300, dtype=kind),
+        ):
+            for name in words("var std var_mean std_mean"):
+                target = getattr(aten, name).correction
+                yield call(target, x)
+                yield call(target, x, [0], correction=0, keepdim=True)
+                yield call(target, x, [0, 1])
+            for order in (0.5, 2, float("inf"), -float("inf")):
+                yield call(aten.linalg_vector_norm.default, x, order, [1])
+                yield call(aten.norm.Scalar, x, order)
+                yield call(aten.dist.default, x, x + 1, order)
+                yield call(aten.renorm_.default, x[:, :1].clone(), abs(order), 0, 1.0)
+            if kind.is_complex:
+                yield call(aten.linalg_vector_norm.default, x, 2, dtype=torch.complex128)
 
 
 @family
 def random_numbers(dtype: torch.dtype) -> Iterator[Call]:
-    scalar = torch.ones(()).to(dtype)
     yield call(aten.normal.float_float, 0.0, 1.0, [64, 32], dtype=dtype)
-    for x in (*layouts(dtype, 64, 32), *layouts(dtype, 80, 90)):
+    for x in layouts(dtype, 80, 90):
         positive = x.abs() if x.numel() == x.untyped_storage().nbytes() // x.itemsize else x * 0 + 1
         for target in (aten.normal_functional, aten.uniform, aten.random, aten.exponential):
             yield call(target.default, x)
@@ -787,17 +771,22 @@ def random_numbers(dtype: torch.dtype) -> Iterator[Call]:
         yield call(aten.poisson.default, positive)
         yield call(aten.normal.Tensor_float, x)
         yield call(aten.normal.float_Tensor, 0.0, positive)
-        yield call(aten.normal.Tensor_Tensor, x, positive)
-        yield call(aten.normal.Tensor_Tensor, x, scalar)
-        yield call(aten.normal.Tensor_Tensor, scalar, positive)
-        for noise in (torch.rand(x.shape).to(dtype), torch.rand_like(x)):
-            for training in (True, False):
-                for rrelu in (aten.rrelu_with_noise, aten.rrelu_with_noise_functional):
-                    yield call(rrelu.default, x, noise, 0.1, 0.3, training)
-            yield call(aten.rrelu_with_noise_backward.default, x, x, noise, 0.1, 0.3, True, False)
+        yield call(aten.normal.Tensor_Tensor, x[:1], positive)
+        for training, rrelu in itertools.product(
+            (True, False), (aten.rrelu_with_noise, aten.rrelu_with_noise_functional)
+        ):
+            yield call(rrelu.default, x, torch.rand_like(x), 0.1, 0.3, training)
+        yield call(aten.rrelu_with_noise_backward.default, x, x, torch.rand_like(x), 0.1, 0.3, True, False)
         if dtype == torch.float32:
             yield call(aten._standard_gamma.default, positive)
+            yield call(aten._standard_gamma_grad.default, positive + 0.1, positive + 0.1)
+            yield call(aten._dirichlet_grad.default, positive + 0.1, positive + 0.1, positive + 0.1)
             yield call(aten.binomial.default, positive.round(), positive.sigmoid())
+    for rows in (torch.rand(8, 300).to(dtype), torch.rand(300).to(dtype)):
+        yield from (
+            call(aten.multinomial.default, rows, num, replacement) for num, replacement in ((1, False), (3, True))
+        )
+    yield call(aten.multinomial.default, torch.rand(4, 50), 5)
 
 
 @family
@@ -838,47 +827,81 @@ def bilinear_forms(dtype: torch.dtype) -> Iterator[Call]:
 
 
 @family
-def positions_and_windows(dtype: torch.dtype) -> Iterator[Call]:
-    for aligned in (False, True):
-        yield call(aten.affine_grid_generator.default, torch.randn(4, 2, 3).to(dtype), [4, 3, 20, 24], aligned)
-        yield call(aten.affine_grid_generator.default, torch.randn(1, 2, 3).to(dtype), [1, 3, 64, 64], aligned)
-        yield call(aten.affine_grid_generator.default, torch.randn(2, 3, 4).to(dtype), [2, 3, 8, 10, 12], aligned)
-    for window in (aten.hann_window, aten.hamming_window, aten.blackman_window, aten.bartlett_window):
-        for length in (64, 4001):
-            yield call(window.default, length)
-            yield call(window.periodic, length, False)
-    x = torch.randn(20, 300).to(dtype)
-    for d in (0, 1):
-        yield call(aten.logcumsumexp.default, x, d)
-    yield call(aten.block_diag.default, [x, x.t()])
-    yield call(aten.segment_reduce.default, x, "sum", lengths=torch.full((4,), 5))
-
-
-@family
-def gradients_of_samples(dtype: torch.dtype) -> Iterator[Call]:
-    if dtype != torch.float32:
-        return
-    positive = torch.rand(50, 20) + 0.1
-    yield call(aten._standard_gamma_grad.default, positive, positive)
-    yield call(aten._dirichlet_grad.default, positive, positive, positive)
-
-
-@family
-def triangles(dtype: torch.dtype) -> Iterator[Call]:
-    """Yield triangles of batches of matrices that are contiguous, and of others.
-
-    In place, those that are not contiguous are written through a copy.
-    """
-    heads = torch.randn(3, 20, 4, 24).to(dtype).transpose(1, 2)
-    every_second, first_rows = torch.randn(8, 20, 24).to(dtype)[::2], torch.randn(3, 4, 30, 24).to(dtype)[:, :, :20]
-    shared = torch.randn(20, 24).to(dtype)
-    for x in (heads, every_second, first_rows, heads.mT, torch.randn(3, 4, 20, 24).to(dtype).mT, heads[:1], shared.t()):
-        for target in (aten.tril, aten.triu):
-            yield call(target.default, x)
-            yield call(getattr(aten, f"{target.__name__}_").default, x.clone(memory_format=torch.preserve_format))
-            yield call(getattr(aten, f"{target.__name__}_").default, x, 1)
-    for x in (shared.expand(4, 20, 24), shared.expand(1, 4, 20, 24), shared.expand(3, 4, 20, 24)):
-        yield call(aten.triu.default, x)
+def rare(dtype: torch.dtype) -> Iterator[Call]:
+    """Yield calls of operators that are only bounded; samples of PyTorch's own have more (`bench/conformance.py`)."""
+    for x in layouts(dtype, 80, 90):
+        for d in (0, 1):
+            yield call(aten.median.dim, x, d)
+            yield call(aten.nanmedian.dim, x, d)
+            yield call(aten.kthvalue.default, x, 3, d)
+            yield call(aten.renorm.default, x, 2, d, 1.0)
+            yield call(aten.renorm_.default, x.clone(), float("inf"), d, 1.0)
+        yield call(aten.median.default, x)
+        yield call(aten.narrow_copy.default, x, 0, 3, 20)
+        yield call(aten.dist.default, x, torch.rand(90).to(dtype), 1.0)
+        yield call(aten.allclose.default, x, x[:1], equal_nan=True)
+        yield from (call(target.default, abs(x.clone()) + 5, 3) for target in (aten.mvlgamma, aten.mvlgamma_))
+        yield call(aten.bucketize.Tensor, x, torch.arange(20)[::2])
+        yield call(aten.searchsorted.Tensor, torch.arange(90.0).expand(80, 90), x)
+        yield call(aten.logcumsumexp.default, x, 1)
+        yield call(aten.block_diag.default, [x, x.t()])
+        for lengths in (torch.full((20,), 4), torch.full((20, 2), 4)[:, 0]):
+            yield call(aten.segment_reduce.default, x, "max", lengths=lengths)
+        offsets = torch.arange(0, 81, 4)
+        reduced = aten.segment_reduce.default(x, "sum", offsets=offsets)
+        yield call(aten._segment_reduce_backward.default, reduced, reduced, x, "sum", offsets=offsets)
+        for bins in (1, 16, 600):
+            if dtype == torch.float32:
+                yield call(aten.histc.default, x, bins)
+                yield call(aten.histc.default, x, bins, 0.0, 1.0)
+                yield call(aten.histogram.bin_ct, x, bins, density=True)
+                yield call(aten.histogram.bins_tensor, x, torch.linspace(0, 1, bins + 1))
+                yield call(aten._histogramdd_bin_edges.default, x[:, :2], [bins, 2])
+                yield call(aten._histogramdd_from_bin_cts.default, x[:, :2], [bins, 2], density=True)
+                edges = [torch.linspace(0, 1, bins + 1), torch.linspace(0, 1, 3)]
+                yield call(aten._histogramdd_from_bin_tensors.default, x[:, :2], edges)
+        for target in (aten.tril, aten.triu, aten.tril_, aten.triu_):
+            clone = x.clone(memory_format=torch.preserve_format)
+            yield call(target.default, clone)
+            yield call(target.default, torch.stack([clone] * 3)[:, :40])
+            yield call(target.default, torch.stack([clone] * 3, 1).unflatten(0, (4, 20)).transpose(1, 2))
+        for chosen in (x, x * (x > 0), x * 0):
+            yield call(aten.masked_select.default, chosen, chosen != 0)
+            yield call(aten.masked_select.default, chosen, chosen[:1] != 0)
+            yield call(aten.nonzero_static.default, chosen, size=30)
+            yield call(aten._unique.default, chosen, True, True)
+            yield call(aten._unique2.default, chosen, True, True, True)
+            for d in (None, 0, 1):
+                yield call(aten.unique_consecutive.default, chosen, True, True, d)
+                if d is not None:
+                    yield call(aten.unique_dim.default, chosen, d, True, True, True)
+    for number in (torch.arange(100), torch.arange(200)[::2]):
+        for weight in (None, torch.rand(200).to(dtype)[::2], number):
+            yield call(aten.bincount.default, number, weight, 120)
+    for sequence, value in itertools.product((torch.arange(20).to(dtype)[::2], torch.arange(10)), (3, 3.5)):
+        yield call(aten.searchsorted.Scalar, sequence, value, sorter=torch.arange(10))
+        yield call(aten.bucketize.Scalar, value, sequence)
+    for num_tested in (5, 20, 90):
+        yield call(aten.isin.Tensor_Tensor, torch.arange(50), torch.arange(num_tested))
+    for window, length in itertools.product(words("hann hamming blackman bartlett"), (64, 4001)):
+        yield call(getattr(aten, f"{window}_window").default, length)
+        yield call(getattr(aten, f"{window}_window").periodic, length, False)
+    for sizes in ([4, 3, 20, 24], [1, 3, 64, 64], [2, 3, 8, 10, 12]):
+        theta = torch.randn(sizes[0], len(sizes) - 2, len(sizes) - 1).to(dtype)
+        yield call(aten.affine_grid_generator.default, theta, sizes, False)
+    yield call(aten._efficientzerotensor.default, [24, 40], dtype=dtype)
+    for target in (aten.squeeze_.default, aten.t_.default, aten.unsqueeze_.default):
+        yield call(target, torch.rand(24, 40).to(dtype), *([0] if target is aten.unsqueeze_.default else []))
+    for kind, exponents in itertools.product(
+        (torch.int64, torch.bfloat16, torch.float64), (torch.int64, torch.float64)
+    ):
+        yield call(aten.ldexp.Tensor, torch.ones(6, 7).to(kind), torch.ones(7).to(exponents))
+    volume, samples = torch.rand(2, 3, 10, 10, 10).to(dtype), torch.rand(2, 3, 3).to(dtype)
+    for x in (volume, volume.mT):
+        yield call(aten.fractional_max_pool3d.default, x, [2] * 3, [5] * 3, samples)
+        pooled, at = aten.fractional_max_pool3d.default(x, [2] * 3, [5] * 3, samples)
+        for grad in (pooled, pooled.mT):
+            yield call(aten.fractional_max_pool3d_backward.default, grad, x, [2] * 3, [5] * 3, at)
 
 
 @family
@@ -896,191 +919,12 @@ def indices_of_32_bits(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten.scatter_reduce.two, base, 1, rows, source, reduce)
         for dim, added in ((0, torch.randn(20, 24)), (1, torch.randn(50, 20))):
             yield call(aten.index_add.default, base, dim, row, added.to(dtype))
-            for reduce in ("mean", "prod", "amax"):
-                for include_self in (False, True):
-                    keywords = {"include_self": include_self}
-                    yield call(aten.index_reduce.default, base, dim, row, added.to(dtype), reduce, **keywords)
-        for offset_kind in (torch.int32, torch.int64):
-            table, ids = torch.randn(30, 6).to(dtype), torch.randint(30, (40,)).to(kind)
-            begin = torch.arange(0, 40, 5).to(offset_kind)
+            for how, with_self in itertools.product(("mean", "prod"), (False, True)):
+                yield call(aten.index_reduce.default, base, dim, row, added.to(dtype), how, include_self=with_self)
+        table, ids = torch.randn(30, 6).to(dtype), torch.randint(30, (40,)).to(kind)
+        for begin in (torch.arange(0, 40, 5).int(), torch.arange(0, 40, 5)):
             out, owner, *_ = aten._embedding_bag.default(table, ids, begin, False, 0, False, torch.rand(40).to(dtype))
             yield call(aten._embedding_bag_per_sample_weights_backward.default, out, table, ids, begin, owner, 0)
-
-
-@family
-def steps_of_one_operator(dtype: torch.dtype) -> Iterator[Call]:
-    """Yield operators that ATen composes of others."""
-    for x in (torch.rand(24, 40).to(dtype) + 5, torch.rand(40, 24).to(dtype).t() + 5, torch.rand(()).to(dtype) + 5):
-        for terms in (1, 3):
-            yield call(aten.mvlgamma.default, x, terms)
-            yield call(aten.mvlgamma_.default, x.clone(), terms)
-        yield call(aten.dist.default, x, torch.rand(x.shape).to(dtype))
-        yield call(aten.dist.default, x, torch.rand(x.shape[-1:]).to(dtype), 1.0)
-    for terms in (1, 3, 7):
-        yield call(aten.mvlgamma.default, torch.randint(5, 9, (6, 7)), terms)
-    for x in layouts(dtype, 80, 100):
-        yield call(aten.narrow_copy.default, x, 0, 3, 20)
-    table, ids = torch.rand(50, 16).to(dtype), torch.randint(50, (20, 30))
-    yield call(aten.embedding_renorm.default, table, ids, 1.0, 2.0)
-    yield call(aten.embedding_renorm_.default, table, ids.t(), 1.0, 2.0)
-    yield call(aten._efficientzerotensor.default, [24, 40], dtype=dtype)
-    for target in (aten.squeeze_.default, aten.t_.default, aten.unsqueeze_.default):
-        yield call(target, torch.rand(24, 40).to(dtype), *([0] if target is aten.unsqueeze_.default else []))
-    for first, second in (((2, 1, 30, 6), (3, 40, 6)), ((5, 6), (4, 7, 6)), ((4, 5, 6), (4, 7, 6))):
-        if dtype == torch.float32:
-            left, right = torch.rand(first), torch.rand(second)
-            for norm in (1.0, 2.0):
-                distances = aten._cdist_forward.default(left, right, norm, None)
-                yield call(aten._cdist_forward.default, left, right, norm, None)
-                yield call(aten._cdist_backward.default, distances, left, right, norm, distances)
-    volume, samples = torch.rand(2, 3, 10, 10, 10).to(dtype), torch.rand(2, 3, 3).to(dtype)
-    for x in (volume, volume.mT):
-        yield call(aten.fractional_max_pool3d.default, x, [2] * 3, [5] * 3, samples)
-        pooled, at = aten.fractional_max_pool3d.default(x, [2] * 3, [5] * 3, samples)
-        for grad in (pooled, pooled.mT):
-            yield call(aten.fractional_max_pool3d_backward.default, grad, x, [2] * 3, [5] * 3, at)
-    image, per_channel = torch.rand(4, 8, 10, 10).to(dtype), [torch.rand(8).to(dtype) for _ in range(4)]
-    for x in (image, image.contiguous(memory_format=torch.channels_last)):
-        yield call(aten._batch_norm_with_update_functional.default, x, *per_channel, 0.1, 1e-5)
-    rows, offsets = torch.rand(100, 8).to(dtype), torch.arange(0, 101, 5)
-    for x in (rows[:, 0].clone(), rows[:, 0], rows):
-        for lengths in (torch.full((20,), 5), torch.full((20, 2), 5)[:, 0], torch.full((1,), 100)):
-            yield call(aten.segment_reduce.default, x, "max", lengths=lengths)
-        yield call(aten.segment_reduce.default, x, "max", offsets=torch.stack([offsets, offsets], 1)[:, 0])
-    for reduce in ("sum", "mean", "max"):
-        reduced = aten.segment_reduce.default(rows, reduce, offsets=offsets)
-        yield call(aten._segment_reduce_backward.default, reduced, reduced, rows, reduce, offsets=offsets)
-
-
-@family
-def complex_numbers_and_integers(dtype: torch.dtype) -> Iterator[Call]:
-    """Yield operators that take real and imaginary parts one by one, or casts of integers."""
-    if dtype != torch.float32:
-        return
-    for kind in (torch.complex64, torch.complex128, torch.float64):
-        for x in (
-            torch.randn(6, 10, dtype=kind),
-            torch.randn(10, 6, dtype=kind).t(),
-            torch.randn(200, 300, dtype=kind),
-        ):
-            for name in words("var std var_mean std_mean"):
-                target = getattr(aten, name).correction
-                yield call(target, x)
-                yield call(target, x, [0], correction=0, keepdim=True)
-                yield call(target, x, [0, 1])
-            for order in (0.5, 2, float("inf")):
-                yield call(aten.renorm.default, x, order, 0, 1.0)
-                yield call(aten.renorm_.default, x[:, :1].clone(), order, 0, 1.0)
-    kinds = (torch.int64, torch.float32, torch.float64)
-    for source, exponents in itertools.product((*kinds, torch.bfloat16), kinds):
-        for shape in ((), (1,), (6, 7)):
-            x, other = torch.ones(shape).to(source), torch.ones(()).to(exponents)
-            yield call(aten.ldexp.Tensor, x, other)
-            yield call(aten.ldexp.Tensor, x, other.expand(shape).clone())
-            if source.is_floating_point:
-                yield call(aten.ldexp_.default, x.clone(), other)
-
-
-def layouts_of_factors(dtype: torch.dtype) -> Iterator[Call]:
-    """Yield what reads factors that lie by columns, by rows and with gaps; LAPACK reads columns."""
-    for batch, edge in (((), 64), ((4,), 20)):
-        x = torch.randn(*batch, edge, edge, dtype=dtype)
-        definite = x @ x.mH + edge * torch.eye(edge)
-        factors, pivots, _ = aten.linalg_lu_factor_ex.default(definite)
-        reflectors, scales = aten.geqrf.default(x)
-        yield call(aten._linalg_eigh.default, definite, "L", False)
-        yield call(aten.lu_unpack.default, *aten.linalg_lu_factor_ex.default(x[..., :12])[:2])
-        yield call(aten.lu_unpack.default, *aten.linalg_lu_factor_ex.default(x[..., :12, :])[:2])
-        for of in (Tensor.contiguous, lambda y: y.mT.contiguous().mT, lambda y: torch.stack([y, y], -1)[..., 0]):
-            yield call(aten.linalg_lu_solve.default, of(factors), pivots, x)
-            yield call(aten.ormqr.default, of(reflectors), scales, x)
-            yield call(aten.linalg_solve_triangular.default, of(definite), x, upper=True)
-            yield call(aten.cholesky.default, of(definite))
-            yield call(aten.linalg_cholesky_ex.default, of(definite))
-            yield call(aten.cholesky_solve.default, x, of(definite))
-            yield call(aten.lu_unpack.default, of(factors), pivots)
-    large = torch.randn(512, 512, dtype=dtype)
-    reflectors, scales = aten.geqrf.default(large)
-    yield call(aten.geqrf.default, large)
-    yield call(aten.linalg_householder_product.default, reflectors, scales)
-    yield call(aten.linalg_qr.default, large)
-    for driver in ("gelsy", "gelsd"):
-        yield call(aten.linalg_lstsq.default, large[:64, :64], large[:64, :64], driver=driver)
-
-
-@family
-def decompositions(dtype: torch.dtype) -> Iterator[Call]:
-    """Yield decompositions of square, high and wide matrices, of sizes for which LAPACK wants more and less."""
-    if dtype != torch.float32:
-        return
-    for kind in (torch.float32, torch.complex64):
-        for shape in ((8, 8), (80, 80), (3, 24, 24), (4, 60, 20), (4, 20, 60)):
-            x = torch.randn(shape, dtype=kind)
-            yield call(aten.linalg_pinv.atol_rtol_tensor, x)
-            for mode in ("reduced", "complete", "r"):
-                yield call(aten.linalg_qr.default, x, mode)
-            yield call(aten.geqrf.default, x)
-            yield call(aten.linalg_lu.default, x)
-            factors, pivots, _ = aten.linalg_lu_factor_ex.default(x)
-            yield call(aten.lu_unpack.default, factors, pivots)
-            reflectors, scales = aten.geqrf.default(x)
-            yield call(aten.ormqr.default, reflectors, scales, x)
-            yield call(aten.ormqr.default, reflectors.contiguous(), scales, x)
-            if shape[-1] <= shape[-2]:
-                yield call(aten.linalg_householder_product.default, reflectors, scales)
-            if shape[-1] != shape[-2]:
-                continue
-            definite = x @ x.mH + shape[-1] * torch.eye(shape[-1])
-            yield call(aten.linalg_eig.default, x)
-            yield call(aten.linalg_eigvals.default, x)
-            yield call(aten._linalg_eigvals.default, x)
-            yield call(aten.linalg_ldl_factor_ex.default, definite)
-            yield call(aten.cholesky.default, definite)
-            yield call(aten.cholesky_inverse.default, definite)
-            yield call(aten.cholesky_solve.default, x, definite)
-        yield from layouts_of_factors(kind)
-    many, wide = torch.randn(9, 61, 61, dtype=torch.complex128), torch.randn(9, 61, 150, dtype=torch.complex128)
-    for determinant in (aten._linalg_det, aten._linalg_slogdet):
-        yield call(determinant.default, many)
-    for driver in ("gels", "gelsy", "gelsd", "gelss"):
-        yield call(aten.linalg_lstsq.default, wide, many, driver=driver)
-
-
-@family
-def selections(dtype: torch.dtype) -> Iterator[Call]:
-    """Of all, some and no elements; results are as large as the values say."""
-    for x in (*layouts(dtype, 40, 50), torch.randn(200, 300).to(dtype)):
-        for chosen in (x, x * (x > 0), x * 0):
-            yield call(aten.masked_select.default, chosen, chosen != 0)
-            yield call(aten.masked_select.default, chosen, chosen[:1] != 0)
-            yield call(aten.nonzero_static.default, chosen, size=30)
-            for counted in (False, True):
-                yield call(aten._unique2.default, chosen, True, counted, counted)
-                yield call(aten._unique.default, chosen, counted, not counted)
-                yield call(aten._unique.default, chosen, counted, counted)
-                yield call(aten.unique_consecutive.default, chosen, counted, counted)
-                for d in (0, 1):
-                    yield call(aten.unique_consecutive.default, chosen, counted, counted, d)
-                    yield call(aten.unique_dim.default, chosen, d, True, counted, counted)
-        yield call(aten.allclose.default, x, x)
-        yield call(aten.allclose.default, x, x[:1], equal_nan=True)
-    yield call(aten.allclose.default, torch.arange(50), torch.arange(50))
-    for rows in (torch.rand(8, 300).to(dtype), torch.rand(300).to(dtype)):
-        yield call(aten.multinomial.default, rows, 3, True)
-    if dtype != torch.float32:
-        return
-    for x in (torch.rand(4000, 2), torch.rand(2, 4000).t(), torch.rand(20, 30, 2).transpose(0, 1)):
-        edges = [torch.linspace(0, 1, 31), torch.linspace(0, 1, 41)]
-        yield call(aten._histogramdd_bin_edges.default, x, [30, 40])
-        yield call(aten._histogramdd_bin_edges.default, x, [1, 1], range=[0.0, 1.0, 0.0, 2.0])
-        for density in (False, True):
-            yield call(aten._histogramdd_from_bin_cts.default, x, [30, 40], density=density)
-            yield call(aten._histogramdd_from_bin_tensors.default, x, edges, density=density)
-            yield call(aten.histogram.bin_ct, x, 100, density=density)
-            yield call(aten.histogram.bins_tensor, x, torch.linspace(0, 1, 3000), density=density)
-    for kind in (torch.float32, torch.complex64):
-        for shape in ((3, 2), (40, 20), (200, 100), (20, 40), (3, 30, 20), (400, 400)):
-            for num_columns in (1, 50):
-                x, right = torch.randn(shape, dtype=kind), torch.randn(*shape[:-1], num_columns, dtype=kind)
-                for driver in ("gels", "gelsy", "gelsd", "gelss"):
-                    yield call(aten.linalg_lstsq.default, x, right, driver=driver)
+            yield call(aten._embedding_bag.default, table, ids, begin, False, 1)
+    yield call(aten.embedding_renorm.default, table, ids[:, None].expand(40, 2), 1.0, 2.0)
+    yield call(aten.embedding_renorm_.default, table, ids, 1.0, 2.0)

@@ -18,23 +18,20 @@ The first of these that applies is taken:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.memory.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
 from chunkc.passes.memory.scratch.measured import looked_up
 from chunkc.passes.memory.scratch.operators import find
 from chunkc.passes.memory.scratch.rules import (
-    Call,
+    Rule,
+    bound_call,
     is_elementwise,
     is_view,
-    nothing_rule,
-    pointwise_rule,
+    nothing,
+    pointwise,
     resolved_nbytes,
 )
 
@@ -56,7 +53,8 @@ def scratch_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, out
         return measured
     if rule is None:
         return sum(guessed_nbytes(args, kwargs, outputs))
-    return rule(_call(target, args, kwargs, outputs, num_threads)) + sum(resolved_nbytes(target, args, kwargs))
+    nbytes = rule(bound_call(target, args, kwargs, outputs, num_threads=num_threads))
+    return (sum(nbytes) if isinstance(nbytes, list) else nbytes) + sum(resolved_nbytes(target, args, kwargs))
 
 
 def is_known(target: torch._ops.OpOverload) -> bool:
@@ -72,7 +70,7 @@ def is_measured(target: torch._ops.OpOverload, args: tuple, kwargs: dict, num_th
 def output_nbytes(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object) -> dict[int, int]:
     """Map positions of returned tensors to bytes of their storages, where these differ from the fake tensors'."""
     corrected = find(target).outputs
-    return {} if corrected is None else corrected(_call(target, args, kwargs, outputs, 1))
+    return {} if corrected is None else corrected(bound_call(target, args, kwargs, outputs))
 
 
 def corrects_outputs(target: torch._ops.OpOverload) -> bool:
@@ -82,31 +80,13 @@ def corrects_outputs(target: torch._ops.OpOverload) -> bool:
 
 def takes_nothing(target: torch._ops.OpOverload) -> bool:
     """Whether `target` takes no scratch, for any arguments."""
-    return not is_declared(target) and _rule(target) is nothing_rule
-
-
-def _call(target: torch._ops.OpOverload, args: tuple, kwargs: dict, outputs: object, num_threads: int) -> Call:
-    tensors = tuple(leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor))
-    return Call(target, _bind(target, args, kwargs), tensors, num_threads)
+    return not is_declared(target) and _rule(target) is nothing
 
 
 @cache
-def _rule(target: torch._ops.OpOverload) -> Callable[[Call], int] | None:
+def _rule(target: torch._ops.OpOverload) -> Rule | None:
     if (known := find(target).cpu) is not None:
         return known
     if is_view(target):
-        return nothing_rule
-    return pointwise_rule if is_elementwise(target) else None
-
-
-def _bind(target: torch._ops.OpOverload, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Map names to arguments, with the schema's defaults for those not given."""
-    arguments: dict[str, Any] = {}
-    for position, parameter in enumerate(target._schema.arguments):
-        if position < len(args) and not parameter.kwarg_only:
-            arguments[parameter.name] = args[position]
-        elif parameter.name in kwargs:
-            arguments[parameter.name] = kwargs[parameter.name]
-        else:
-            arguments[parameter.name] = parameter.default_value
-    return arguments
+        return nothing
+    return pointwise if is_elementwise(target) else None

@@ -9,17 +9,15 @@ rule or a guess.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
-from chunkc.passes.memory.scratch.cuda_rules import Call, nothing
 from chunkc.passes.memory.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
 from chunkc.passes.memory.scratch.operators import find
-from chunkc.passes.memory.scratch.rules import is_elementwise, is_view, resolved_nbytes
+from chunkc.passes.memory.scratch.rules import Rule, bound_call, is_elementwise, is_view, nothing, resolved_nbytes
 
 
 def cuda_scratch_nbytes(
@@ -43,8 +41,9 @@ def cuda_scratch_nbytes(
     rule = _rule(target)
     if rule is None:
         return sum(map(rounded_nbytes, guessed_nbytes(args, kwargs, outputs)))
-    taken = [*rule(Call(target, args, kwargs, outputs, capability)), *resolved_nbytes(target, args, kwargs)]
-    return sum(map(rounded_nbytes, taken))
+    taken = rule(bound_call(target, args, kwargs, outputs, on_cuda=True, capability=capability))
+    parts = taken if isinstance(taken, list) else [taken]
+    return sum(map(rounded_nbytes, [*parts, *resolved_nbytes(target, args, kwargs)]))
 
 
 def cuda_output_nbytes(
@@ -55,7 +54,7 @@ def cuda_output_nbytes(
     Tensors on the CPU take 0.
     """
     corrected = find(target).cuda_outputs
-    found = {} if corrected is None else corrected(Call(target, args, kwargs, outputs))
+    found = {} if corrected is None else corrected(bound_call(target, args, kwargs, outputs, on_cuda=True))
     return {position: rounded_nbytes(nbytes) for position, nbytes in found.items()}
 
 
@@ -69,7 +68,7 @@ def is_known_on_cuda(target: torch._ops.OpOverload) -> bool:
     return is_declared(target) or _rule(target) is not None
 
 
-def _rule(target: torch._ops.OpOverload) -> Callable[[Call], list[int]] | None:
+def _rule(target: torch._ops.OpOverload) -> Rule | None:
     if (known := find(target).cuda) is not None:
         return known
     if is_view(target) or target.namespace == "prims" or is_elementwise(target):

@@ -7,8 +7,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from chunkc.passes.memory.scratch.copies import nbytes_of
 from chunkc.passes.memory.scratch.cuda_reduction import MULTIPROCESSORS
-from chunkc.passes.memory.scratch.cuda_rules import Call, contiguous, nbytes_of
+from chunkc.passes.memory.scratch.rules import Call, contiguous
 
 MAX_SPLITS = 128
 """Most parts into which FlashAttention splits keys (`num_splits_heuristic`, `flash_api.cpp`)."""
@@ -41,7 +42,7 @@ def flash_forward(call: Call) -> list[int]:
     has gaps. Keys are split only if batch, heads and blocks of queries leave multiprocessors idle, so all splits
     together are at most two waves of blocks. Source: `flash_attn/flash_api.cpp`, `mha_fwd`.
     """
-    query = call.tensor("query")
+    query = call["query"]
     batch, heads, _, width = query.shape
     blocks = batch * heads * (_rows(query, 2) // 64)
     splits = min(MAX_SPLITS, max(1, 2 * MULTIPROCESSORS // max(1, blocks)))
@@ -58,7 +59,7 @@ def flash_backward(call: Call) -> list[int]:
     unless they are contiguous as [batch, rows, heads, width]. Sources: `flash_api.cpp`, `mha_bwd`;
     `attention_backward.cu`.
     """
-    query, key = call.tensor("query"), call.tensor("key")
+    query, key = call["query"], call["key"]
     batch, heads, _, width = query.shape
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     num_sums = max(1, -(-MULTIPROCESSORS // max(1, batch * heads))) if is_deterministic else 1
@@ -69,14 +70,14 @@ def flash_backward(call: Call) -> list[int]:
     if width % 8 or not _last_dense(call):
         copies = _padded_operands(call, names)
         return [dq_sum, row_sums, expanded, *copies, *copies[1:4]]
-    given = [call.tensor(name) for name in ("grad_out", "out")]
+    given = [call[name] for name in ("grad_out", "out")]
     copies = [tensor.numel() * tensor.itemsize for tensor in given if not tensor.transpose(1, 2).is_contiguous()]
     return [dq_sum, row_sums, expanded, *copies]
 
 
 def efficient_forward(call: Call) -> list[int]:
     """Count an fp32 accumulator of 16-bit outputs too wide for registers: `mem_eff_attention/kernel_forward.h`."""
-    query, value = call.tensor("query"), call.tensor("value")
+    query, value = call["query"], call["value"]
     is_kept = query.itemsize > 2 or value.shape[-1] <= _WIDEST_IN_REGISTERS
     return [] if is_kept else [4 * query.numel() // query.shape[-1] * value.shape[-1]]
 
@@ -88,14 +89,14 @@ def efficient_backward(call: Call) -> list[int]:
     than 64, which some devices need. `grad_out` is copied unless it is contiguous as [batch, rows, heads, width].
     Sources: `mem_eff_attention/kernel_backward.h`, `attention_backward.cu`.
     """
-    query, key, gradient = call.tensor("query"), call.tensor("key"), call.tensor("grad_out_")
+    query, key, gradient = call["query"], call["key"], call["grad_out_"]
     by_heads = call.name.startswith("_scaled")  # [batch, heads, rows, width]; else [batch, rows, heads, width]
     num_rows, num_keys = (tensor.shape[2 if by_heads else 1] for tensor in (query, key))
     num_heads, lengths = query.shape[0] * query.shape[1 if by_heads else 2], call.arguments.get("cu_seqlens_q")
     if isinstance(lengths, Tensor):  # sequences of several lengths, concatenated
         num_heads *= lengths.numel() - 1
-        num_rows, num_keys = call.arguments["max_seqlen_q"], call.arguments["max_seqlen_k"]
-    width = max(query.shape[-1], call.tensor("value").shape[-1])
+        num_rows, num_keys = call["max_seqlen_q"], call["max_seqlen_k"]
+    width = max(query.shape[-1], call["value"].shape[-1])
     copied = not (gradient.transpose(1, 2) if by_heads else gradient).is_contiguous()
     workspace = _query_sums(query.itemsize, num_rows, num_keys, width)
     if query.itemsize == 2 and width > _TILE:
@@ -138,12 +139,12 @@ def cudnn_backward(call: Call) -> list[int]:
     none. `grad_out` is copied if its last dimension has gaps, and before cuDNN 9.5.1, if its strides are not those of
     `out`; either counts here. Sources: `cudnn/MHA.cpp`, the frontend's `CompositeSDPABackwardNode`.
     """
-    query, key, value, gradient = (call.tensor(name) for name in ("query", "key", "value", "grad_out"))
+    query, key, value, gradient = (call[name] for name in ("query", "key", "value", "grad_out"))
     rows = query.numel() // max(1, query.shape[-1])
     shared = key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]
     per_head = query.shape[0] * query.shape[1] * _rows(key, 2) * (_padded(key.shape[-1]) + _padded(value.shape[-1]))
     expanded = 4 * per_head if shared else 0
-    is_copied = gradient.stride(-1) != 1 or gradient.stride() != call.tensor("out").stride()
+    is_copied = gradient.stride(-1) != 1 or gradient.stride() != call["out"].stride()
     copies = [nbytes_of(gradient)] if is_copied else []
     return [_CUDNN_NBYTES, 4 * _padded_numel(query), 8 * rows, expanded, *copies]
 
@@ -159,4 +160,4 @@ def _padded(width: int) -> int:
 
 
 def _last_dense(call: Call) -> bool:
-    return all(call.tensor(name).stride(-1) == 1 for name in ("query", "key", "value"))
+    return all(call[name].stride(-1) == 1 for name in ("query", "key", "value"))

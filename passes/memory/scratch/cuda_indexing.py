@@ -11,18 +11,12 @@ from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.passes.memory.scratch import indexing
+from chunkc.passes.memory.scratch.copies import nbytes_of
 from chunkc.passes.memory.scratch.cuda_reduction import MULTIPROCESSORS
-from chunkc.passes.memory.scratch.cuda_rules import (
-    Call,
-    cast,
-    contiguous,
-    is_dense,
-    largest,
-    nbytes_of,
-    whole_reduction,
-)
+from chunkc.passes.memory.scratch.cuda_rules import is_dense, largest, whole_reduction
 from chunkc.passes.memory.scratch.cuda_sorting import radix_sort_nbytes, unique_nbytes
-from chunkc.passes.memory.scratch.indexing import search_casts
+from chunkc.passes.memory.scratch.rules import Call, cast_nbytes, contiguous
 
 _FEW_INDICES = 3072
 _ROWS_PER_PART = 10
@@ -40,7 +34,7 @@ def embedding_backward(call: Call) -> list[int]:
     segment: its start is kept, its count if that scales, then its number of parts and where they begin, and sums per
     part (see `_sums_of_parts`). Sources: `Embedding.cu`, `EmbeddingBackwardKernel.cu`.
     """
-    indices, grad, num_weights = call.tensor("indices"), call.tensor("grad_output"), call.arguments["num_weights"]
+    indices, grad, num_weights = call["indices"], call["grad_output"], call["num_weights"]
     num, size = indices.numel(), indices.itemsize
     copies = [nbytes_of(tensor) for tensor in (grad, indices) if not tensor.is_contiguous()]
     counts = call.arguments.get("scale_grad_by_freq")
@@ -66,7 +60,7 @@ def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
     copy of it; each part then has its segment in place of a sum. If the choice depends on the number of
     multiprocessors, the larger counts.
     """
-    grad, size = call.tensor("grad_output"), call.tensor("indices").itemsize
+    grad, size = call["grad_output"], call["indices"].itemsize
     width = grad.shape[-1] if grad.dim() else 1
     begins = size * num_parts
     sums = [begins, max(4, grad.itemsize) * num_parts * width]
@@ -75,7 +69,7 @@ def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
     most, least = (_BLOCKS_PER_MULTIPROCESSOR * num for num in (MULTIPROCESSORS, _FEWEST_MULTIPROCESSORS))
     if num_parts <= 4 * num_blocks or num_blocks >= most or torch.are_deterministic_algorithms_enabled():
         return sums
-    wide = [4 * call.arguments["num_weights"] * width] if grad.itemsize < 4 else []
+    wide = [4 * call["num_weights"] * width] if grad.itemsize < 4 else []
     added = [begins, size * num_parts, *wide]
     return added if num_blocks < least else largest(sums, added)
 
@@ -106,8 +100,8 @@ def masked_index(call: Call) -> list[int]:
     """
     values, indices = call.arguments.get("values"), _indices(call)
     moved = call.outputs[0] if values is None else values
-    adding = _expanded(indices) if values is None else _added(call, call.arguments["indices"], values)
-    return [*map(nbytes_of, indices), call.tensor("mask").numel(), nbytes_of(moved), *adding]
+    adding = _expanded(indices) if values is None else _added(call, call["indices"], values)
+    return [*map(nbytes_of, indices), call["mask"].numel(), nbytes_of(moved), *adding]
 
 
 def scatter(call: Call) -> list[int]:
@@ -120,7 +114,7 @@ def scatter(call: Call) -> list[int]:
     found = [*_counted(call, "src"), *contiguous(call), *gather(call)]
     if not torch.are_deterministic_algorithms_enabled():
         return found
-    num, result = call.tensor("index").numel(), call.outputs[0]
+    num, result = call["index"].numel(), call.outputs[0]
     sorting = radix_sort_nbytes(num, 8, 8, 64, call.capability)
     return [*found, *([8 * num] * (2 * result.dim() + 5)), result.itemsize * num, sorting]
 
@@ -129,22 +123,18 @@ def _counted(call: Call, source: str) -> list[int]:
     if call.arguments.get("reduce") != "mean":
         return []
     result = call.outputs[0]
-    return [nbytes_of(call.tensor(source)), nbytes_of(result), result.numel()]
-
-
-def search(call: Call) -> list[int]:
-    """Bound a number copied to the device, the operands' copies, and a sorter's minimum and maximum.
-
-    Copies are contiguous and of the common dtype. Sources: `Bucketization.cu`, `BucketizationUtils.h`.
-    """
-    number, casts = search_casts(call.arguments)
-    sorter = call.arguments.get("sorter")
-    return [number, *contiguous(call), *casts, *([] if sorter is None else whole_reduction(sorter))]
+    return [nbytes_of(call[source]), nbytes_of(result), result.numel()]
 
 
 def gather(call: Call) -> list[int]:
     """Count indices converted to int64: `ATen/native/TensorAdvancedIndexing.cpp`."""
-    return cast(call.tensor("index"), torch.int64)
+    return [cast_nbytes(call["index"], torch.int64)]
+
+
+def search(call: Call) -> list[int]:
+    """Bound `searchsorted`, `bucketize` as on the CPU, and the reduction of a sorter to its ends."""
+    sorter = call.arguments.get("sorter")
+    return [*indexing.search(call), *([] if sorter is None else whole_reduction(sorter))]
 
 
 def index_reduce(call: Call) -> list[int]:
@@ -155,19 +145,13 @@ def index_reduce(call: Call) -> list[int]:
     return [*_counted(call, "source"), *gather(call), *index_add(call)]
 
 
-def embedding(call: Call) -> list[int]:
-    """Count a contiguous copy of the indices: `ATen/native/Embedding.cpp`."""
-    indices = call.tensor("indices")
-    return [] if indices.is_contiguous() else [nbytes_of(indices)]
-
-
 def index_put(call: Call) -> list[int]:
     """Count a number copied to the device, and a sort (see `_added`) if values accumulate, else as `index`.
 
     In deterministic mode more than one value is sorted without accumulation, too. Source:
     `ATen/native/TensorAdvancedIndexing.cpp`, `_index_put_impl_`.
     """
-    values, given = call.tensor("values"), call.arguments["indices"]
+    values, given = call["values"], call["indices"]
     moved = [values.itemsize] if values.device != call.outputs[0].device else []
     if call.arguments.get("accumulate") or (torch.are_deterministic_algorithms_enabled() and values.numel() > 1):
         return [*moved, *_added(call, given, values)]
@@ -181,9 +165,9 @@ def index_add(call: Call) -> list[int]:
     """
     if not torch.are_deterministic_algorithms_enabled():
         return []
-    source, position = call.tensor("source"), call.tensor("index")
+    source, position = call["source"], call["index"]
     scaled = [] if call.name.startswith("index_copy") else [nbytes_of(source), 8 * position.numel()]
-    return [*scaled, *_added(call, [None] * call.arguments["dim"] + [position], source)]
+    return [*scaled, *_added(call, [None] * call["dim"] + [position], source)]
 
 
 def _added(call: Call, given: Sequence[Tensor | None], values: Tensor) -> list[int]:

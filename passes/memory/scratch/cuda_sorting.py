@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.graphs.attention_cuda import Capability
+from chunkc.passes.memory.scratch.copies import nbytes_of
 from chunkc.passes.memory.scratch.cuda_reduction import MULTIPROCESSORS, reduction_nbytes
-from chunkc.passes.memory.scratch.cuda_rules import Call, cast, contiguous, is_dense, largest, nbytes_of
+from chunkc.passes.memory.scratch.cuda_rules import is_dense, largest
+from chunkc.passes.memory.scratch.rules import Call, bound_call, cast_nbytes, contiguous
 
 _MIB = 1 << 20
 _PART_NBYTES = 256
@@ -82,7 +84,7 @@ def sort(call: Call) -> list[int]:
     row, or each of a million elements or more, is sorted as a whole. Fewer than 128 rows are sorted together, with the
     row and position of each element; more rows in CUB's segmented sort. Sources: `Sort.cpp`, `SortStable.cu`.
     """
-    source, values = call.tensor("self"), call.outputs[0]
+    source, values = call["self"], call.outputs[0]
     if source.dim() == 0:
         return []
     dim, key = call.arguments.get("dim", -1), source.itemsize
@@ -108,7 +110,7 @@ def bounded_sort(call: Call) -> list[int]:
 
     Source: `TensorModeKernel.cu`.
     """
-    return _sorted(max(call.inputs, key=lambda tensor: tensor.numel()))
+    return _sorted(max(call.tensors, key=lambda tensor: tensor.numel()))
 
 
 def _sorted(source: Tensor) -> list[int]:
@@ -121,12 +123,12 @@ def median(call: Call) -> list[int]:
 
     With their positions, and with a mask of NaNs, which are counted.
     """
-    source = call.inputs[0]
+    source = call.tensors[0]
     if call.arguments.get("dim") is not None or call.name.startswith("kthvalue") or not source.dim():
         return contiguous(call)
     numel = source.numel()
     row = source.new_empty(numel, device="meta")
-    sorting = sort(Call(torch.ops.aten.sort.default, (row,), {}, row, call.capability))
+    sorting = sort(bound_call(torch.ops.aten.sort.default, (row,), {}, row, capability=call.capability))
     return [*contiguous(call), nbytes_of(source), 8 * numel, *largest(sorting, [numel, 8 * numel, 8])]
 
 
@@ -135,11 +137,11 @@ def topk(call: Call) -> list[int]:
 
     Source: `TensorTopK.cu`.
     """
-    source, dim = call.tensor("self"), call.arguments.get("dim", -1)
+    source, dim = call["self"], call.arguments.get("dim", -1)
     length = source.shape[dim] if source.dim() else 1
     num_rows = source.numel() // length if length else 0
     blocks = _blocks(num_rows, length) if length and _takes_several_blocks(num_rows, length) else []
-    return [*contiguous(call), *blocks, *(_sorted(call.outputs[0]) if call.arguments["k"] > _SMALL else [])]
+    return [*contiguous(call), *blocks, *(_sorted(call.outputs[0]) if call["k"] > _SMALL else [])]
 
 
 def _blocks(num_rows: int, length: int) -> list[int]:
@@ -162,11 +164,11 @@ def sample(call: Call) -> list[int]:
 
     Sources: `ATen/native/Distributions.cpp`, `MultinomialKernel.cu`.
     """
-    source = call.tensor("self")
+    source = call["self"]
     num_rows, length = source.numel() // max(1, source.shape[-1]), source.shape[-1]
     copies = [nbytes_of(source)] * (3 if call.arguments.get("replacement") else 1)
     choosing = reduction_nbytes(max(1, num_rows), length, over_fastest=True, itemsize=16)
-    if call.arguments["num_samples"] > 1 and _takes_several_blocks(num_rows, length):
+    if call["num_samples"] > 1 and _takes_several_blocks(num_rows, length):
         choosing = _blocks(num_rows, length)
     return [*copies, *contiguous(call), *(3 * [8 * num_rows]), *choosing, _CHECKS_NBYTES]
 
@@ -182,10 +184,10 @@ def scan(call: Call) -> list[int]:
 
     Sources: `ATen/native/ReduceOps.cpp`, `ScanUtils.cuh`.
     """
-    source, dim, dtype = call.inputs[0], call.arguments.get("dim", 0), call.outputs[0].dtype
-    converted = cast(source, dtype)
-    in_rows = source.is_contiguous() or (converted and not is_dense(source))
-    found = [*converted, *([] if in_rows else [source.numel() * dtype.itemsize])]
+    source, dim, dtype = call.tensors[0], call.arguments.get("dim", 0), call.outputs[0].dtype
+    converted = cast_nbytes(source, dtype)
+    in_rows = source.is_contiguous() or (source.dtype != dtype and not is_dense(source))
+    found = [converted, *([] if in_rows else [source.numel() * dtype.itemsize])]
     if call.name in ("cummax", "cummin") or (source.dim() and source.numel() != source.shape[dim]):
         return found
     num, halves = source.numel(), dtype.is_floating_point and dtype.itemsize == 2
@@ -200,7 +202,7 @@ def masked_scatter(call: Call) -> list[int]:
 
     Source: `IndexKernel.cpp`, `masked_scatter_cuda`.
     """
-    mask, source, num = call.tensor("mask"), call.tensor("source"), call.outputs[0].numel()
+    mask, source, num = call["mask"], call["source"], call.outputs[0].numel()
     copies = [] if mask.is_contiguous() and mask.numel() == num else [num]
     copies += [] if source.is_contiguous() else [nbytes_of(source)]
     return [*copies, 8 * num, scan_nbytes(num, 8)]

@@ -26,12 +26,12 @@ def _dense(image: Tensor) -> bool:
     return image.is_contiguous() or _channels_last(image)
 
 
-def image_rule(call: Call) -> int:
+def pooled(call: Call) -> int:
     """Count copies of inputs that are neither contiguous nor with channels last."""
     return sum(contiguous_copy_nbytes(t) for t in call.tensors if not _dense(t))
 
 
-def image_backward_rule(call: Call) -> int:
+def image_backward(call: Call) -> int:
     """Count contiguous copies; and the result's bytes, if the input has channels last and the gradient has not.
 
     Of the input only the shape and the format are read.
@@ -45,7 +45,7 @@ def image_backward_rule(call: Call) -> int:
     return 0 if _channels_last(grad) and not grad.is_contiguous() else copies + nbytes_of(call.outputs[0])
 
 
-def upsample_rule(call: Call) -> int:
+def upsample(call: Call) -> int:
     """Count copies with channels last, or indices and weights for every row and column of the result."""
     image, result = call["self" if "self" in call.arguments else "input"], call.outputs[0]
     name = call.target._schema.name
@@ -57,7 +57,7 @@ def upsample_rule(call: Call) -> int:
     return sum(result.shape[2:]) * taps * (8 + image.itemsize)
 
 
-def upsample_backward_rule(call: Call) -> int:
+def upsample_backward(call: Call) -> int:
     """Count a contiguous copy of the gradient, and one of a result that is not contiguous.
 
     A kernel for channels last reads the gradient in place; cubic and antialiased upsampling have none.
@@ -68,7 +68,7 @@ def upsample_backward_rule(call: Call) -> int:
     return contiguous_copy_nbytes(grad) + (0 if result.is_contiguous() else nbytes_of(result))
 
 
-def upsample_smooth_rule(call: Call) -> int:
+def upsample_smooth(call: Call) -> int:
     """Count, for antialiased upsampling, the image resized in one direction, and weights."""
     image, result = call["self"], call.outputs[0]
     between = image.shape[0] * image.shape[1] * image.shape[2] * result.shape[3] * image.itemsize
@@ -77,28 +77,16 @@ def upsample_smooth_rule(call: Call) -> int:
     return between + sum(result.shape[2:]) * (int(taps * shrinking + 2) * (image.itemsize + 4) + 24)
 
 
-def sampler_backward_rule(call: Call) -> int:
-    """Count `grid_sampler_2d_backward`: a contiguous copy of the gradient."""
-    return contiguous_copy_nbytes(call["grad_output"])
+def gradient(call: Call) -> int:
+    """Count contiguous copies of gradient and indices, for backwards that read of the operand the shape alone."""
+    return contiguous_copy_nbytes(call["grad_output"]) + contiguous_copy_nbytes(call.arguments.get("indices"))
 
 
-def fractional_backward_rule(call: Call) -> int:
-    """Count contiguous copies of gradient and indices; of the operand only the shape is read."""
-    return contiguous_copy_nbytes(call["grad_output"]) + contiguous_copy_nbytes(call["indices"])
-
-
-def unfold_rule(call: Call) -> int:
-    """Count `im2col`: a contiguous copy, and the result as it starts, as large as the image."""
-    return contiguous_copy_nbytes(call["self"]) + nbytes_of(call["self"])
-
-
-def affine_grid_rule(call: Call) -> int:
-    """Count positions in homogeneous coordinates, and their product with each image's matrix."""
-    theta, grid = call["theta"], call.outputs[0]
-    num_dims = grid.shape[-1]
-    positions = grid.numel() // num_dims
-    product = gemm_nbytes(theta.dtype, positions // max(1, grid.shape[0]), num_dims + 1, num_dims, call.num_threads)
-    return positions * (num_dims + 1) * theta.itemsize + product
+def affine_grid(call: Call) -> int:
+    """Bound positions in homogeneous coordinates, and their product with each image's matrix."""
+    grid, dtype, num_dims = call.outputs[0], call["theta"].dtype, call.outputs[0].shape[-1]
+    positions = grid.numel() // max(1, num_dims * grid.shape[0])
+    return 2 * nbytes_of(grid) + gemm_nbytes(dtype, positions, num_dims + 1, num_dims, call.num_threads)
 
 
 def window_outputs(call: Call) -> dict[int, int]:
@@ -107,13 +95,16 @@ def window_outputs(call: Call) -> dict[int, int]:
     return {0: nbytes_of(window) + window.itemsize} if call.arguments.get("periodic", True) else {}
 
 
-def window_rule(call: Call) -> int:
-    """Count numbers of the formula; a Blackman window adds up three terms, one after the other."""
-    window = call.outputs[0]
-    is_blackman = call.target._schema.name == "aten::blackman_window"
-    return 16 + (4 * (nbytes_of(window) + window.itemsize) if is_blackman else 0)
+def window(call: Call) -> int:
+    """Bound windows: numbers of the formula, and of a Blackman window three terms, which are added up."""
+    return 4 * nbytes_of(call.outputs[0]) + 64
 
 
-def pooling_offsets_rule(call: Call) -> int:
-    """Bound the bytes of windows written out as int64 indices, a few copies at a time."""
-    return 2 * nbytes_of(call.tensors[0], 8) + 24 * call.outputs[0].numel() + 1024
+def pooling_offsets(call: Call) -> list[int]:
+    """Bound windows written out as int64 indices; on CUDA, count them (`inductor_prims.py`).
+
+    These are indices, and per dimension remainders, positions and beginnings of windows.
+    """
+    if call.on_cuda:
+        return (3 * len(call["kernel_size"]) + 1) * [8 * call.outputs[-1].numel()]
+    return [2 * nbytes_of(call.tensors[0], 8) + 24 * call.outputs[0].numel() + 1024]

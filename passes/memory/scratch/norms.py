@@ -14,14 +14,14 @@ from torch import Tensor
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import reduces_two_inner_dimensions
 from chunkc.passes.memory.scratch.products import gemm_nbytes, operand_copy_nbytes
-from chunkc.passes.memory.scratch.rules import Call, pointwise_rule
+from chunkc.passes.memory.scratch.rules import Call, cast_nbytes, number_in, pointwise
 
 
 def _strided_nbytes(*tensors: Tensor | None) -> int:
     return sum(nbytes_of(t) for t in tensors if t is not None and not t.is_contiguous())
 
 
-def layer_norm_rule(call: Call) -> int:
+def layer_norm(call: Call) -> int:
     """Count contiguous copies; the block for transposing a matrix is freed before the results exist."""
     source = call["input"]
     copies = _strided_nbytes(source, call["weight"], call["bias"])
@@ -29,7 +29,7 @@ def layer_norm_rule(call: Call) -> int:
     return max(copies, copies + block - sum(map(nbytes_of, call.outputs)))
 
 
-def layer_norm_backward_rule(call: Call) -> int:
+def layer_norm_backward(call: Call) -> int:
     """Count partial gradients of weight and bias for each thread, and contiguous copies."""
     grad, source = call["grad_out"], call["input"]
     wanted = call["output_mask"][1] or call["output_mask"][2]
@@ -38,7 +38,7 @@ def layer_norm_backward_rule(call: Call) -> int:
     return _strided_nbytes(source, grad, call["weight"], call["bias"]) + max(partial, block)
 
 
-def group_norm_rule(call: Call) -> int:
+def group_norm(call: Call) -> int:
     """Count two sums per image and channel, with channels last."""
     source = call["input"]
     if source.is_contiguous():
@@ -46,7 +46,7 @@ def group_norm_rule(call: Call) -> int:
     return 2 * source.shape[0] * source.shape[1] * max(source.itemsize, 4)
 
 
-def group_norm_backward_rule(call: Call) -> int:
+def group_norm_backward(call: Call) -> int:
     """Count two sums per image and channel."""
     source = call["input"]
     return 2 * source.shape[0] * source.shape[1] * max(source.itemsize, 4)
@@ -61,7 +61,7 @@ def _format(source: Tensor) -> str:
     return "strided"
 
 
-def batch_norm_rule(call: Call) -> int:
+def batch_norm(call: Call) -> int:
     """Count a factor and an offset per channel; and in training with channels innermost, sums per thread.
 
     With other strides, count a number that is divided by or added, and one in place of each absent parameter.
@@ -69,7 +69,7 @@ def batch_norm_rule(call: Call) -> int:
     source, channels = call["input"], call["input"].shape[1]
     statistics = _statistics_itemsize(call)
     factors = 2 * channels * max(4, statistics)
-    training = call.arguments.get("training", call.arguments.get("train", "no_training" not in str(call.target)))
+    training = call.arguments.get("training", call.arguments.get("train", "no_training" not in call.name))
     form = _format(source)
     if form == "strided" and channels == 1:
         return factors + (nbytes_of(source, 4) + 4 if source.dtype in LOW_PRECISION else 2 * statistics)  # a bound
@@ -108,7 +108,7 @@ def group_norm_backward_outputs(call: Call) -> dict[int, int]:
     return {0: nbytes_of(call["input"])} if call["output_mask"][0] else {}
 
 
-def batch_norm_backward_rule(call: Call) -> int:
+def batch_norm_backward(call: Call) -> int:
     """Count a second gradient of the input if its format and the gradient's agree, else sums of the gradient.
 
     If they agree, with channels innermost, sums per thread and converted parameters count instead where they take more.
@@ -126,53 +126,48 @@ def batch_norm_backward_rule(call: Call) -> int:
     return sums
 
 
-def rms_norm_rule(call: Call) -> int:
+def rms_norm(call: Call) -> int:
     """Bound the bytes of squares, and of the scaled input."""
     source = call["input"]
     return 2 * nbytes_of(source, 4) + 4 * source.shape[0] + 64
 
 
-def nll_loss_rule(call: Call) -> int:
+def nll_loss(call: Call) -> int:
     """Count contiguous copies of weights and targets; and of logits, if losses are summed, or of one row."""
     copies = _strided_nbytes(call.arguments.get("weight"), call["target"])
     in_place = call["reduction"] == 0 and call["self"].dim() > 1
     return copies + (0 if in_place else contiguous_copy_nbytes(call["self"]))
 
 
-def nll_loss_backward_rule(call: Call) -> int:
+def nll_loss_backward(call: Call) -> int:
     return _strided_nbytes(call.arguments.get("weight"), call["target"])
 
 
-def safe_softmax_rule(call: Call) -> int:
+def safe_softmax(call: Call) -> int:
     """Count a mask of inputs that are -inf, and one of whole such rows; or, before that, a contiguous copy."""
     source, result = call["self"], call.outputs[0]
     dim = call["dim"] % max(1, result.dim())
     rows = math.prod(size for number, size in enumerate(result.shape) if number != dim)
-    cast = nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
-    return max(result.numel() + rows + result.itemsize, contiguous_copy_nbytes(source) + cast)
+    copies = contiguous_copy_nbytes(source) + cast_nbytes(source, result.dtype)
+    return max(result.numel() + rows + result.itemsize, copies)
 
 
-def joint_contiguous_rule(call: Call) -> int:
-    """Count contiguous copies of all operands, made before the result."""
-    return contiguous_copy_nbytes(*call.tensors)
-
-
-def loss_rule(call: Call) -> int:
+def loss(call: Call) -> int:
     """Bound losses in several steps: two temporaries in the widest dtype."""
     widest = max((nbytes_of(t, max(t.itemsize, 4)) for t in (*call.tensors, *call.outputs)), default=0)
-    return pointwise_rule(call) + 2 * widest + 64
+    return pointwise(call) + 2 * widest + 64
 
 
-def logits_loss_rule(call: Call) -> int:
+def logits_loss(call: Call) -> int:
     """Bound `binary_cross_entropy_with_logits`: two temporaries, contiguous logits, weights less one."""
     logits, weight = call["self"], call["pos_weight"]
     itemsize = max(4 if call["reduction"] else 2, *(t.itemsize for t in call.tensors))
     temporaries = 2 * nbytes_of(logits, itemsize) + 64
     copies = contiguous_copy_nbytes(logits) + (0 if weight is None else nbytes_of(weight))
-    return pointwise_rule(call) + temporaries + copies
+    return pointwise(call) + temporaries + copies
 
 
-def chunked_loss_rule(call: Call) -> int:
+def chunked_loss(call: Call) -> int:
     """Bound `linear_cross_entropy` by chunks: a chunk's logits and rows, weights of all targets, wider operands.
 
     float16 has logits in two precisions, and bfloat16 narrows them, unless the policy is "accurate". Source: PyTorch's
@@ -196,22 +191,16 @@ def chunked_loss_rule(call: Call) -> int:
     return nbytes + products + operand_copy_nbytes(source) + operand_copy_nbytes(weight)
 
 
-def cross_entropy_backward_rule(call: Call) -> int:
+def cross_entropy_backward(call: Call) -> int:
     """Count `binary_cross_entropy_backward`: the number by which a mean divides."""
-    if call["reduction"] != 1:
-        return 0
-    return 8 + (call.outputs[0].itemsize if call.outputs[0].dtype != torch.float64 else 0)
+    return number_in(call.outputs[0].dtype) if call["reduction"] == 1 else 0
 
 
-def ctc_rule(call: Call) -> int:
-    """Count lengths as contiguous 64-bit integers."""
+def ctc(call: Call) -> int:
+    """Bound the bytes of lengths as contiguous 64-bit integers; backwards, of probabilities along the alignments."""
     lengths = [t for t in (call["input_lengths"], call["target_lengths"]) if isinstance(t, Tensor)]
-    return sum(nbytes_of(t, 8) for t in lengths if t.dtype != torch.int64 or not t.is_contiguous())
-
-
-def ctc_backward_rule(call: Call) -> int:
-    """Count probabilities along the alignments, backwards."""
-    return ctc_rule(call) + nbytes_of(call["log_alpha"])
+    alignments = call.arguments.get("log_alpha")
+    return sum(nbytes_of(t, 8) for t in lengths) + (0 if alignments is None else nbytes_of(alignments))
 
 
 def embedding_bag_outputs(call: Call) -> dict[int, int]:
@@ -219,83 +208,37 @@ def embedding_bag_outputs(call: Call) -> dict[int, int]:
     return {1: 8 * (call["indices"].numel() + 1)} if call["mode"] != 0 else {}
 
 
-def embedding_bag_rule(call: Call) -> int:
-    """Bound the bag of each index, the number of rows of each bag, and in low precision float32 sums.
-
-    A sum of contiguous tensors without padding needs none of these, but for float64 weights and scaled 16-bit ones.
-    """
-    indices, bags = call["indices"], call["offsets"].shape[0]
-    is_cast = call["weight"].dtype != torch.float32 and call["per_sample_weights"] is not None
-    is_fast = call["mode"] == 0 and call["padding_idx"] < 0 and call["weight"].dtype != torch.float64 and not is_cast
-    if is_fast and _strided_nbytes(*call.tensors) == 0:
-        return 0
-    sums = 4 * (bags + 1) * call["weight"].shape[1] if call["weight"].dtype in LOW_PRECISION else 0
-    return nbytes_of(indices, 8) + 16 * bags + 64 + sums
+def embedding_bag(call: Call) -> int:
+    """Bound the bag of each index, casts, the number of rows of each bag, and in low precision float32 sums."""
+    bags, sums = call["offsets"].shape[0], call["weight"].dtype in LOW_PRECISION
+    return nbytes_of(call["indices"], 16) + 24 * bags + 64 + sums * 4 * (bags + 1) * call["weight"].shape[1]
 
 
-def embedding_bag_weights_rule(call: Call) -> int:
-    """Count casts of offsets and indices to one dtype; and the bag of each index, twice, if not given."""
-    indices, offsets = call["indices"], call["offsets"]
-    itemsize = max(indices.itemsize, offsets.itemsize)
-    casts = sum(nbytes_of(t, itemsize) for t in (indices, offsets) if t.itemsize != itemsize)
-    if call["offset2bag"].numel() or not indices.numel():
-        return casts
-    num_places = indices.numel() + 1
-    return casts + itemsize * (num_places + max(num_places, offsets.numel()))
+def embedding_bag_backward(call: Call) -> int:
+    """Bound sorted and counted indices with their bags; for a bag's maximum, also rows looked up and scattered."""
+    grad, offsets = call["grad"], call.arguments.get("offsets")
+    indices = 8 * (4 * call["indices"].numel() + (0 if offsets is None else 2 * offsets.numel()))
+    return nbytes_of(grad) + indices + (nbytes_of(grad, 8) + 8 * grad.shape[0] if call["mode"] == 2 else 0) + 64
 
 
-def embedding_renorm_rule(call: Call) -> int:
+def embedding_renorm(call: Call) -> int:
     """Bound the bytes of a row's norm and factor, one row at a time, and of the indices' copy."""
     return contiguous_copy_nbytes(call["indices"]) + 8 + 2 * call["self"].itemsize
 
 
-def embedding_bag_backward_rule(call: Call) -> int:
-    """Bound the bytes of sorted and counted indices; or, for a bag's maximum, of rows looked up and scattered."""
-    grad = call["grad"]
-    if call["mode"] == 2:
-        return nbytes_of(grad) + nbytes_of(grad, 8) + 8 * grad.shape[0] + 64
-    return 4 * nbytes_of(call["indices"], 8) + nbytes_of(grad) + 64
+def point_distances(call: Call) -> int:
+    """Bound `cdist`: operands with the common batch shape, and twice again for products; backwards also gradients.
 
-
-def _points_nbytes(call: Call) -> tuple[list[int], int]:
-    """Return the bytes of each operand of `cdist` with the common batch shape, and of those that are copied."""
-    points = call["x1"], call["x2"]
-    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in points))
-    whole = [math.prod(batch) * math.prod(t.shape[-2:]) * t.itemsize for t in points]
-    is_copy = [t.shape[:-2] != batch or not t.is_contiguous() for t in points]
-    return whole, sum(nbytes for nbytes, copied in zip(whole, is_copy, strict=True) if copied)
-
-
-def distance_rule(call: Call) -> int:
-    """Count copies with the common batch shape; for many points' Euclidean distances, also a product's operands.
-
-    These are the points with their squares appended.
+    A product's operands are the points with two numbers appended.
     """
-    whole, copies = _points_nbytes(call)
-    rows = call["x1"].shape[-2], call["x2"].shape[-2]
-    by_product = call.arguments.get("p", 2.0) == 2.0 and call.arguments.get("compute_mode", 1) != 2
-    far = max(rows) > 25 or call.arguments.get("compute_mode", 1) == 1
-    if not (by_product and far):
-        return copies
-    points = call["x1"], call["x2"]
-    batch = torch.broadcast_shapes(*(t.shape[:-2] for t in points))
-    squares = 4 * points[0].itemsize * math.prod(batch) * max(rows)
-    return copies + 2 * sum(whole) + squares + 16
+    points, is_backward = (call["x1"], call["x2"]), "grad" in call.arguments
+    batch = math.prod(torch.broadcast_shapes(*(t.shape[:-2] for t in points)))
+    numel = sum(batch * t.shape[-2] * (t.shape[-1] if is_backward else 3 * t.shape[-1] + 4) for t in points)
+    gradients = nbytes_of(call["grad"]) + nbytes_of(call["cdist"]) if is_backward else 64
+    return numel * points[0].itemsize + gradients
 
 
-def distance_backward_rule(call: Call) -> int:
-    """Count copies of operands with the common batch shape, and of distances and their gradients in rows."""
-    _, copies = _points_nbytes(call)
-    return copies + _strided_nbytes(call["grad"], call["cdist"])
-
-
-def weight_norm_rule(call: Call) -> int:
-    """Count a row of sums per thread, over the last dimension."""
-    direction, dim = call["v"], call["dim"]
-    return 4 * call.num_threads * direction.shape[dim] if dim else 0
-
-
-def weight_norm_backward_rule(call: Call) -> int:
-    """Count a row of sums per thread, three at least, over the last dimension."""
-    direction, dim = call["saved_v"], call["dim"]
-    return 4 * max(3, call.num_threads) * direction.shape[dim] if dim else 0
+def weight_norm(call: Call) -> int:
+    """Count a row of sums per thread, backwards three at least, over the last dimension."""
+    direction, least = (call["saved_v"], 3) if "saved_v" in call.arguments else (call["v"], 1)
+    return 4 * max(least, call.num_threads) * direction.shape[call["dim"]] if call["dim"] else 0

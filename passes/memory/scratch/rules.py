@@ -1,4 +1,4 @@
-"""Count the scratch bytes of calls on the CPU, from metadata: a function for each kind of operator.
+"""Count the scratch bytes of calls, from metadata: a function for each kind of operator.
 
 `chunkc.passes.memory.scratch.operators` says which operators they are for.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.memory.scratch.convolution import (
     Convolution,
     convolution_backward_nbytes,
     convolution_nbytes,
     read_convolution,
 )
-from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
+from chunkc.passes.memory.scratch.copies import contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import common_dtype, number_dtype, number_nbytes, numbers_in
 from chunkc.passes.memory.scratch.products import (
     attention_backward_nbytes,
@@ -33,81 +34,76 @@ from chunkc.passes.memory.scratch.products import (
 )
 from chunkc.torch_private.dispatcher import has_kernel
 
-# A Python number becomes a 0-dim tensor (8 bytes, 16 if complex), which is cast twice at most.
 SCALAR_NBYTES = 32
+"""A Python number becomes a 0-dim tensor (8 bytes, 16 if complex), which is cast twice at most."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator: arguments by name, outputs (tensors only) and the threads it may use."""
+    """A call of an operator: arguments by name, results (tensors only), and where it runs.
+
+    Attributes:
+        num_threads: how many it may use on the CPU.
+        capability: of the CUDA device, if known.
+    """
 
     target: torch._ops.OpOverload
     arguments: dict[str, Any]
     outputs: tuple[Tensor, ...]
-    num_threads: int
+    num_threads: int = 1
+    on_cuda: bool = False
+    capability: Capability | None = None
+
+    @property
+    def name(self) -> str:
+        return self.target._schema.name.removeprefix("aten::")
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """Tensors among the arguments, also those in lists."""
-        return tuple(leaf for leaf in tree_leaves(list(self.arguments.values())) if isinstance(leaf, Tensor))
+        return tensors_in(list(self.arguments.values()))
 
     def __getitem__(self, name: str) -> Any:
         return self.arguments[name]
 
 
-# Overloads that take a Python number where the operator computes with tensors, and make a tensor of it.
-_WRAPS_NUMBERS = frozenset(
-    f"aten::{name}.Scalar"
-    for name in [
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "rsub",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "fmod",
-        "remainder",
-        "floor_divide",
-        "pow",
-        "copysign",
-    ]
-) | frozenset(
-    f"aten::{name}"
-    for name in [
-        "div.Scalar_mode",
-        "xlogy.Scalar_Self",
-        "xlogy.Scalar_Other",
-        "bitwise_and.Scalar",
-        "bitwise_or.Scalar",
-        "bitwise_xor.Scalar",
-        "bitwise_and.Scalar_Tensor",
-        "bitwise_or.Scalar_Tensor",
-        "bitwise_xor.Scalar_Tensor",
-        "bitwise_left_shift.Tensor_Scalar",
-        "bitwise_right_shift.Tensor_Scalar",
-        "bitwise_left_shift.Scalar_Tensor",
-        "bitwise_right_shift.Scalar_Tensor",
-        "remainder.Scalar_Tensor",
-        "special_zeta.other_scalar",
-        "__lshift__.Scalar",
-        "__rshift__.Scalar",
-        "__ilshift__.Scalar",
-        "__irshift__.Scalar",
-    ]
-)
+Rule = Callable[[Call], int | list[int]]
+"""Bytes inside of a call, beyond its results; of a CUDA device's, those of each tensor."""
+
+
+def bound_call(
+    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: object, **where: Any
+) -> Call:
+    """Make a `Call`, with the schema's defaults for arguments that are not given."""
+    arguments: dict[str, Any] = {}
+    for position, parameter in enumerate(target._schema.arguments):
+        if position < len(args) and not parameter.kwarg_only:
+            arguments[parameter.name] = args[position]
+        else:
+            arguments[parameter.name] = kwargs.get(parameter.name, parameter.default_value)
+    return Call(target, arguments, tensors_in(outputs), **where)
+
+
+def tensors_in(values: object) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+_OVERLOADS = """
+add.Scalar sub.Scalar mul.Scalar div.Scalar div.Scalar_mode rsub.Scalar eq.Scalar ne.Scalar lt.Scalar le.Scalar
+gt.Scalar ge.Scalar fmod.Scalar remainder.Scalar remainder.Scalar_Tensor floor_divide.Scalar pow.Scalar copysign.Scalar
+xlogy.Scalar_Self xlogy.Scalar_Other bitwise_and.Scalar bitwise_or.Scalar bitwise_xor.Scalar bitwise_and.Scalar_Tensor
+bitwise_or.Scalar_Tensor bitwise_xor.Scalar_Tensor bitwise_left_shift.Tensor_Scalar bitwise_right_shift.Tensor_Scalar
+bitwise_left_shift.Scalar_Tensor bitwise_right_shift.Scalar_Tensor special_zeta.other_scalar __lshift__.Scalar
+__rshift__.Scalar __ilshift__.Scalar __irshift__.Scalar
+"""
+_WRAPS_NUMBERS = frozenset(_OVERLOADS.split())
+"""Overloads that take a Python number where the operator computes with tensors, and make a tensor of it."""
 
 
 def numbers_nbytes(call: Call, common: torch.dtype) -> int:
     """Count the bytes of the 0-dim tensors that Python numbers become, each cast to the common dtype."""
-    name = call.target._schema.name
-    if not name.endswith("__"):
-        name = name.removesuffix("_")  # `mul_` makes a tensor of a number as `mul` does
-    wraps = f"{name}.{call.target._overloadname}" in _WRAPS_NUMBERS and call.target._schema.name != "aten::pow_"
+    name = call.name if call.name.endswith("__") else call.name.removesuffix("_")  # `mul_` makes a tensor as `mul` does
+    wraps = f"{name}.{call.target._overloadname}" in _WRAPS_NUMBERS and call.name != "pow_"
     nbytes = 0
     for parameter in call.target._schema.arguments:
         found = numbers_in([call[parameter.name]])
@@ -165,122 +161,118 @@ def is_elementwise(target: torch._ops.OpOverload) -> bool:
     return isinstance(found, torch._ops.OpOverload) and torch.Tag.pointwise in found.tags
 
 
-def nothing_rule(call: Call) -> int:
+def nothing(call: Call) -> int:
     return 0
 
 
-def contiguous_result_rule(call: Call) -> int:
+def contiguous(call: Call) -> list[int]:
+    """List copies of all operands that are not contiguous, for kernels that read contiguous memory."""
+    return copies(call, *call.tensors)
+
+
+def copies(call: Call, *tensors: Tensor | None) -> list[int]:
+    """List contiguous copies of tensors that are not contiguous; on the CPU, also the block for transposing one."""
+    if call.on_cuda:
+        return [nbytes_of(tensor) for tensor in tensors if tensor is not None and not tensor.is_contiguous()]
+    return [contiguous_copy_nbytes(*tensors)]
+
+
+def contiguous_result(call: Call) -> int:
     """Count what copying the operand takes: the result is its contiguous copy."""
     return max(map(copy_block_nbytes, call.tensors))
 
 
-def gathered_rule(call: Call) -> int:
-    """Count the result once more: Gloo gathers into memory of its own."""
-    return sum(map(nbytes_of, call.outputs))
+def operands(call: Call) -> list[int]:
+    """List the operands once more: sums of all ranks, of which the result is a part."""
+    return list(map(nbytes_of, call.tensors))
 
 
-def reduced_rule(call: Call) -> int:
-    """Count the sums of all ranks, on every rank; the result is a part of them."""
-    return sum(map(nbytes_of, call.tensors))
+def results(call: Call) -> list[int]:
+    """List the results once more: what Gloo gathers into, a product before its sum."""
+    return list(map(nbytes_of, call.outputs))
 
 
-def pointwise_rule(call: Call) -> int:
+def dense_results(call: Call) -> dict[int, int]:
+    """Correct results' bytes: they are dense, though fake tensors have the strides of an argument."""
+    return {position: nbytes_of(result) for position, result in enumerate(call.outputs)}
+
+
+def pointwise(call: Call) -> int:
     """Count a cast of each operand, and of the output, that is not in the common dtype; and of numbers."""
-    operands = call.tensors
-    return _casts(call, operands) + numbers_nbytes(call, _common_dtype(call, operands))
+    return _casts(call, call.tensors) + numbers_nbytes(call, _common_dtype(call, call.tensors))
 
 
-def select_rule(call: Call) -> int:
+def select(call: Call) -> int:
     """Count `where`: as elementwise, but the condition is not cast."""
-    operands = [t for t in call.tensors if t is not call["condition"]]
-    return _casts(call, operands) + numbers_nbytes(call, _common_dtype(call, operands))
+    values = [t for t in call.tensors if t is not call["condition"]]
+    return _casts(call, values) + numbers_nbytes(call, _common_dtype(call, values))
 
 
-def triangle_rule(call: Call) -> int:
-    """Count `tril`, `triu`: a copy of matrices that do not lie one after another in memory; in place, two."""
-    source, in_place = call["self"], call.target._schema.is_mutable
-    if source.is_contiguous():  # maybe with other strides along dimensions of one element
-        usual = all(s == math.prod(source.shape[dim + 1 :]) for dim, s in enumerate(source.stride()))
-        return nbytes_of(source) if in_place and not usual else 0
-    if in_place and source.dim() <= 3:
-        return 0
-    distance = source.shape[-1] * source.shape[-2]
-    for dim in reversed(range(source.dim() - 2)):
-        if in_place and dim == 0 and (source.stride(0) == 0 or source.shape[0] == 1):
-            continue
-        if source.stride(dim) != distance:
-            return nbytes_of(source) * (2 if in_place else 1)
-        distance = distance * source.shape[dim]
-    return 0
+def cast_nbytes(source: Tensor, dtype: torch.dtype) -> int:
+    """Count a copy in `dtype`, if the tensor has another."""
+    return nbytes_of(source, dtype.itemsize) if source.dtype != dtype else 0
 
 
-def log_gamma_rule(call: Call) -> int:
-    """Count `mvlgamma`: operands of `p` terms, and a number that is added to their sum; in place, the result too.
-
-    Before there is a result, the operands are made of `p` numbers and a cast.
-    """
-    result, terms = call.outputs[0], call["p"]
-    number = 8 + (result.itemsize if result.dtype != torch.float64 else 0)
-    made = nbytes_of(result) if call.target._schema.is_mutable else 0
-    making = terms * result.itemsize + _casts(call, call.tensors) - (nbytes_of(result) - made)
-    return terms * nbytes_of(result) + max(made + number, making)
+def cast(call: Call) -> int:
+    """Count the operand's cast to the result's dtype."""
+    return cast_nbytes(call.tensors[0], call.outputs[0].dtype)
 
 
-def distance_rule(call: Call) -> int:
-    """Count `dist`: the difference, and for the largest or the least of complex ones their magnitudes, as in a norm."""
-    source = call["self"]
-    numel = math.prod(torch.broadcast_shapes(source.shape, call["other"].shape))
-    if not source.is_complex():
-        return numel * call.outputs[0].itemsize + _casts(call, call.tensors)
-    single = source.itemsize if numel == 1 else 0
-    return numel * source.itemsize * (5 if math.isinf(call["p"]) else 2) // 2 + single
+def number_in(dtype: torch.dtype) -> int:
+    """Count a floating number that becomes a tensor, and its cast."""
+    return 8 + (dtype.itemsize if dtype != torch.float64 else 0)
 
 
-def narrow_copy_rule(call: Call) -> int:
-    """Count a contiguous copy of all; the block for transposing a matrix is freed before the result exists."""
-    source = call["self"]
-    if source.is_contiguous():
-        return 0
-    return max(nbytes_of(source), contiguous_copy_nbytes(source) - nbytes_of(call.outputs[0]))
-
-
-def scaled_rule(call: Call) -> int:
+def scaled(call: Call) -> int:
     """Count `deg2rad`, `rad2deg`: a cast, and the number that multiplies it."""
-    dtype = call.outputs[0].dtype
-    cast = nbytes_of(call["self"], dtype.itemsize) if call["self"].dtype != dtype else 0
-    return cast + 8 + (dtype.itemsize if dtype != torch.float64 else 0)
+    return cast(call) + number_in(call.outputs[0].dtype)
 
 
-def ldexp_rule(call: Call) -> int:
-    """Count a power of two for every exponent, with its base and casts; or, after that, casts for the product.
+def triangle(call: Call) -> int:
+    """Bound `tril`, `triu`: a copy of matrices that are not contiguous; in place, two."""
+    source, in_place = call["self"], call.target._schema.is_mutable
+    if source.is_contiguous() and not in_place:
+        return 0
+    usual = source.stride() == torch.empty(source.shape, device="meta").stride()
+    return 0 if usual else nbytes_of(source) * (2 if in_place else 1)
 
-    A floating number with an integer exponent takes nothing (`BinaryOps.cpp`, `_ldexp_int_exponent`).
+
+def distance(call: Call) -> int:
+    """Bound `dist` and `allclose`: differences in a few steps, casts, booleans."""
+    together = math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors)))
+    numel = max(together, *(tensor.numel() for tensor in call.tensors))  # where none is together, one may be there
+    return numel * (3 * max(4, *(tensor.itemsize for tensor in call.tensors)) + 4) + SCALAR_NBYTES
+
+
+def log_gamma(call: Call) -> list[int]:
+    """Bound `mvlgamma`: the operands of `p` terms, the numbers in them, their sum and the operand's cast."""
+    result, terms = call.outputs[0], call["p"]
+    return [terms * nbytes_of(result), terms * result.itemsize + SCALAR_NBYTES, nbytes_of(result)]
+
+
+def power(call: Call) -> list[int]:
+    """Bound `ldexp`: a power of two for every exponent, with its base; of several dtypes, or of integers, casts."""
+    given, width = (*call.tensors, *call.outputs), max(4, *(tensor.itemsize for tensor in call.tensors))
+    is_cast = any(tensor.dtype != given[0].dtype for tensor in given)
+    casts = [3 * nbytes_of(call.outputs[0], width)] if is_cast else []
+    return [nbytes_of(call["other"], width), *casts, 2 * SCALAR_NBYTES]
+
+
+def is_finite(call: Call) -> list[int]:
+    """List magnitudes, the number that they are compared with, masks of complex numbers, and of `isfinite` two more.
+
+    On CUDA the number stays inside the kernel (`TensorCompare.cpp`).
     """
-    source, exponents, result = call["self"], call["other"], call.outputs[0]
-    if source.is_floating_point() and not (exponents.is_floating_point() or exponents.is_complex()):
-        return 0
-    has_own_base = source.is_complex() or (source.is_floating_point() and source.dtype != torch.float32)
-    base = torch.empty((), dtype=source.dtype if has_own_base else torch.float64, device="meta")
-    dtype = torch.result_type(exponents, base if has_own_base else 2.0)
-    powers = torch.empty((), dtype=dtype, device="meta").expand(exponents.shape)
-    made = [result] if call.target._schema.is_mutable else []
-    common = common_dtype([source, powers], [], call.outputs)
-    multiplying = sum(nbytes_of(t, common.itemsize) for t in (source, powers, *made) if t.dtype != common)
-    raising = base.itemsize + sum(nbytes_of(t, dtype.itemsize) for t in (base, exponents) if t.dtype != dtype)
-    return nbytes_of(powers) + max(multiplying, raising - (0 if made else nbytes_of(result)))
-
-
-def isinf_rule(call: Call) -> int:
-    """Count absolute values, and the number that they are compared with; of complex numbers, part by part."""
     source = call["self"]
-    if source.is_complex():
-        return nbytes_of(source) // 2 + source.numel() + 8 + (4 if source.dtype == torch.complex64 else 0)
-    if not source.dtype.is_floating_point:
-        return 0
-    return nbytes_of(source) + 8 + (source.itemsize if source.dtype != torch.float64 else 0)
+    if not (source.is_complex() or source.is_floating_point()):
+        return []
+    num_masks = int(source.is_complex()) + (2 if call.name == "isfinite" else 0)
+    magnitudes = [nbytes_of(source) if call.on_cuda or not source.is_complex() else nbytes_of(source) // 2]
+    number = [] if call.on_cuda else [number_in(source.dtype.to_real())]
+    return [*magnitudes, *number, *(num_masks * [source.numel()])]
 
 
-def gelu_backward_rule(call: Call) -> int:
+def gelu_backward(call: Call) -> int:
     """Count copies into the layout of a contiguous input, for oneDNN; else casts."""
     source = call["self"]
     if not source.is_contiguous():
@@ -288,31 +280,13 @@ def gelu_backward_rule(call: Call) -> int:
     return sum(nbytes_of(t) for t in (call["grad_output"], *call.outputs) if not t.is_contiguous())
 
 
-def fma_rule(call: Call) -> int:
-    """Count the product."""
-    return nbytes_of(call.outputs[0])
-
-
-def concatenation_rule(call: Call) -> int:
+def concatenation(call: Call) -> int:
     """Count a copy, one at a time, of each tensor that is not in the common dtype."""
     dtype = call.outputs[0].dtype
     return max((nbytes_of(t) for t in call.tensors if t.dtype != dtype), default=0)
 
 
-def contiguous_rule(call: Call) -> int:
-    """Count contiguous copies of inputs that are not contiguous, for kernels that read contiguous memory."""
-    return sum(contiguous_copy_nbytes(t) for t in call.tensors)
-
-
-def shuffle_rule(call: Call) -> int:
-    """Count `channel_shuffle`: a copy of an operand that is neither contiguous nor with channels last."""
-    source = call["self"]
-    if source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last):
-        return 0
-    return contiguous_copy_nbytes(source)
-
-
-def copy_rule(call: Call) -> int:
+def copy(call: Call) -> int:
     """Count the block of a transposed matrix that is copied row by row; or a number, which becomes a tensor first.
 
     Tracing puts a number in the place of a 0-dim tensor.
@@ -326,37 +300,30 @@ def copy_rule(call: Call) -> int:
     return copy_block_nbytes(source) if in_rows else 0
 
 
-def scan_rule(call: Call) -> int:
-    source, result = call["self"], call.outputs[0]
-    return nbytes_of(source, result.itemsize) if source.dtype != result.dtype else 0
-
-
-def sort_rule(call: Call) -> int:
+def sort(call: Call) -> int:
     """Count the indices of one row at a time."""
     source = call["self"]
     return 8 * source.shape[call["dim"]] if source.dim() else 0
 
 
-def dropout_backward_rule(call: Call) -> int:
+def dropout_backward(call: Call) -> int:
     """Count the mask in the gradient's dtype, the number that multiplies it, and the cast of an integer gradient."""
-    gradient, result = call["grad_output"], call.outputs[0]
-    cast = nbytes_of(gradient, result.itemsize) if gradient.dtype != result.dtype else 0
-    number = 8 + (result.itemsize if result.dtype != torch.float64 else 0)
-    return nbytes_of(call["mask"], gradient.itemsize) + number + cast
+    gradient, dtype = call["grad_output"], call.outputs[0].dtype
+    return nbytes_of(call["mask"], gradient.itemsize) + number_in(dtype) + cast_nbytes(gradient, dtype)
 
 
-def dropout_rule(call: Call) -> int:
+def dropout(call: Call) -> int:
     """Count the mask in the operand's dtype; or, before that, the number by which it is scaled."""
     return max(nbytes_of(call["input"]), 8 + call["input"].itemsize)
 
 
-def matrix_product_rule(call: Call) -> int:
+def matrix_product(call: Call) -> int:
     """Count copies of operands that the library cannot read in place, and oneDNN's packing of low precision."""
     arguments = call.arguments
     left = next(arguments[name] for name in ("mat1", "batch1", "mat", "self") if name in arguments)
     right = next(arguments[name] for name in ("mat2", "batch2", "vec", "tensor", "other") if name in arguments)
     if any(factor.layout != torch.strided for factor in (left, right)):
-        return _sparse_product_nbytes(left, right, call.outputs[0])
+        return sparse_product(call)
     rows = left.shape[-2] if left.dim() > 1 else 1
     columns = right.shape[-1] if right.dim() > 1 else 1
     conjugated = [factor for factor in (left, right) if factor.is_conj()]
@@ -371,35 +338,19 @@ def matrix_product_rule(call: Call) -> int:
     return nbytes + gemm_nbytes(left.dtype, rows, left.shape[-1], columns, call.num_threads)
 
 
-def sampled_product_rule(call: Call) -> int:
-    """Bound `sparse_sampled_addmm`: the product, dense, and its sum with the addend; contiguous copies."""
-    return 2 * nbytes_of(call.outputs[0]) + contiguous_copy_nbytes(call["mat1"], call["mat2"]) + SCALAR_NBYTES
+def sparse_product(call: Call) -> int:
+    """Bound products with sparse matrices, and gradients: operands twice, the result, a row of sums per thread.
+
+    But for `_sparse_mm_reduce_impl`, also six positions an element of a sparse operand, which may be transposed.
+    """
+    sparse = 0 if call.name == "_sparse_mm_reduce_impl" else 6 * 8
+    numel = max(tensor.numel() for tensor in call.tensors if tensor.layout != torch.strided)
+    edge = max(sum(tensor.shape) for tensor in call.tensors)
+    nbytes = 2 * sum(map(nbytes_of, call.tensors)) + sum(map(nbytes_of, call.outputs))
+    return nbytes + sparse * numel + (4 * call.num_threads + 16) * edge + 4 * SCALAR_NBYTES
 
 
-def sparse_reduction_rule(call: Call) -> int:
-    """Count `_sparse_mm_reduce_impl`: a contiguous copy of the dense matrix; in low precision, a sum per thread."""
-    other = call["other"]
-    sums = 4 * call.num_threads * other.shape[-1] if other.dtype in LOW_PRECISION else 0
-    return contiguous_copy_nbytes(other) + sums
-
-
-def sparse_reduction_backward_rule(call: Call) -> int:
-    """Bound the backward: positions, sorted by column, as 64-bit integers; values in that order; contiguous copies."""
-    sparse, grad = call["self"], call["grad_out"]
-    num_values = sparse.values().numel()
-    positions = 8 * (6 * num_values + sparse.shape[-1] + 3) + 2 * num_values * sparse.itemsize
-    copies = contiguous_copy_nbytes(grad, call["weight"], call["arg_out"])
-    return positions + copies + nbytes_of(grad) + 4 * call.num_threads * grad.shape[-1]
-
-
-def _sparse_product_nbytes(left: Tensor, right: Tensor, result: Tensor) -> int:
-    """Bound the product of matrices of which one is sparse: operands and result; where the left one is dense, six
-    positions an element of the right one, which is transposed."""
-    nbytes = sum(map(nbytes_of, (left, right, result))) + 16 * sum(right.shape) + 2 * SCALAR_NBYTES
-    return nbytes + (6 * 8 * right.numel() if left.layout == torch.strided else 0)
-
-
-def grouped_fallback_rule(call: Call) -> int:
+def grouped_fallback(call: Call) -> int:
     """Count transformers' loop over experts: one product at a time, written into the output."""
     rows, inner = call["input"].shape[-2:]
     columns = call["weight"].shape[-1]
@@ -407,11 +358,11 @@ def grouped_fallback_rule(call: Call) -> int:
     return max(gemm_nbytes(call["input"].dtype, *shape, call.num_threads) for shape in shapes)
 
 
-def attention_rule(call: Call) -> int:
+def attention(call: Call) -> int:
     return attention_nbytes(call["query"], call["key"], call.num_threads)
 
 
-def attention_backward_rule(call: Call) -> int:
+def attention_backward(call: Call) -> int:
     return attention_backward_nbytes(call["grad_out"], call["query"], call["key"], call.num_threads)
 
 
@@ -430,44 +381,47 @@ def _convolution(call: Call, result: Tensor, *, bias: bool) -> Convolution:
     )
 
 
-def convolution_rule(call: Call) -> int:
+def convolution(call: Call) -> int:
     bias = call["bias"]
     return contiguous_copy_nbytes(bias) + convolution_nbytes(_convolution(call, call.outputs[0], bias=bias is not None))
 
 
-def convolution_backward_rule(call: Call) -> int:
+def convolution_backward(call: Call) -> int:
     given = iter(call.outputs)
     outputs = [next(given) if wanted else None for wanted in call["output_mask"]]
     convolution = _convolution(call, call["grad_output"], bias=call["output_mask"][2])
     return convolution_backward_nbytes(convolution, call["grad_output"], outputs)
 
 
-def col2im_outputs(call: Call) -> dict[int, int]:
-    """Correct the result's bytes: it starts as large as the columns."""
+def unfold(call: Call) -> list[int]:
+    """List `im2col`'s contiguous copy, and the result as it starts, as large as the image."""
+    return [*contiguous(call), nbytes_of(call["self"])]
+
+
+def fold_outputs(call: Call) -> dict[int, int]:
+    """Correct the bytes of `col2im`'s result: it starts as large as the columns."""
     return {0: max(nbytes_of(call["self"]), nbytes_of(call.outputs[0]))}
 
 
-def col2im_rule(call: Call) -> int:
-    """Count a contiguous copy of the columns, and the result as it started while it grows (see `col2im_outputs`)."""
-    columns, result = call["self"], call.outputs[0]
-    grows = nbytes_of(result) > nbytes_of(columns)
-    return contiguous_copy_nbytes(columns) + (nbytes_of(columns) if grows else 0)
+def fold(call: Call) -> list[int]:
+    """List a contiguous copy of the columns, and the result as it started while it grows (see `fold_outputs`)."""
+    nbytes = nbytes_of(call["self"])
+    return [*contiguous(call), nbytes if nbytes_of(call.outputs[0]) > nbytes else 0]
 
 
-def unfold_backward_rule(call: Call) -> int:
+def unfold_backward(call: Call) -> int:
     """Count the position of each element along the dimension, in int64, where windows overlap."""
     result = call.outputs[0]
     return 8 * result.shape[call["dim"]] if result.dim() and call["step"] < call["size"] else 0
 
 
-def repeat_rule(call: Call) -> int:
+def repeat(call: Call) -> int:
     """Count sizes and strides of the windows that are copied into; 8 bytes for a number."""
     return max(8, 32 * len(call["repeats"]))
 
 
-def roll_rule(call: Call) -> int:
-    """Count a copy for each dimension after the first; and if no dimension is named, a flattened copy."""
+def roll(call: Call) -> list[int]:
+    """List a copy for each dimension after the first; and if no dimension is named, a flattened copy."""
     source, dims = call["self"], call["dims"]
-    if not dims:
-        return contiguous_copy_nbytes(source)
-    return nbytes_of(source) * (len(dims) - 1)
+    flattened = contiguous(call) if call.on_cuda or not dims else []
+    return [*flattened, *([nbytes_of(source)] * (len(dims) - 1))]

@@ -92,7 +92,7 @@ def test_every_record_is_of_an_operator_and_of_no_other_record_s() -> None:
         if namespace not in ("transformers", "torch_nn"):
             there = getattr(torch.ops, namespace)
             assert hasattr(there, operator) or hasattr(there, f"{operator}_"), name
-    assert sum(len(names.split()) for _, names in operators._GROUPS) == len(operators.OPERATORS)
+    assert sum(len(list(operators._names(words))) for _, words in operators._GROUPS) == len(operators.OPERATORS)
 
 
 def test_results_of_operators_in_place_are_their_callers() -> None:

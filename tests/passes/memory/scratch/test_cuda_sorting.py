@@ -62,17 +62,11 @@ TURING, AMPERE, RTX_30 = (7, 5), (8, 0), (8, 6)
     [
         (2304, 8, 8, 64, HOPPER, 1),
         (3073, 8, 8, 8, HOPPER, 3583),
-        (3073, 8, 8, 17, HOPPER, 57_343),
         (3_000_000, 8, 8, 17, HOPPER, 48_674_303),
-        (3_000_000, 8, 8, 8, HOPPER, 670_207),
-        (3_000_000, 8, 8, 8, RTX_30, 803_327),
         (3_000_000, 8, 8, 8, AMPERE, 803_327),
         (3_000_000, 8, 8, 8, TURING, 1_094_143),
         (4097, 4, 8, 32, HOPPER, 59_391),
-        (5000, 2, 8, 16, HOPPER, 56_063),
         (100_000, 1, 8, 8, HOPPER, 32_255),
-        (3_000_000, 4, 4, 8, AMPERE, 473_599),
-        (5000, 2, 8, 16, TURING, 4_519_423),
         (5000, 2, 8, 16, AMPERE, 4_519_423),
     ],
 )
@@ -92,10 +86,8 @@ def test_what_cub_asks_for_is_exact_for_int64_and_else_bounded(
     ("num", "key", "capability", "nbytes"),
     [
         (3_000_000, 8, HOPPER, 11_007),
-        (3073, 8, HOPPER, 1279),
         (3_000_000, 8, AMPERE, 36_863),
         (3_000_000, 8, RTX_30, 151_039),
-        (3_000_000, 4, HOPPER, 7935),
         (3_000_000, 4, TURING, 69_375),
     ],
 )
@@ -107,9 +99,8 @@ def test_unique_keys(num: int, key: int, capability: tuple[int, int], nbytes: in
 
 @pytest.mark.parametrize(
     ("num", "itemsize", "halves", "nbytes"),
-    [(1, 4, False, 1023), (1, 8, False, 1279), (1, 2, True, 1279), (1_000_000, 4, False, 5119),
-     (1_000_000, 8, False, 18_943), (1_000_000, 2, True, 3327), (3_000_000, 8, False, 54_783)],
-)  # fmt: skip
+    [(1, 4, False, 1023), (1, 2, True, 1279), (1_000_000, 2, True, 3327), (3_000_000, 8, False, 54_783)],
+)
 def test_sums_up_to_each(num: int, itemsize: int, halves: bool, nbytes: int) -> None:
     assert scan_nbytes(num, itemsize, halves=halves) == nbytes
 
