@@ -6,11 +6,12 @@ of that is modelled. What its kernels take is bounded by what they are given:
 - image, filters and result, each padded to blocks of 16 channels; with channels last, filters alone;
 - per thread, rows that it gathers, pads or sums;
 - for the filters' gradient, a float32 sum for each thread; in 16 bits, its transposed inputs as well;
-- for shapes without a direct kernel (`Convolution.usual`), an image unfolded to columns for each thread as well.
+- for shapes that may lack a direct kernel (`Convolution.usual`), an image unfolded to columns for each thread if that
+  is more; for those that certainly do (`unblocked`, `unfolds_filters`, strides with gaps), the columns alone.
 
 `chunkc calibrate --operators` replaces a bound by what was measured. Sources: ATen's `Convolution.cpp`,
-`ConvolutionMM2d.cpp`, `ConvolutionMM3d.cpp` and `mkldnn/Conv.cpp`, ideep's `conv.hpp`. The bounds were held against
-oneDNN's scratch for some 37,000 calls on one to 16 threads of an AMD EPYC with AVX-512, with all its instructions and
+`ConvolutionMM2d.cpp`, `ConvolutionMM3d.cpp` and `mkldnn/Conv.cpp`, ideep's `conv.hpp`; of oneDNN, what its kernels
+book as scratch and which shapes they refuse, but not how it ranks blocks. The bounds were held against oneDNN's scratch for some 37,000 calls on one to 16 threads of an AMD EPYC with AVX-512, with all its instructions and
 under `ONEDNN_MAX_CPU_ISA` SSE41, AVX2 and AVX512_CORE.
 """
 
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.memory.scratch.copies import channels_come_last, nbytes_of
+from chunkc.passes.memory.scratch.products import gemm_nbytes
 from chunkc.torch_private import onednn
 
 _BLOCK = 16
@@ -41,12 +43,20 @@ _WIDEST_FILTERS, _WIDEST_DEPTHWISE = 13, 3
 """Widths up to which filters, and the gradients of depthwise filters, have a direct kernel."""
 _WIDEST_FEW = 7
 """The same without AVX-512, for images of fewer channels than a block."""
+_WIDEST_BEYOND = 8
+"""Pixels up to which filters without AVX-512 may reach beyond an image."""
 _MOST_PADDING = 3
 """Padding up to which filters have a direct kernel without AVX-512."""
 _UNMEASURED = 3
 """Factor by which kernels may exceed what is counted here on processors where none was measured."""
+_FEWEST_LANES = 4
+"""Channels of a group that its direct kernels compute at once with AVX-512."""
+_MOST_MULTIPLIED = 16**3
+"""Multiplications up to which ATen multiplies matrices in low precision by itself."""
 _MIN_POSITIONS = 4
-"""Positions of an image or a result below which oneDNN multiplies matrices, which threads pack."""
+"""Positions of a result from which filters have a direct kernel."""
+_MOST_PIXELS = 27
+"""Pixels of filters up to which results of one position, too, have a direct kernel."""
 
 
 def _pad(size: int, block: int = _BLOCK) -> int:
@@ -70,7 +80,7 @@ class Convolution:
         last: whether it computes with channels last.
         bias: whether it adds a bias, or its backward computes the bias's gradient.
         num_threads: threads that it may use.
-        few_colours: whether its image has 1 or 3 channels, which are read without reordering.
+        few_colours: whether its image has so few channels that they are read without reordering.
         usual: whether there is a direct kernel, see `_is_usual`.
     """
 
@@ -118,6 +128,11 @@ class Convolution:
         return self.low and not onednn.multiplies_bfloat16()
 
     @property
+    def measured(self) -> bool:
+        """Whether its kernels are among those that were measured, see `_UNMEASURED`."""
+        return onednn.is_x86() and not (self.low and onednn.multiplies_tiles())
+
+    @property
     def pixels(self) -> int:
         """Pixels of one filter."""
         return math.prod(self.kernel)
@@ -136,6 +151,11 @@ class Convolution:
         return max(self.dilation) > 1
 
     @property
+    def gaps(self) -> bool:
+        """Whether there are gaps between the pixels of a filter."""
+        return any(kernel > 1 and gap > 1 for kernel, gap in zip(self.kernel, self.dilation, strict=True))
+
+    @property
     def depthwise(self) -> bool:
         return self.groups > 1 and self.inside == self.outside == 1
 
@@ -146,8 +166,9 @@ class Convolution:
 
     @property
     def unblocked(self) -> bool:
-        """Whether images and filters are unfolded as they are: plain float32 groups without a direct kernel."""
-        return self.groups > 1 and not (self.depthwise or self.usual or self.low or self.last)
+        """Whether images and filters are unfolded as they are: plain groups without a direct kernel."""
+        direct = self.lanes >= _FEWEST_LANES or not self.measured if self.low else self.usual
+        return self.groups > 1 and not (direct or self.depthwise or self.last)
 
     @property
     def block(self) -> int:
@@ -161,6 +182,30 @@ class Convolution:
         """Whether groups are as wide as lanes; with AVX-512 such groups have kernels of their own."""
         alike = self.groups > 1 and self.inside == self.outside == self.lanes and onednn.uses_avx512()
         return alike and not (self.transposed and self.last)
+
+    @property
+    def strided_kernel(self) -> bool:
+        """Whether the gradient of images is certain to have a kernel for its stride, see `_strided`."""
+        odd = self.groups == 1 or (self.low and max(self.inside % 4, self.outside % 4) > 0)
+        has = onednn.uses_avx2() and self.measured and not self.emulated
+        return self.strided and not self.dilated and odd and has
+
+    @property
+    def unfolds_filters(self) -> bool:
+        """Whether the gradient of filters is certain to have no direct kernel."""
+        if self.last or not self.measured:
+            return False
+        if self.depthwise or (len(self.kernel) == 3 and self.dilation[0] > 1 and not self.low):
+            return self.gaps
+        odd = self.outside % _BLOCK > 0 or (self.groups > 1 and self.inside % _BLOCK > 0)
+        return self.low and odd and (self.groups > 1 or (self.inside < _BLOCK and self.pixels > 1))
+
+    @property
+    def sums_colours(self) -> bool:
+        """Whether the gradient of filters, too, reads so few channels without reordering."""
+        wholes = ((kernel - 1) * gap + 1 for kernel, gap in zip(self.kernel, self.dilation, strict=True))
+        padded = any(before > whole // 2 for before, whole in zip(self.padding, wholes, strict=True))
+        return self.few_colours and onednn.uses_avx512() and (self.low or (self.inside in (1, 3) and not padded))
 
     @property
     def image_nbytes(self) -> int:
@@ -197,7 +242,7 @@ class Convolution:
         if self.groups == 1 or not self.usual or (self.last and (summed or not self.fills_lanes)):
             sizes = (32, 48, 64) if self.last and not summed else ()
             outside = max(_pad(outside, n) for n in (self.block, *sizes) if n == self.block or outside > n * 3 // 4)
-            plain = self.few_colours and (onednn.uses_avx512() or not summed)
+            plain = self.sums_colours if summed else self.few_colours
             if not plain and (self.groups > 1 or summed or self.emulated or not self.last):
                 inside = _pad(inside, self.block)
         return self.groups * outside * _pad(inside, 2 if self.low else 1) * self.pixels * self.itemsize
@@ -239,7 +284,8 @@ def read_convolution(
         num_threads,
     )
     c = c.mirrored() if transposed else c
-    few = groups == 1 and c.inside in (1, 3) and c.pixels > 1 and not transposed
+    few = c.inside < _BLOCK if onednn.uses_avx512() and not c.last else c.inside in (1, 3) and not transposed
+    few = few and groups == 1 and c.pixels > 1
     return replace(c, few_colours=few, usual=_is_usual(c))
 
 
@@ -257,7 +303,7 @@ def _is_usual(c: Convolution) -> bool:
         return False
     if c.transposed and (c.groups > 1 or c.dilated):
         return False
-    if c.lanes < (4 if avx512 else 8) or (c.transposed and c.last and c.inside == 1):
+    if c.lanes < (_FEWEST_LANES if avx512 else 8) or (c.transposed and c.last and c.inside == 1):
         return False
     if c.pixels > 1 and (c.positions < _MIN_POSITIONS or (c.last and 1 in (*c.read[-2:], *c.written[-2:]))):
         return False  # images of one row or column are unfolded
@@ -309,27 +355,16 @@ def convolution_backward_nbytes(c: Convolution, grad: Tensor, outputs: Sequence[
     if d_image:  # computed first, before there are other gradients
         peak = (_forward(c) if c.transposed else _image_gradient(c)) - d_filters - d_bias
     if d_filters:
-        peak = max(peak, _filter_gradient(c, d_bias) + _shared_pages(c, d_bias) * _PAGE)
+        peak = max(peak, _filter_gradient(c, d_bias))
     return nbytes + _with_slack(c, peak)
-
-
-def _shared_pages(c: Convolution, d_bias: int) -> int:
-    """Bound the pages by which threads share the sums of a filters' gradient."""
-    if c.unblocked:
-        return 0
-    if c.depthwise:
-        return 2 * c.num_threads
-    if c.low:
-        return 5 + 2 * c.num_threads
-    return 7 if d_bias and c.num_threads > 1 else 3
 
 
 def _with_slack(c: Convolution, nbytes: int) -> int:
     """Add bytes for alignment, a padded bias, and constants of products of matrices and kernels for unusual shapes."""
-    if (c.low and onednn.multiplies_tiles()) or not onednn.is_x86():
+    if not c.measured:
         nbytes *= _UNMEASURED
     thread = 128
-    if c.groups == 1 and min(c.positions, math.prod(c.read)) < _MIN_POSITIONS:  # a product of matrices
+    if c.groups == c.positions == 1 and c.image.shape[0] > 1 and c.pixels > _MOST_PIXELS:  # a product of matrices
         thread += 64 * min(1024, _pad(c.inside * c.pixels)) * _FLOAT32_NBYTES
     if not c.usual and c.last:
         thread += 2 * _PAGE * (c.pixels if c.low else 3)
@@ -339,24 +374,33 @@ def _with_slack(c: Convolution, nbytes: int) -> int:
     return nbytes + page + c.num_threads * thread + _pad(c.groups * c.outside) * _FLOAT32_NBYTES
 
 
-def _or_unfolded(c: Convolution, direct: int, blocked: int, num_sums: int) -> int:
+def _or_unfolded(c: Convolution, direct: int, blocked: int, num_sums: int, *, certain: bool = False) -> int:
     """Bound any kernel for an unusual shape: each thread unfolds an image, and has float32 sums in low precision.
 
     With channels last, threads pad or transpose their images as well.
+
+    Args:
+        certain: whether there is no other kernel.
     """
-    is_wide_depthwise = c.depthwise and max(c.kernel) > _WIDEST_FILTERS
-    if c.usual and not is_wide_depthwise:
+    wide = c.depthwise and max(c.kernel) > _WIDEST_FILTERS
+    beyond = max(kernel - before for kernel, before in zip(c.kernel, c.padding, strict=True))
+    wide |= beyond > _WIDEST_BEYOND and not onednn.uses_avx512()
+    if c.usual and not wide:
         return direct
     columns = c.inside * c.pixels * math.prod(c.written if c.last else c.written[-2:])
     if c.usual:
         return max(direct, c.num_threads * _FLOAT32_NBYTES * columns)
     sizes = (size + 2 * before for size, before in zip(c.read, c.padding, strict=True))
     image = _pad(c.inside) * math.prod(sizes) if c.last else 0
-    return direct + c.num_threads * _FLOAT32_NBYTES * (columns + image + (num_sums if c.low else 0)) + blocked
+    unfolded = c.num_threads * _FLOAT32_NBYTES * (columns + image + (num_sums if c.low else 0))
+    unfolded += c.filters_nbytes if c.last else 0
+    return unfolded if certain else max(direct, unfolded) + blocked
 
 
 def _forward(c: Convolution) -> int:
-    return _or_unfolded(c, _direct(c), c.blocked_result_nbytes, c.outside * c.positions)
+    certain = c.low and c.unblocked
+    nbytes = _or_unfolded(c, _direct(c), c.blocked_result_nbytes, c.outside * c.positions, certain=certain)
+    return nbytes if c.last else max(nbytes, c.result_nbytes)
 
 
 def _direct(c: Convolution) -> int:
@@ -401,18 +445,24 @@ def _image_gradient(c: Convolution, *, forward: bool = False) -> int:
     """
     given, image = c.image_nbytes, c.blocked_image_nbytes
     added = (given if c.strided or c.last else image) if forward and c.bias else 0
-    if not c.strided or (c.fills_lanes and c.usual) or (c.depthwise and not c.low):
+    unfolded = c.gaps and (c.strided or (c.depthwise and not c.last)) and c.measured
+    unfolded |= c.low and c.unblocked and not c.strided_kernel
+    if unfolded or (c.unblocked and c.strided and not c.low and c.outside <= _BLOCK // 2):
+        nbytes = 0  # no direct kernel: `_or_unfolded` counts the columns
+    elif not c.strided or (c.fills_lanes and c.usual) or (c.depthwise and not c.low):
         nbytes = _direct(c.mirrored())
-    elif c.unblocked and c.outside <= _BLOCK // 2:
-        nbytes = 0  # no kernel for this stride: `_or_unfolded` counts the columns
     else:
         uneven = c.groups > 1 or any(size % step for size, step in zip(c.read, c.stride, strict=True))
         added = added if uneven or c.emulated else 0
         if c.emulated and c.groups == 1:
             added += image + c.blocked_result_nbytes // 8
         nbytes = _strided(c) if c.last else max(2 * given, _strided(c) + c.result_nbytes)
+        if not c.low and (c.inside == 1 or not c.strided_kernel):
+            nbytes = max(nbytes, _direct(c.mirrored()) + image)
+    if not c.strided_kernel:
+        nbytes = _or_unfolded(c, nbytes, image, c.inside * math.prod(c.read), certain=unfolded)
     nbytes += added // c.itemsize * _FLOAT32_NBYTES
-    return _or_unfolded(c, nbytes, image, c.inside * math.prod(c.read))
+    return nbytes if c.last else max(nbytes, given)
 
 
 def _strided(c: Convolution) -> int:
@@ -423,16 +473,16 @@ def _strided(c: Convolution) -> int:
     """
     sizes = zip(c.written, c.kernel, c.stride, strict=True)
     numel = math.prod(size + 2 * (kernel - 1) // step for size, kernel, step in sizes)
-    pages = 10 if c.usual or not c.emulated else 0  # addresses of blocks, as a kernel for this stride keeps them
-    thread = pages * _PAGE + 40 * c.pixels * -(-c.outside // 64) + c.itemsize * numel * _pad(c.groups * c.outside, 2)
+    thread = 2 * _PAGE + 40 * c.pixels * -(-c.outside // 64)  # addresses of blocks, and which rows are copied
+    thread += c.itemsize * _pad(numel * _pad(c.groups * c.outside, 2), _PAGE)
     width, step = c.read[-1], c.stride[-1]
     if width % step:
         rows = 3 if c.depthwise else 1
-        thread += _PAGE + rows * _FLOAT32_NBYTES * _pad(width, step) * step * c.groups * c.inside
+        thread += _FLOAT32_NBYTES * _pad(rows * _pad(width, step) * step * c.groups * c.inside, _PAGE)
     if c.low:
         thread += min(64, _pad(c.inside)) * -(-width // step) * _FLOAT32_NBYTES
     filters = c.groups * _pad(c.outside, 2) * _pad(c.inside) * c.pixels * c.itemsize
-    return max(filters, replace(c.mirrored(), last=True).blocked_filters_nbytes()) + c.num_threads * thread + 3 * _PAGE
+    return max(filters, replace(c.mirrored(), last=True).blocked_filters_nbytes()) + c.num_threads * thread + 5 * _PAGE
 
 
 def _filter_gradient(c: Convolution, d_bias: int) -> int:
@@ -443,13 +493,17 @@ def _filter_gradient(c: Convolution, d_bias: int) -> int:
     """
     given, filters = c.filters_nbytes, c.blocked_filters_nbytes(summed=True)
     direct = filters - given + _thread_sums(c, filters // c.itemsize * _FLOAT32_NBYTES)
+    direct += _PAGE * _barriers(c, bias=d_bias > 0)
     if not c.last:
-        direct += c.blocked_result_nbytes + (0 if c.few_colours and onednn.uses_avx512() else c.blocked_image_nbytes)
+        direct += c.blocked_result_nbytes + (0 if c.sums_colours else c.blocked_image_nbytes)
     direct = max(direct, filters + d_bias + (given if c.last else 0), given + d_bias)
     columns = c.pixels * math.prod(c.written if c.last else c.written[-2:]) + (math.prod(c.read) if c.last else 0)
     columns *= c.inside * c.itemsize
-    alone = c.usual and (math.prod(c.written[-2:]) >= 256 * c.num_threads or (c.image.shape[0] == 1 and c.groups < 3))
-    columns = (1 if alone else c.num_threads) * (columns + 4 * given // c.itemsize * _FLOAT32_NBYTES + _PAGE)
+    alone = math.prod(c.written[-2:]) >= 256 * c.num_threads or (c.image.shape[0] == 1 and c.groups < 3)
+    columns = (1 if alone and (c.usual or c.unfolds_filters) else c.num_threads) * (columns + 4 * given + 128)
+    columns += 4 * given if c.low else 0
+    if c.unfolds_filters:
+        return columns + d_bias
     if not c.usual:
         return direct + columns
     if c.depthwise:
@@ -458,11 +512,20 @@ def _filter_gradient(c: Convolution, d_bias: int) -> int:
         wide = not c.last and c.lanes < (_BLOCK if c.low else 8)
     else:
         wide = c.kernel[-1] > _WIDEST_FILTERS + (3 if c.low and c.few_colours else onednn.uses_avx512())
-        wide |= c.inside < _BLOCK and c.pixels > 1 and (len(c.kernel) == 1 or not c.few_colours)
+        wide |= c.inside < _BLOCK and c.pixels > 1 and (len(c.kernel) == 1 or not c.sums_colours)
         wide |= len(c.kernel) == 3 and not onednn.uses_avx512()
     if wide and c.groups > 1 and not c.last:
         return max(given + d_bias, columns)
     return max(direct, columns) if wide else direct
+
+
+def _barriers(c: Convolution, *, bias: bool) -> int:
+    """Bound the pages of barriers for threads that share filters' gradients, and of those to which they align."""
+    if c.depthwise or c.unblocked:
+        return 0
+    if c.low:
+        return 2 if c.num_threads == 1 else 4 + c.num_threads
+    return 0 if c.num_threads == 1 else 7 if bias else 3
 
 
 def _thread_sums(c: Convolution, filters: int) -> int:
@@ -485,14 +548,14 @@ def _thread_sums(c: Convolution, filters: int) -> int:
     if c.usual and (outside >= 2 * sharing or inside * outside >= 8 * sharing):
         most = sharing * read // c.itemsize * _FLOAT32_NBYTES
         few = 0 if onednn.uses_avx512() else 3 * (filters + bias)
-        sums = min(sums, max(few, most // (8 if onednn.uses_avx512() and not c.low else 2)))
+        sums = min(sums, max(few, most // (1 if c.low else 8 if onednn.uses_avx512() else 2)))
     if c.low:
         channels = c.inside if c.few_colours else _pad(c.inside)
-        width = _pad(c.read[-1] + 2 * c.padding[-1] + 2 * c.stride[-1], 2)
+        width = _pad(-(-c.read[-1] // c.stride[-1]) + c.padding[-1] + 2, 2) * c.stride[-1]
         image = channels * math.prod(size + 1 for size in c.read[:-1]) * width
         grad = _pad(c.outside) * math.prod(size + 1 for size in c.written[:-1]) * _pad(c.written[-1], 2)
         sharing = min(sharing, 2 + sums // filters)
-        sums += filters + bias + sharing * c.groups * ((image + grad) * c.itemsize + 2 * _PAGE)
+        sums += filters + bias + sharing * c.groups * ((image + grad) * c.itemsize + 128)
     return bias + c.num_threads * _gathered(c) + sums
 
 
@@ -514,15 +577,15 @@ def _runs_in_aten(c: Convolution) -> bool:
     """
     if not onednn.computes(c.image.dtype):
         return True
+    sizes = zip(c.written, c.stride, c.kernel, c.dilation, c.read, c.padding, strict=True)
+    needed = [(n - 1) * step + (k - 1) * gap + 1 - 2 * pad + step <= size for n, step, k, gap, size, pad in sizes]
+    if c.transposed and any(needed):
+        return True
     if c.image.dtype != torch.float32:
         return False
     edges = c.kernel[-2:] if len(c.kernel) > 1 else (1, *c.kernel)  # in one dimension, images are of one row
     plain = not c.strided and not c.dilated
     if plain and set(edges) == {1} and c.num_threads == 1 and c.image.shape[0] < _MANY_IMAGES:
-        return True
-    sizes = zip(c.written, c.stride, c.kernel, c.dilation, c.read, c.padding, strict=True)
-    needed = [(n - 1) * step + (k - 1) * gap + 1 - 2 * pad + step <= size for n, step, k, gap, size, pad in sizes]
-    if c.transposed and any(needed):
         return True
     shape = c.image.shape
     return shape[0] == c.groups == 1 and math.prod(shape[:4]) <= _SMALL_IMAGE and min(edges) <= _SMALL_EDGE
@@ -551,6 +614,10 @@ def _in_aten_nbytes(c: Convolution, grad: Tensor | None, outputs: Sequence[Tenso
     nbytes = columns + _copies(replace(c, last=c.last and not is_volume), *tensors)
     if grad is not None and c.low:
         nbytes += nbytes_of(grad, _FLOAT32_NBYTES)  # of a bias: summed in float32
+    if c.low and onednn.computes(c.image.dtype):
+        products = ((c.inside * c.pixels, c.outside, c.positions), (c.inside, 1, math.prod(c.read)))  # and of a bias
+        large = [product for product in products if math.prod(product) > _MOST_MULTIPLIED]
+        nbytes += max((gemm_nbytes(c.image.dtype, *product, c.num_threads) for product in large), default=0)
     if c.dilated:
         nbytes += c.groups * c.outside * c.itemsize  # of a bias
     if c.transposed and is_volume:
