@@ -11,8 +11,9 @@ of that is modelled. What its kernels take is bounded by what they are given:
 
 `chunkc calibrate --operators` replaces a bound by what was measured. Sources: ATen's `Convolution.cpp`,
 `ConvolutionMM2d.cpp`, `ConvolutionMM3d.cpp` and `mkldnn/Conv.cpp`, ideep's `conv.hpp`; of oneDNN, what its kernels
-book as scratch and which shapes they refuse, but not how it ranks blocks. The bounds were held against oneDNN's scratch for some 37,000 calls on one to 16 threads of an AMD EPYC with AVX-512, with all its instructions and
-under `ONEDNN_MAX_CPU_ISA` SSE41, AVX2 and AVX512_CORE.
+book as scratch and which shapes they refuse, but not how it ranks blocks. The bounds were held against oneDNN's scratch
+for some 37,000 calls on one to 16 threads of an AMD EPYC with AVX-512, with all its instructions and under
+`ONEDNN_MAX_CPU_ISA` SSE41, AVX2 and AVX512_CORE.
 """
 
 from __future__ import annotations
