@@ -448,9 +448,10 @@ def _image_gradient(c: Convolution, *, forward: bool = False) -> int:
     added = (given if c.strided or c.last else image) if forward and c.bias else 0
     unfolded = c.gaps and (c.strided or (c.depthwise and not c.last)) and c.measured
     unfolded |= c.low and c.unblocked and not c.strided_kernel
-    if unfolded or (c.unblocked and c.strided and not c.low and c.outside <= _BLOCK // 2):
-        nbytes = 0  # no direct kernel: `_or_unfolded` counts the columns
-    elif not c.strided or (c.fills_lanes and c.usual) or (c.depthwise and not c.low):
+    few = c.unblocked and not c.low and c.outside <= _BLOCK // 2  # channels: no kernel for strides
+    if unfolded:
+        nbytes = 0  # `_or_unfolded` counts the columns
+    elif few or not c.strided or (c.fills_lanes and c.usual) or (c.depthwise and not c.low):
         nbytes = _direct(c.mirrored())
     else:
         uneven = c.groups > 1 or any(size % step for size, step in zip(c.read, c.stride, strict=True))

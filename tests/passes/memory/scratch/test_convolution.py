@@ -137,6 +137,9 @@ FORMERLY_TOO_LITTLE = {
     "few positions, strided": (Shape(4, 32, 1, 2, 2, stride=2), 4, True),
     "more colours than images": (Shape(1, 4, 100, 16, 5, stride=3, transposed=True), 1, True),
     "wide filters in groups, of few channels": (Shape(4, 4, 64, 32, 9, stride=3, groups=4), 16, True),
+    "strided groups of 4 channels": (Shape(2, 64, 128, 5, 5, stride=2, groups=16, dimensions=1), 1, False),
+    "one channel, much padding": (Shape(2, 1, 24, 32, 3, stride=2, padding=2), 1, True),
+    "wide filters, not padded": (Shape(2, 64, 16, 32, 9, dimensions=1), 8, False),
 }  # fmt: skip
 """Shape, threads, channels last: what was predicted too low, with AVX-512 or AVX2, where bounds were fitted closer."""
 
