@@ -384,7 +384,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(Bound(copies=1, work=72), inexact=LAPACK), "linalg_ldl_factor_ex"),
     (Operator(Bound(copies=2, rows=16, work=396), inexact=LAPACK), "linalg_eig"),
     (Operator(Bound(copies=1, rows=16, work=40), inexact=LAPACK), "_linalg_eigvals linalg_eigvals"),
-    (Operator(Bound(copies=2, rows=32, work=300, numbers=1200), inexact=LAPACK), "linalg_lstsq"),
+    (Operator(Bound(copies=2, rows=32, work=330, blocks=150, numbers=600), inexact=LAPACK), "linalg_lstsq"),
     (Operator(bounds.matrix_powers, inexact=POWERS), "linalg_matrix_exp"),
     (Operator(Bound(positions=1), cuda.check, inexact=RARE), "_linalg_check_errors"),
     (Operator(bounds.transform), "_fft_r2c _fft_c2c"),

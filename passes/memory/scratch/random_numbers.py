@@ -36,5 +36,5 @@ def normal(call: Call) -> int:
 
 
 def randomised_relu(call: Call) -> int:
-    """Bound, in training, contiguous copies of operand and result; else what a leaky ReLU takes."""
-    return 2 * contiguous_copy_nbytes(call["self"], *call.outputs) + 48
+    """Bound contiguous copies of operand and noise, or of the result, and what a leaky ReLU takes."""
+    return 2 * contiguous_copy_nbytes(call["self"], call["noise"]) + 48
