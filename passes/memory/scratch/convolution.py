@@ -615,7 +615,7 @@ def _in_aten_nbytes(c: Convolution, grad: Tensor | None, outputs: Sequence[Tenso
         columns = 0  # gradients of images are folded as they are computed
     nbytes = columns + _copies(replace(c, last=c.last and not is_volume), *tensors)
     if grad is not None and c.low:
-        nbytes += nbytes_of(grad, _FLOAT32_NBYTES)  # of a bias: summed in float32
+        nbytes += nbytes_of(grad, _FLOAT32_NBYTES) + grad.shape[1] * c.itemsize  # of a bias: summed in float32
     if c.low and onednn.computes(c.image.dtype):
         products = ((c.inside * c.pixels, c.outside, c.positions), (c.inside, 1, math.prod(c.read)))  # and of a bias
         large = [product for product in products if math.prod(product) > _MOST_MULTIPLIED]
