@@ -197,6 +197,21 @@ def test_under_the_smallest_budget_nothing_more_is_taken(ask: Ask) -> None:
     assert not differences(gradients(model), gradients(reference))
 
 
+def test_gradients_that_are_there_count_besides_those_that_are_returned() -> None:
+    """Of weights that stay on the compute tier, where both lie at once."""
+    cpu_allocator.install()
+    model = built()
+    others = [layer.weight.detach() for layer in model.layers]  # which share their memory: they stay
+    call, optimizer = compiled(model, LARGE), chunkc.optim.AdamW(model.parameters())
+    call(batch()).backward()
+    optimizer.step()
+    before = chunkc.report(model)
+    torch.autograd.grad(call(batch()), list(model.parameters()))
+    report = chunkc.report(model)
+    assert report.measured_peak_nbytes <= report.predicted_peak_nbytes
+    assert report.predicted_peak_nbytes >= before.predicted_peak_nbytes + sum(other.nbytes for other in others)
+
+
 def test_home_is_given_back_with_the_last_of_them() -> None:
     model = built()
     call = compiled(model, SMALL)

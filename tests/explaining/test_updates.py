@@ -16,7 +16,7 @@ from chunkc.cli.command import main
 from chunkc.ir.explanation import HOST_UPDATES, Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import PREFETCH
-from chunkc.ir.program import FORWARD, UPDATE
+from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
 from chunkc.ir.simulate import RESIDENT_UPDATE
 from chunkc.machines.presets import load_hardware
 
@@ -51,6 +51,14 @@ def test_a_step_updates_in_the_order_in_which_the_next_forward_reads() -> None:
     assert found.chunks.resident > 0
     assert len(groups) > 1
     assert list(dict.fromkeys(of_tiles)) == groups
+
+
+def test_what_the_backward_updates_is_updated_once() -> None:
+    found = explained("device", "backward", memory_budget="280MiB")
+    updated = [e.name for e in found.events if e.kind == "update" and e.name != RESIDENT_UPDATE]
+    assert any(e.phase == BACKWARD for e in found.events if e.kind == "update")
+    assert updated
+    assert len(set(updated)) == len(updated)
 
 
 def test_overlap_hides_updates_behind_the_model_s_work() -> None:
