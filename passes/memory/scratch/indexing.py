@@ -113,13 +113,6 @@ def masked_index(call: Call) -> int:
     return nbytes_of(moved) + 2 * indices + 2 * moved.numel() + 128
 
 
-def closeness(call: Call) -> int:
-    """Bound `allclose`: the error and what is allowed, in two steps each, and booleans."""
-    source, other = call["self"], call["other"]
-    numel = max(math.prod(torch.broadcast_shapes(source.shape, other.shape)), source.numel(), other.numel())
-    return numel * (3 * max(4, source.itemsize) + 4) + 32
-
-
 def masked_select(call: Call) -> int:
     """Bound `masked_select`: the mask in int64, and its sums up to each element."""
     return 16 * math.prod(torch.broadcast_shapes(call["self"].shape, call["mask"].shape)) + 8 * call.num_threads + 16
