@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
+from chunkc.torch_private import onednn
 
 # oneDNN works on blocks of 64 columns at most, and each thread packs what its share of a 2 MiB cache holds.
 _BLOCK = 64
@@ -26,18 +27,24 @@ def uses_onednn(dtype: torch.dtype) -> bool:
     return dtype in LOW_PRECISION or (dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest")
 
 
-def gemm_nbytes(dtype: torch.dtype, rows: int, inner: int, columns: int, num_threads: int) -> int:
-    """Bound the bytes for packing and accumulating one product `[rows, inner] @ [inner, columns]`.
+def gemm_nbytes(
+    dtype: torch.dtype, rows: int, inner: int, columns: int, num_threads: int, *, num_products: int = 1
+) -> int:
+    """Bound the bytes for packing and accumulating products `[rows, inner] @ [inner, columns]`.
 
     Full-precision products run in BLAS, which allocates by itself. oneDNN's are bounded per thread by all
-    three matrices (padded, accumulated in float32), or by what it keeps in a cache.
+    three matrices (padded, accumulated in float32), or by what it keeps in a cache. Where it emulates low precision, it
+    accumulates whole products, one for each thread.
     """
     if not uses_onednn(dtype):
         return 0
     m, k, n = _padded(rows), _padded(inner), _padded(columns)
-    whole = 2 * (m * k + k * n) + 4 * m * n
-    blocked = _CACHE_NBYTES + 2 * 2 * _BLOCK * k
-    return num_threads * (min(whole, blocked) + _THREAD_NBYTES)
+    whole = dtype.itemsize * (m * k + k * n) + 4 * m * n
+    blocked = _CACHE_NBYTES + 2 * dtype.itemsize * _BLOCK * k
+    nbytes = num_threads * min(whole, blocked)
+    if dtype in LOW_PRECISION and onednn.computes(dtype) and not onednn.multiplies_bfloat16():
+        nbytes = max(nbytes, min(num_products, num_threads) * 4 * rows * columns)
+    return nbytes + num_threads * _THREAD_NBYTES
 
 
 def operand_copy_nbytes(operand: Tensor) -> int:

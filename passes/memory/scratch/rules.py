@@ -335,7 +335,9 @@ def matrix_product(call: Call) -> int:
     nbytes += sum(conjugate_copy_nbytes(factor, columns) if is_one else nbytes_of(factor) for factor in conjugated)
     if left.numel() == 0:
         return nbytes + 2 * SCALAR_NBYTES  # nothing to multiply: what is left is beta times the addend
-    return nbytes + gemm_nbytes(left.dtype, rows, left.shape[-1], columns, call.num_threads)
+    num_products = left.shape[0] if left.dim() == 3 else 1
+    sizes = (rows, left.shape[-1], columns)
+    return nbytes + gemm_nbytes(left.dtype, *sizes, call.num_threads, num_products=num_products)
 
 
 def sparse_product(call: Call) -> int:

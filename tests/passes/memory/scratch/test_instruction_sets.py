@@ -11,7 +11,7 @@ import pytest
 
 from chunkc.torch_private import onednn
 
-CONVOLUTIONS = Path(__file__).parent / "test_convolution.py"
+FILES = [str(Path(__file__).parent / name) for name in ("test_convolution.py", "test_products.py")]
 
 PROGRAM = """
 import sys
@@ -35,12 +35,12 @@ sys.exit(pytest.main(sys.argv[1:]))
     ],
     ids=["SSE41", "AVX2", "AVX512_CORE"],
 )
-def test_what_the_environment_forbids_is_not_used_and_no_convolution_predicted_too_low(
+def test_what_the_environment_forbids_is_not_used_and_nothing_predicted_too_low(
     environment: dict[str, str], uses: str
 ) -> None:
-    """Convolutions of models in float32, each on 1, 2 and 4 threads, in a process held to older instructions."""
-    command = [sys.executable, "-c", PROGRAM, "-q", "-p", "no:cacheprovider", str(CONVOLUTIONS)]
-    command += ["-k", "models or small_image or masks or unusual or once", "-m", "not second_tier"]
+    """Convolutions of models in float32, and products, on several numbers of threads, held to older instructions."""
+    command = [sys.executable, "-c", PROGRAM, "-q", "-p", "no:cacheprovider", *FILES]
+    command += ["-k", "models or small_image or masks or unusual or once or wide", "-m", "not second_tier"]
     inherited = {name: value for name, value in os.environ.items() if not name.endswith("_MAX_CPU_ISA")}
     environment = inherited | {"CHUNKC_VARIANTS": "9"} | environment
     finished = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)

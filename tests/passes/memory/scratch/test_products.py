@@ -42,6 +42,28 @@ def test_large_low_precision_products(shape: tuple[int, int, int], dtype: torch.
             check(aten.mm.out, a, b, out=torch.empty(rows, 2 * columns, dtype=dtype)[:, ::2])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 600, 8, 3000), (2, 600, 33, 3000), (3, 300, 1, 2000), (40, 100, 16, 300)])
+def test_wide_results(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    """Where a processor multiplies no bfloat16, oneDNN sums whole results in float32."""
+    num_products, rows, inner, columns = shape
+    left = torch.randn(num_products, rows, inner).to(dtype)
+    right = torch.randn(num_products, inner, columns).to(dtype)
+    check(aten.bmm.default, left, right, threads=(1, 2, 4))
+    check(aten.mm.default, left[0], right[0], threads=(1, 2, 4))
+    check(aten.addmm.default, right[0, 0], left[0], right[0], threads=(1, 2, 4))
+
+
+def test_wide_results_of_less_precise_float32() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        for rows, inner, columns in ((64, 200, 64), (600, 33, 3000)):
+            check(aten.mm.default, torch.randn(rows, inner), torch.randn(inner, columns))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_grouped_products(transposed: bool) -> None:
     tokens, experts = torch.randn(64, 32).bfloat16(), torch.randn(4, 32, 128).bfloat16()
