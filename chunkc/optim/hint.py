@@ -57,7 +57,7 @@ def _hint(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _search(optimizer: Optimizer, told: Collection[int]) -> None:
-    """Warn of parameters that no session owns, in the first step of a model.
+    """Warn of parameters that no compiled graph trains, in the first step of a model.
 
     Args:
         told: `id`s of parameters of which another warning was logged.
@@ -67,12 +67,12 @@ def _search(optimizer: Optimizer, told: Collection[int]) -> None:
     if not sessions:
         return
     _searched.update(sessions)
-    unplanned = [p for p in every if p.grad is not None and session.owner(p) is None and id(p) not in told]
+    unplanned = [p for p in every if p.grad is not None and not _is_trained(p) and id(p) not in told]
     if unplanned:
         names = {p: name for owner in sessions for m in owner.modules for name, p in unwrapped(m).named_parameters()}
         named = [names[p] for p in unplanned if p in names] or ["a parameter of another module"]
         logger.warning(
-            "no compiled graph takes %s%s: %s of parameters are outside of the memory budget, and so are their "
+            "no compiled graph trains %s%s: %s of parameters are outside of the memory budget, and so are their "
             "gradients and states; TORCH_LOGS=graph_breaks names what Dynamo leaves to eager PyTorch",
             named[0],
             f" and {len(unplanned) - 1} more" if len(unplanned) > 1 else "",
@@ -81,7 +81,7 @@ def _search(optimizer: Optimizer, told: Collection[int]) -> None:
 
 
 def _name_uncompiled(optimizer: Optimizer) -> Collection[int]:
-    """Warn of modules that `torch.compile` was given and of which no graph takes a parameter, in their first step.
+    """Warn of modules that `torch.compile` was given and of which no graph trains a parameter, in their first step.
 
     Returns:
         The `id`s of their parameters.
@@ -95,22 +95,30 @@ def _name_uncompiled(optimizer: Optimizer) -> Collection[int]:
     uncompiled: dict[nn.Module, dict[str, nn.Parameter]] = {}
     for module in GIVEN.with_parameters():
         parameters = {name: p for name, p in module.named_parameters() if id(p) in trained}
-        if parameters and module not in _named and all(session.owner(p) is None for p in module.parameters()):
+        if parameters and module not in _named and not any(map(_is_trained, module.parameters())):
             uncompiled[module] = parameters
     nbytes_of = {id(p): p.nbytes for parameters in uncompiled.values() for p in parameters.values()}
     if uncompiled:
         _named.update(uncompiled)
         largest = max(uncompiled, key=lambda module: sum(p.nbytes for p in uncompiled[module].values()))
+        is_evaluated = any(session.owner(p) is not None for p in largest.parameters())
         logger.warning(
-            "no graph of %s (%s, ...)%s is compiled: %s of parameters are trained outside of the memory budget, with "
+            "no %sgraph of %s (%s, ...)%s is compiled: %s of parameters are trained outside of the memory budget, with "
             "their gradients and states. Dynamo leaves the code to eager PyTorch (TORCH_LOGS=graph_breaks says why, "
             "torch.compile(fullgraph=True) refuses it), or no call goes through what torch.compile returned",
+            "training " if is_evaluated else "",
             type(largest).__name__,
             next(iter(uncompiled[largest])),
             f" and of {len(uncompiled) - 1} more modules" if len(uncompiled) > 1 else "",
             format_nbytes(sum(nbytes_of.values())),
         )
     return nbytes_of.keys()
+
+
+def _is_trained(parameter: torch.Tensor) -> bool:
+    """Whether a compiled graph makes gradients of a parameter; those of an evaluation make none."""
+    hit = session.owner(parameter)
+    return hit is not None and hit[1] in hit[0].trained
 
 
 def _state_nbytes(optimizer: Optimizer, parameter: torch.Tensor) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def warnings(caplog: pytest.LogCaptureFixture, optimizer: type, *, eager: bool, 
 @pytest.mark.parametrize("optimizer", [chunkc.optim.SGD, torch.optim.SGD])
 def test_parameters_that_no_graph_takes_are_named_once(caplog: pytest.LogCaptureFixture, optimizer: type) -> None:
     (said,) = warnings(caplog, optimizer, eager=True)
-    assert said.startswith("no compiled graph takes words.weight: 8.00 KiB (8,192 bytes) of parameters are outside")
+    assert said.startswith("no compiled graph trains words.weight: 8.00 KiB (8,192 bytes) of parameters are outside")
     assert warnings(caplog, optimizer, eager=False) == []
 
 
@@ -75,7 +76,7 @@ class Dropped(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            if torch.rand(()) < -1:
+            if self.training and torch.rand(()) < -1:
                 continue
             x = layer(x)
         return x
@@ -155,6 +156,51 @@ def test_a_module_of_which_nothing_is_compiled_is_named_once(
     assert said.startswith(f"no graph of {name} is compiled: ")
     assert f"({sum(p.nbytes for p in model.parameters()):,} bytes)" in said or "bytes of parameters" in said
     assert "TORCH_LOGS=graph_breaks" in said
+
+
+class Loop:
+    """A training loop of the user's, no module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.models = {"net": model}
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self.step(x)
+
+    def step(self, x: torch.Tensor) -> Any:
+        return self.models["net"](x)
+
+
+REACHES: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "a method": lambda model: Loop(model).step,
+    "an object": Loop,
+    "a partial function": lambda model: partial(lambda net, x: net(x), model),
+    "a partial method": lambda model: partial(Loop(model).step),
+    "a method of a module": lambda model: model.forward,
+}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("kind", REACHES)
+def test_a_module_is_found_in_all_that_torch_compile_takes(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = recurrent()
+    given = REACHES[kind](model)
+    (said,) = said_of(model, torch.compile(given, backend="chunkc", options=OPTIONS), chunkc.optim.SGD, caplog)
+    assert said.startswith("no graph of LSTM (weight_ih_l0, ...) is compiled: ")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_graph_that_only_evaluates_trains_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """Layers are dropped in training alone, and an evaluation comes first."""
+    model = Dropped()
+    call = torch.compile(model, backend="chunkc", options=OPTIONS | {"memory_budget": HUGE})
+    model.eval()
+    with torch.no_grad():
+        call(torch.randn(4, 8))
+    assert chunkc.report(model).num_instructions > 0
+    model.train()
+    (said,) = said_of(model, call, chunkc.optim.SGD, caplog)
+    assert said.startswith("no training graph of Dropped (layers.0.weight, ...) is compiled: ")
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
