@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 from chunkc import recompile_limit
 from chunkc.compile import NotForAnyShapes, compile_graph
@@ -272,7 +273,7 @@ def _begin(options: dict[str, Any] | None, arguments: Collection[Any]) -> None:
 
     Wrong options are refused where the graph is compiled.
     """
-    for value in arguments:
+    for value in pytree.tree_leaves(list(arguments)):
         if isinstance(value, nn.Module):
             GIVEN.note(value)
     with suppress(OptionsError):

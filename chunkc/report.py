@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from chunkc.ir.errors import ChunkcError
 from chunkc.ir.estimates import EstimatedOperator
+from chunkc.ir.text import first_of
 from chunkc.ir.units import format_nbytes
-from chunkc.session.session import Session, sessions_of
+from chunkc.session.session import Session, owner, sessions_of
+from chunkc.torch_private.dynamo import unwrapped
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Report:
         loss_tiles: losses that are computed in tiles (option `loss_tile_rows`), each with its tiles.
         num_allocator_retries: how often a GPU's allocator emptied its cache to find room, so far: each time halts
             computation; a smaller budget leaves the cache more room.
+        outside: parameters that no compiled graph takes, by name: with gradients and states they are outside of the
+            budget; `outside_nbytes`: their bytes.
         overhead_nbytes: bytes of every prediction that no plan moves: on a GPU, workspaces of libraries and room for
             the optimizer's tables of work (`machines.devices.TABLES_NBYTES`), of which small models fill little.
     """
@@ -67,6 +71,8 @@ class Report:
     measured_planned_nbytes: int | None = None
     unplanned_nbytes: int = 0
     overhead_nbytes: int = 0
+    outside: tuple[str, ...] = ()
+    outside_nbytes: int = 0
     host_step_s: Mapping[str, float] = field(default_factory=dict)
     num_instructions: int = 0
     num_allocator_retries: int = 0
@@ -82,6 +88,11 @@ class Report:
             ("predicted peak", format_nbytes(self.predicted_peak_nbytes)),
             ("measured peak", "not metered" if measured is None else format_nbytes(measured)),
             *(self._divided() if self.unplanned_nbytes else ()),
+            *(
+                [("in no graph", f"{first_of(self.outside)}, {format_nbytes(self.outside_nbytes)}")]
+                if self.outside
+                else []
+            ),
             *([("libraries, tables", format_nbytes(self.overhead_nbytes))] if self.overhead_nbytes else []),
             *([("allocator retries", str(self.num_allocator_retries))] if self.num_allocator_retries else []),
             *(("guessed inside", f"{e.operator}, {format_nbytes(e.nbytes)}") for e in self.estimates),
@@ -104,6 +115,10 @@ class Report:
         yield "  in the plan", format_nbytes(self.measured_planned_nbytes)
         yield "  in no plan", f"{format_nbytes(self.unplanned_nbytes)}, other tensors of the program"
 
+    def _left_out(self) -> Iterator[tuple[str, str]]:
+        """Yield the parameters that no compiled graph takes."""
+        yield "in no graph", f"{first_of(self.outside)}, {format_nbytes(self.outside_nbytes)}"
+
 
 def report(model: nn.Module) -> Report:
     """Report on a model that was placed or compiled by chunkc.
@@ -123,7 +138,10 @@ def report(model: nn.Module) -> Report:
             if not sessions
             else "parameters of this model belong to several compiled models; ask for them one by one"
         )
-    return _report(sessions.pop())
+    outside = {name: p for name, p in unwrapped(model).named_parameters() if owner(p) is None}
+    return replace(
+        _report(sessions.pop()), outside=tuple(outside), outside_nbytes=sum(p.nbytes for p in outside.values())
+    )
 
 
 def _report(session: Session) -> Report:

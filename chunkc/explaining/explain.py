@@ -201,8 +201,8 @@ def minimum_of_call(
     options: Options,
     hardware: Hardware,
     trains: bool | None = None,
-) -> int:
-    """Return the smallest budget, in bytes, of a step with this call of a model, compiled with these options.
+) -> tuple[int, frozenset[str]]:
+    """Return the smallest budget, in bytes, of a step with this call of a model, and the parameters in its graphs.
 
     Args:
         trains: in training mode, or in evaluation mode; None: in the mode that the model is in. The caller's grad mode
@@ -213,11 +213,9 @@ def minimum_of_call(
     """
     chosen = ADAMW.of(model)
     step = step_on(hardware, model, args, kwargs, options, state_format_of=chosen.state_format_of, trains=trains)
-    return (
-        PredictedStep(step, options, training_in(hardware, step.graphs), Updates.of(ADAMW, chosen))
-        .fitting(1)
-        .budget_nbytes
-    )
+    names = frozenset(spec.name for graph in step.graphs for spec in (*graph.movable, *graph.fixed))
+    predicted = PredictedStep(step, options, training_in(hardware, step.graphs), Updates.of(ADAMW, chosen))
+    return predicted.fitting(1).budget_nbytes, names
 
 
 def step_on(

@@ -7,18 +7,21 @@ the stack, its step can be traced on fake tensors, as `chunkc.explain` does.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
 
 from chunkc.explaining.explain import minimum_of_call
 from chunkc.ir.errors import BudgetError, UnsupportedError
+from chunkc.ir.text import first_of
+from chunkc.ir.units import format_nbytes
 from chunkc.machines.devices import device_of, hardware_of, parse_device
 from chunkc.options import Options
 from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.session.logs import logger
 from chunkc.tracing.caller import compiled_call
+from chunkc.tracing.names import without_wrapper
 from chunkc.utils.progress import compilation_progress
 
 
@@ -41,7 +44,7 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
         logger.debug("the minimum of a whole step is not known: %s", problem)
         return error
 
-    def minimum_nbytes(*, trains: bool | None) -> int:
+    def minimum(*, trains: bool | None) -> tuple[int, frozenset[str]]:
         with torch.inference_mode(False), torch.set_grad_enabled(trains is not False):
             return minimum_of_call(
                 call.module, call.args, call.kwargs, options=options, hardware=hardware, trains=trains
@@ -50,12 +53,20 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
     try:
         with compilation_progress() as show:
             show("tracing a whole step for the smallest budget", 0, None)
-            training_nbytes = minimum_nbytes(trains=error.evaluates or None)
-            evaluation_nbytes = minimum_nbytes(trains=False) if error.evaluates and error.covers else None
+            training_nbytes, names = minimum(trains=error.evaluates or None)
+            evaluation_nbytes = minimum(trains=False)[0] if error.evaluates and error.covers else None
     except Exception as problem:  # raised by the user's code; it must not hide the error at hand
         logger.debug("the minimum of a whole step is not known: %s", problem)
         return error
-    return error.of_step(training_nbytes, evaluation_nbytes)
+    return error.of_step(training_nbytes, evaluation_nbytes, _outside(call.module, names))
+
+
+def _outside(model: nn.Module, names: Collection[str]) -> str:
+    """Name the parameters of a model that are not among `names`, and say their bytes; "" if there are none."""
+    every = {without_wrapper(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+    inside = {id(every[name]) for name in names if name in every}
+    outside = {name: p for name, p in model.named_parameters() if id(p) not in inside}
+    return f"{first_of([*outside])} ({format_nbytes(sum(p.nbytes for p in outside.values()))})" if outside else ""
 
 
 def _is_cut(parameters: Iterable[nn.Parameter]) -> bool:

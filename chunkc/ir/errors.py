@@ -64,6 +64,7 @@ class BudgetError(ChunkcError):
             them.
         grown: earlier steps have fitted, and this call needs more than they did.
         keeps_values: an option keeps all saved values on the compute tier, which another value of it would not.
+        outside: parameters that no graph takes, and their bytes, in words, if the whole step was traced.
         elsewhere: a home that would fit the budget, and why it cannot be chosen, if there is any.
     """
 
@@ -82,6 +83,7 @@ class BudgetError(ChunkcError):
         grown: bool = False,
         keeps_values: bool = False,
         num_others: int = 0,
+        outside: str = "",
     ) -> None:
         self.minimum_nbytes = minimum_nbytes
         self.budget_nbytes = budget_nbytes
@@ -95,10 +97,13 @@ class BudgetError(ChunkcError):
         self.grown = grown
         self.keeps_values = keeps_values
         self.num_others = num_others
+        self.outside = outside
         filled = "".join(f"\n  {format_nbytes(nbytes):>36}  {label}" for label, nbytes in self.contents)
         so_far = " so far" if covers else ""
         most_nbytes = sum(nbytes for _, nbytes in self.contents) // 2
         full = f"\n{elsewhere}" if elsewhere else ""
+        if outside:
+            full += f"\nNo graph takes {outside}: outside of memory_budget, with their gradients and states."
         advice = ""
         if dict(self.contents).get(VALUES, 0) > most_nbytes:
             advice = _WHERE_VALUES_FILL_IT + (_LESS_THAN_KEEP if keeps_values else "") + _LESS_FOR_A_LOSS
@@ -145,13 +150,13 @@ class BudgetError(ChunkcError):
         scope = {"covers": covers, "evaluates": evaluates, "grown": grown, "keeps_values": keeps_values}
         return self._with(minimum_nbytes=max(minimum_nbytes, self.minimum_nbytes), **scope)
 
-    def of_step(self, training_nbytes: int, evaluation_nbytes: int | None = None) -> BudgetError:
+    def of_step(self, training_nbytes: int, evaluation_nbytes: int | None = None, outside: str = "") -> BudgetError:
         """Return the error with the smallest budgets of a whole training step, and of a whole evaluation."""
         if evaluation_nbytes is not None:
             whole = self._with(minimum_nbytes=max(evaluation_nbytes, self.minimum_nbytes), covers="", evaluates=True)
-            return whole._with(training_nbytes=training_nbytes)
+            return whole._with(training_nbytes=training_nbytes, outside=outside)
         minimum_nbytes = self.minimum_nbytes if self.evaluates else max(self.minimum_nbytes, training_nbytes)
-        return self._with(minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes)
+        return self._with(minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes, outside=outside)
 
     def with_others(self, num_others: int) -> BudgetError:
         """Return the error with the number of other modules of the model that are compiled by themselves."""
@@ -167,7 +172,7 @@ class BudgetError(ChunkcError):
     @property
     def _fields(self) -> dict[str, Any]:
         names = ["minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers", "elsewhere"]
-        names += ["evaluates", "training_nbytes", "grown", "keeps_values", "num_others"]
+        names += ["evaluates", "training_nbytes", "grown", "keeps_values", "num_others", "outside"]
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Sequence
 
 _LONGEST = 2000
 """Most characters of a line shown by itself, such as an error's."""
@@ -30,6 +31,11 @@ def short(value: object) -> str:
         return " ".join(reprlib.repr(value).split())
     except Exception:  # an int of too many digits, or a class with a repr that fails
         return f"a {type(value).__name__} that cannot be shown"
+
+
+def first_of(names: Sequence[str]) -> str:
+    """Return the first of some names and how many more there are."""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def message_of(error: BaseException) -> str:

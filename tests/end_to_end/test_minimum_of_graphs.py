@@ -21,6 +21,7 @@ from chunkc.cli.command import DOES_NOT_FIT, main
 from chunkc.explaining import whole_step
 from chunkc.explaining.explain import minimum_budget
 from chunkc.ir.errors import BudgetError
+from chunkc.ir.units import format_nbytes
 
 WIDTH, ROWS = 32, 24
 
@@ -212,6 +213,20 @@ def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture
     command = ["explain", f"{tmp_path}/model.py:build", "--memory-budget", "1KiB", "--hardware", "cpu"]
     assert main([*command, "--format", "json"]) == DOES_NOT_FIT
     assert json.loads(capsys.readouterr().out)["minimum_budget_nbytes"] == explained("unrolled")
+
+
+def test_what_no_graph_takes_is_named_at_once() -> None:
+    """By the first error and by the report, with its bytes."""
+    model = build("recurrent")
+    nbytes = sum(p.nbytes for p in model.lstm.parameters())
+    with pytest.raises(BudgetError) as refused:
+        torch.compile(model, backend="chunkc", options=options(TINY))(batch(0))
+    assert refused.value.outside == f"lstm.weight_ih_l0 and 3 more ({format_nbytes(nbytes)})"
+    assert f"No graph takes {refused.value.outside}: outside of memory_budget" in str(refused.value)
+    report = train("recurrent", refused.value.minimum_nbytes)
+    assert report.outside == tuple(f"lstm.{name}" for name, _ in model.lstm.named_parameters())
+    assert report.outside_nbytes == nbytes
+    assert f"in no graph        lstm.weight_ih_l0 and 3 more, {format_nbytes(nbytes)}" in str(report).splitlines()
 
 
 def test_parts_compiled_apart() -> None:

@@ -190,6 +190,14 @@ def test_a_module_is_found_in_all_that_torch_compile_takes(kind: str, caplog: py
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
+def test_a_module_is_found_among_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    model = recurrent()
+    call = torch.compile(lambda parts, x: parts["net"][0](x), backend="chunkc", options=OPTIONS)
+    (said,) = said_of(model, lambda x: call({"net": [model]}, x), chunkc.optim.SGD, caplog)
+    assert said.startswith("no graph of LSTM (weight_ih_l0, ...) is compiled: ")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
 def test_a_graph_that_only_evaluates_trains_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """Layers are dropped in training alone, and an evaluation comes first."""
     model = Dropped()
