@@ -60,6 +60,10 @@ _MOST_PIXELS = 27
 """Pixels of filters up to which results of one position, too, have a direct kernel."""
 
 
+def _nbytes(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else nbytes_of(tensor)
+
+
 def _pad(size: int, block: int = _BLOCK) -> int:
     return -(-size // block) * block
 
@@ -350,7 +354,7 @@ def convolution_backward_nbytes(c: Convolution, grad: Tensor, outputs: Sequence[
         return nbytes
     if _runs_in_aten(c):
         return _in_aten_nbytes(c, grad, outputs)
-    d_image, d_filters, d_bias = (0 if t is None else nbytes_of(t) for t in outputs)
+    d_image, d_filters, d_bias = map(_nbytes, outputs)
     c = replace(c, bias=c.bias and not c.transposed)
     peak = 0
     if d_image:  # computed first, before there are other gradients
@@ -596,7 +600,8 @@ def _runs_in_aten(c: Convolution) -> bool:
 def _in_aten_nbytes(c: Convolution, grad: Tensor | None, outputs: Sequence[Tensor | None]) -> int:
     """Count the bytes of ATen's own kernels: images unfolded, a batch or one at a time, and copies of operands.
 
-    One group is exact. Groups are computed one after another; those of volumes at once, unless dilated or transposed.
+    One group is exact. Groups are computed one after another, and their results joined; those of volumes at once,
+    unless dilated or transposed.
 
     Args:
         grad: of the result, in a backward.
@@ -613,11 +618,14 @@ def _in_aten_nbytes(c: Convolution, grad: Tensor | None, outputs: Sequence[Tenso
         columns = c.image_nbytes if at_once and outputs and outputs[0] is not None else 0  # its own columns
     elif outputs and outputs[1] is None and not (is_volume or c.dilated or c.transposed):
         columns = 0  # gradients of images are folded as they are computed
-    nbytes = columns + _copies(replace(c, last=c.last and not is_volume), *tensors)
+    copies = _copies(replace(c, last=c.last and not is_volume), *tensors)
+    num_parts = 1 if at_once else c.groups
+    nbytes = columns + copies
     if grad is not None and c.low:
-        nbytes += nbytes_of(grad, _FLOAT32_NBYTES) + grad.shape[1] * c.itemsize  # of a bias: summed in float32
+        nbytes += nbytes_of(grad, _FLOAT32_NBYTES) // num_parts + grad.shape[1] * c.itemsize  # of a bias: summed
     if c.low and onednn.computes(c.image.dtype):
-        products = ((c.inside * c.pixels, c.outside, c.positions), (c.inside, 1, math.prod(c.read)))  # and of a bias
+        added = () if grad is not None else ((c.inside, 1, math.prod(c.read)),)  # a bias
+        products = ((c.inside * c.pixels, c.outside, c.positions), *added)
         large = [product for product in products if math.prod(product) > _MOST_MULTIPLIED]
         nbytes += max((gemm_nbytes(c.image.dtype, *product, c.num_threads) for product in large), default=0)
     if c.dilated:
@@ -626,8 +634,11 @@ def _in_aten_nbytes(c: Convolution, grad: Tensor | None, outputs: Sequence[Tenso
         nbytes += math.prod(c.read) * c.itemsize
     if c.pixels == 1 and c.transposed and is_volume:
         nbytes += c.result_nbytes
-    if c.groups == 1 or at_once:
+    if num_parts == 1:
         return nbytes
-    parts = c.image_nbytes + c.result_nbytes + c.filters_nbytes
-    joined = max(c.image_nbytes, c.result_nbytes) + c.filters_nbytes + c.groups * (c.inside + c.outside) * c.itemsize
-    return joined + nbytes + parts // c.groups
+    parts = (c.image_nbytes + c.result_nbytes + c.filters_nbytes) // num_parts
+    if grad is None:
+        joined = max(c.image_nbytes, c.result_nbytes) + c.filters_nbytes
+        return joined + c.groups * (c.inside + c.outside) * c.itemsize + nbytes + parts
+    in_place = c.image.shape[0] == 1 and all(tensor.is_contiguous() for tensor in tensors)
+    return max(sum(map(_nbytes, outputs)) + copies, nbytes + (0 if in_place else parts))

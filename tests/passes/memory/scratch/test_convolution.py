@@ -213,6 +213,21 @@ def test_one_small_image_to_the_byte(name: str, num_threads: int) -> None:
     assert gaps(UNFOLDED[name], bias=False) == gaps(UNFOLDED[name], bias=True) == (0, 0)
 
 
+@pytest.mark.parametrize("num_dims", [1, 2, 3])
+def test_gradients_of_groups_one_after_another(num_dims: int) -> None:
+    """ATen's, whose results need less than the images: but for a bias to the byte, if no operand is copied."""
+    how = ([3] * num_dims, [1] * num_dims, [4] * num_dims, True, [3] * num_dims, 2)
+    for images in (1, 3):
+        image, filters = torch.randn(images, 4, *[5] * num_dims), torch.randn(4, 2, *[3] * num_dims)
+        grad = torch.randn_like(aten.convolution.default(image, filters, None, *how))
+        for given in (grad, grad.mT.contiguous().mT):
+            args = (given, image, filters, [4], *how, [True, True, True])
+            found = gap(aten.convolution_backward.default, *args)
+            assert found >= 0
+            if images == 1 and given is grad and num_dims < 3:
+                assert found <= 4 * 4
+
+
 @pytest.mark.parametrize("images", [15, 16])
 def test_one_pixel_on_one_thread(images: int) -> None:
     """Up to 15 images a product in place, then oneDNN's."""
