@@ -104,6 +104,11 @@ def hooks_of(tensor: torch.Tensor) -> Mapping[int, Any] | None:
     return tensor._backward_hooks
 
 
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for a batch of tensors, in `torch.vmap` or under `is_grads_batched=True`."""
+    return torch._C._functorch.is_legacy_batchedtensor(tensor) or torch._C._functorch.is_batchedtensor(tensor)
+
+
 def is_zero_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor represents zeros without memory; autograd makes such ones (the gradient of `sgn`)."""
     return tensor._is_zerotensor()

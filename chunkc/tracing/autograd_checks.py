@@ -20,7 +20,14 @@ from torch.autograd.graph import Node
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.torch_private.dynamo import in_compiled_autograd
-from chunkc.torch_private.engine import current_graph_task, current_node, latest_node_hook, leaf_at, will_execute
+from chunkc.torch_private.engine import (
+    current_graph_task,
+    current_node,
+    is_batched,
+    latest_node_hook,
+    leaf_at,
+    will_execute,
+)
 
 MAX_BACKWARDS = 64
 """Backwards with `create_graph=True` that are remembered: more than are ever nested."""
@@ -56,6 +63,11 @@ class OutputHooks:
     def _note(self, gradients: Sequence[object]) -> None:
         if in_compiled_autograd():
             raise UnsupportedError(COMPILED_AUTOGRAD)
+        if any(isinstance(gradient, torch.Tensor) and is_batched(gradient) for gradient in gradients):
+            raise UnsupportedError(
+                "a model compiled by chunkc has no backward for several gradients at once, as is_grads_batched=True of "
+                "torch.autograd.grad and vectorize=True of torch.autograd.functional ask for; take one at a time"
+            )
         if torch.is_grad_enabled():
             self._with_graph.append(current_graph_task())
         self._given(gradients)

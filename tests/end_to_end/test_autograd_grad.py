@@ -163,6 +163,23 @@ def test_several_graphs_and_tied_parameters(of_inputs: bool, budget_nbytes: int)
     assert not differences(*found)
 
 
+@pytest.mark.parametrize("of_inputs", [False, True])
+def test_several_gradients_at_once_are_refused_and_one_by_one_they_are_given(of_inputs: bool) -> None:
+    model = nn.Linear(4, 3)
+    call = compiled(model, LARGE)
+    x = torch.ones(2, 4, requires_grad=True)
+    wanted = [x] if of_inputs else list(model.parameters())
+    each = torch.eye(6).view(6, 2, 3)
+    with pytest.raises(chunkc.UnsupportedError, match=r"is_grads_batched=True.*one at a time"):
+        torch.autograd.grad(call(x), wanted, each, is_grads_batched=True)
+    assert all(p.grad is None for p in model.parameters())
+    expected = torch.autograd.grad(model(x), wanted, each, is_grads_batched=True)
+    out = call(x)
+    found = [torch.autograd.grad(out, wanted, gradient, retain_graph=True) for gradient in each]
+    for one_by_one, at_once in zip(zip(*found), expected):
+        torch.testing.assert_close(torch.stack(one_by_one), at_once)
+
+
 # ---------------------------------------------------------------- memory
 
 
