@@ -47,8 +47,10 @@ def _written(folder: Path) -> dict[str, Any]:
 
 
 WRITES = f"""
-    import json, pathlib, sys
-    pathlib.Path(sys.argv[1]).write_text(json.dumps({SUITE!r}))
+    import json, os, pathlib, sys
+    path = pathlib.Path(sys.argv[1])
+    path.with_suffix(".fresh").write_text(json.dumps({SUITE!r}))  # as suites do: the file is whole at any moment
+    os.replace(path.with_suffix(".fresh"), path)
     print("has written", sys.argv[2])
 """
 LIVES = "import time\ntry:\n    print('alive', flush=True)\n    time.sleep(600)"
