@@ -25,9 +25,11 @@ class Sample:
 @cache
 def operators() -> Mapping[str, Any]:
     """`op_db` by name: `op/NAME`, with the variant, by which no two are alike."""
-    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal import common_methods_invocations as invocations
 
-    return {f"op/{'.'.join(filter(None, (info.name, info.variant_test_name)))}": info for info in op_db}
+    # It would seed random numbers before each call, which Dynamo cannot trace; `training.train` seeds each step.
+    invocations.wrapper_set_seed = lambda op, *args, **kwargs: op(*args, **kwargs)
+    return {f"op/{'.'.join(filter(None, (info.name, info.variant_test_name)))}": info for info in invocations.op_db}
 
 
 @cache
