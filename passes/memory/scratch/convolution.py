@@ -624,8 +624,9 @@ def _in_aten_nbytes(c: Convolution, grad: Tensor | None, outputs: Sequence[Tenso
     if grad is not None and c.low:
         nbytes += nbytes_of(grad, _FLOAT32_NBYTES) // num_parts + grad.shape[1] * c.itemsize  # of a bias: summed
     if c.low and onednn.computes(c.image.dtype):
-        added = () if grad is not None else ((c.inside, 1, math.prod(c.read)),)  # a bias
-        products = ((c.inside * c.pixels, c.outside, c.positions), *added)
+        products = [(c.inside * c.pixels, c.outside, c.positions)]
+        if grad is None:
+            products.append((c.inside, 1, math.prod(c.read)))  # a bias
         large = [product for product in products if math.prod(product) > _MOST_MULTIPLIED]
         nbytes += max((gemm_nbytes(c.image.dtype, *product, c.num_threads) for product in large), default=0)
     if c.dilated:
