@@ -88,11 +88,7 @@ class Report:
             ("predicted peak", format_nbytes(self.predicted_peak_nbytes)),
             ("measured peak", "not metered" if measured is None else format_nbytes(measured)),
             *(self._divided() if self.unplanned_nbytes else ()),
-            *(
-                [("in no graph", f"{first_of(self.outside)}, {format_nbytes(self.outside_nbytes)}")]
-                if self.outside
-                else []
-            ),
+            *(self._left_out() if self.outside else ()),
             *([("libraries, tables", format_nbytes(self.overhead_nbytes))] if self.overhead_nbytes else []),
             *([("allocator retries", str(self.num_allocator_retries))] if self.num_allocator_retries else []),
             *(("guessed inside", f"{e.operator}, {format_nbytes(e.nbytes)}") for e in self.estimates),
