@@ -619,10 +619,10 @@ def _in_aten_nbytes(c: Convolution, grad: Tensor | None, outputs: Sequence[Tenso
     elif outputs and outputs[1] is None and not (is_volume or c.dilated or c.transposed):
         columns = 0  # gradients of images are folded as they are computed
     copies = _copies(replace(c, last=c.last and not is_volume), *tensors)
-    num_parts = 1 if at_once else c.groups
+    num_parts = 1 if at_once else c.groups  # that are computed one after another
     nbytes = columns + copies
     if grad is not None and c.low:
-        nbytes += nbytes_of(grad, _FLOAT32_NBYTES) // num_parts + grad.shape[1] * c.itemsize  # of a bias: summed
+        nbytes += nbytes_of(grad, _FLOAT32_NBYTES) // num_parts + grad.shape[1] * c.itemsize  # sums of a bias
     if c.low and onednn.computes(c.image.dtype):
         products = [(c.inside * c.pixels, c.outside, c.positions)]
         if grad is None:
@@ -641,5 +641,6 @@ def _in_aten_nbytes(c: Convolution, grad: Tensor | None, outputs: Sequence[Tenso
     if grad is None:
         joined = max(c.image_nbytes, c.result_nbytes) + c.filters_nbytes
         return joined + c.groups * (c.inside + c.outside) * c.itemsize + nbytes + parts
-    in_place = c.image.shape[0] == 1 and all(tensor.is_contiguous() for tensor in tensors)
-    return max(sum(map(_nbytes, outputs)) + copies, nbytes + (0 if in_place else parts))
+    if c.image.shape[0] == 1 and all(tensor.is_contiguous() for tensor in tensors):
+        parts = 0  # views of the operands
+    return max(sum(map(_nbytes, outputs)) + copies, nbytes + parts)

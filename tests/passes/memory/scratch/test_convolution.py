@@ -215,7 +215,7 @@ def test_one_small_image_to_the_byte(name: str, num_threads: int) -> None:
 
 @pytest.mark.parametrize("num_dims", [1, 2, 3])
 def test_gradients_of_groups_one_after_another(num_dims: int) -> None:
-    """ATen's, whose results need less than the images: but for a bias to the byte, if no operand is copied."""
+    """In ATen. If no operand is copied, the prediction exceeds the truth by at most the bytes of a bias."""
     how = ([3] * num_dims, [1] * num_dims, [4] * num_dims, True, [3] * num_dims, 2)
     for images in (1, 3):
         image, filters = torch.randn(images, 4, *[5] * num_dims), torch.randn(4, 2, *[3] * num_dims)
