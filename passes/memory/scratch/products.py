@@ -33,14 +33,17 @@ def gemm_nbytes(
     """Bound the bytes for packing and accumulating products `[rows, inner] @ [inner, columns]`.
 
     Full-precision products run in BLAS, which allocates by itself. oneDNN's are bounded per thread by all
-    three matrices (padded, accumulated in float32), or by what it keeps in a cache. Where it emulates low precision, it
-    accumulates whole products, one for each thread.
+    three matrices (padded, accumulated in float32), by what it keeps in a cache, or if a product has one block of rows
+    or columns, by that and four blocks of the others. Where it emulates low precision, it accumulates whole products,
+    one for each thread.
     """
     if not uses_onednn(dtype):
         return 0
     m, k, n = _padded(rows), _padded(inner), _padded(columns)
     whole = dtype.itemsize * (m * k + k * n) + 4 * m * n
     blocked = _CACHE_NBYTES + 2 * dtype.itemsize * _BLOCK * k
+    if min(m, n) == _BLOCK:
+        blocked = min(blocked, dtype.itemsize * 5 * _BLOCK * k + 4 * 4 * _BLOCK**2)
     nbytes = num_threads * min(whole, blocked)
     if dtype in LOW_PRECISION and onednn.computes(dtype) and not onednn.multiplies_bfloat16():
         nbytes = max(nbytes, min(num_products, num_threads) * 4 * rows * columns)

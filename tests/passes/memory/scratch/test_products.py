@@ -7,6 +7,8 @@ import torch
 from metering import measure
 
 from chunkc.passes.memory.scratch import cpu
+from chunkc.passes.memory.scratch.products import gemm_nbytes
+from chunkc.torch_private import onednn
 
 pytestmark = pytest.mark.usefixtures("metered")
 aten = torch.ops.aten
@@ -32,7 +34,19 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str) -> torch.Te
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(512, 256, 768), (512, 1000, 64), (64, 64, 4000), (4000, 64, 64), (64, 4000, 64)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (512, 256, 768),
+        (512, 1000, 64),
+        (64, 64, 4000),
+        (4000, 64, 64),
+        (64, 4000, 64),
+        (64, 240, 1000),
+        (1000, 1, 64),
+        (2, 1, 9196),
+    ],
+)
 def test_large_low_precision_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     rows, inner, columns = shape
     for left in ("contiguous", "transposed"):
@@ -40,6 +54,11 @@ def test_large_low_precision_products(shape: tuple[int, int, int], dtype: torch.
             a, b = matrix(rows, inner, dtype, left), matrix(inner, columns, dtype, right)
             check(aten.mm.default, a, b, threads=(1, 2, 16))
             check(aten.mm.out, a, b, out=torch.empty(rows, 2 * columns, dtype=dtype)[:, ::2])
+
+
+def test_products_of_few_rows_do_not_grow_with_their_columns() -> None:
+    few, many = (gemm_nbytes(torch.bfloat16, 2, 240, columns, 1) for columns in (10_000, 1_000_000))
+    assert few == many < 1 << 18 or not onednn.multiplies_bfloat16()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
