@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from chunkc.explaining.formats.units import short_nbytes
 from chunkc.ir.links import TO_DEVICE
+from chunkc.ir.units import short_nbytes
 from chunkc.machines.datasheets import Efficiency
 from chunkc.machines.presets import PRESETS, preset
 

@@ -204,7 +204,7 @@ def peak_of(step: StepPlans) -> Peak:
     index, program = run.calls.index(peak), run.program
     steps = next(found for i, found in enumerate(call_steps(program, run.captured.memories)) if i == index)
     fullest = max(steps, key=lambda at: at.nbytes)
-    makers = makers_of(run.captured)
+    makers = run.captured.makers
     for storage in sorted(fullest.around - run.freed):
         add("activations", makers.get(storage, "inputs"), program.storages[storage])
     add("activations", "outputs of the step before", run.returned_before_nbytes)
@@ -216,21 +216,11 @@ def _largest_first(contents: Mapping[str, int]) -> dict[str, int]:
     return dict(sorted(contents.items(), key=lambda item: -item[1]))
 
 
-def makers_of(captured: Captured) -> dict[str, str]:
-    """Return storage -> the module that made it."""
-    makers: dict[str, str] = {}
-    for program in captured.programs.values():
-        for call in program.calls:
-            for storage in call.output_storages:
-                makers.setdefault(storage, call.module or "the model")
-    return makers
-
-
 def offloaded_by_module(step: StepPlans) -> dict[str, int]:
     """Return the bytes of offloaded saved values, by the module that made them."""
     by_module: dict[str, int] = {}
     for run in step.runs:
-        makers = makers_of(run.captured) if run.phase == FORWARD else {}
+        makers = run.captured.makers if run.phase == FORWARD else {}
         for saved in run.captured.offloaded if run.phase == FORWARD else ():
             module = makers.get(saved.storage, "the model")
             by_module[module] = by_module.get(module, 0) + saved.nbytes
@@ -241,7 +231,7 @@ def recomputed_by_module(step: StepPlans) -> dict[str, int]:
     """Return the bytes of saved values that the backward recomputes, by the module that made them."""
     by_module: dict[str, int] = {}
     for run in step.runs:
-        makers = makers_of(run.captured) if run.phase == FORWARD else {}
+        makers = run.captured.makers if run.phase == FORWARD else {}
         for storage in run.program.remade if run.phase == FORWARD else ():
             module = makers.get(storage, "the model")
             by_module[module] = by_module.get(module, 0) + run.program.storages[storage]

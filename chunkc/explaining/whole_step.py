@@ -1,8 +1,8 @@
-"""Complete a `BudgetError` with a minimum for less than a whole step, by tracing the call that raises it.
+"""Complete a `BudgetError` by tracing the call that raises it on fake tensors, as `chunkc.explain` does.
 
 A graph is compiled when a call comes to it. An evaluation that comes first has no gradients, and the first graphs of a
-model are planned without the later ones: each error would name another minimum. If the call of a compiled module is on
-the stack, its step can be traced on fake tensors, as `chunkc.explain` does.
+model are planned without the later ones: each error would name another minimum. And a loss in tiles is another graph:
+what it needs is known when it is traced. So the call of the compiled module has to be on the stack.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import nn
 
 from chunkc.explaining.explain import minimum_of_call
 from chunkc.ir.errors import BudgetError, UnsupportedError
-from chunkc.ir.text import first_of
+from chunkc.ir.text import first_of, is_of_a_loss
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.devices import device_of, hardware_of, parse_device
 from chunkc.options import Options
@@ -24,16 +24,24 @@ from chunkc.tracing.caller import compiled_call
 from chunkc.tracing.names import without_wrapper
 from chunkc.utils.progress import compilation_progress
 
+_TILE_ROWS = 1024
+"""Rows of the tiles that an error proposes for a loss."""
+_LARGE_LOSS_NBYTES = 4 << 20
+"""Bytes of values at a loss from which tiles are worth a trace: those of a tile of 1,000 classes in float32."""
+
 
 def completed(error: BudgetError, options: Options) -> BudgetError:
-    """Return the error with the minimum of a whole step, if its own covers less and the step can be traced.
+    """Return the error with the minimum of a whole step if its own covers less, and with that of a loss in tiles.
 
-    Call it while the module's call is on the stack, after Dynamo.
+    As it is where the step cannot be traced. Call it while the module's call is on the stack, after Dynamo.
     """
     call = compiled_call()
     if call is not None and call.num_others:
         error = error.with_others(call.num_others)
-    if not (error.covers or error.evaluates) or error.training_nbytes is not None:
+    is_part = (bool(error.covers) or error.evaluates) and error.training_nbytes is None
+    fills = is_of_a_loss(error.moment) and error.values_nbytes >= _LARGE_LOSS_NBYTES
+    may_tile = fills and not isinstance(options.loss_tile_rows, int)
+    if not (is_part or may_tile):
         return error
     if call is None or _is_cut(call.module.parameters()):
         return error
@@ -44,21 +52,26 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
         logger.debug("the minimum of a whole step is not known: %s", problem)
         return error
 
-    def minimum(*, trains: bool | None) -> tuple[int, frozenset[str]]:
+    def minimum(chosen: Options, *, trains: bool | None) -> tuple[int, frozenset[str]]:
         with torch.inference_mode(False), torch.set_grad_enabled(trains is not False):
             return minimum_of_call(
-                call.module, call.args, call.kwargs, options=options, hardware=hardware, trains=trains
+                call.module, call.args, call.kwargs, options=chosen, hardware=hardware, trains=trains
             )
 
     try:
         with compilation_progress() as show:
             show("tracing a whole step for the smallest budget", 0, None)
-            training_nbytes, names = minimum(trains=error.evaluates or None)
-            evaluation_nbytes = minimum(trains=False)[0] if error.evaluates and error.covers else None
+            if is_part:
+                training_nbytes, names = minimum(options, trains=error.evaluates or None)
+                evaluation_nbytes = minimum(options, trains=False)[0] if error.evaluates and error.covers else None
+                error = error.of_step(training_nbytes, evaluation_nbytes, _outside(call.module, names))
+            if may_tile:
+                tiled = options.model_copy(update={"loss_tile_rows": _TILE_ROWS})
+                in_tiles, _ = minimum(tiled, trains=False if error.evaluates else None)
+                error = error.with_remedies([(f"loss_tile_rows={_TILE_ROWS}", in_tiles)])
     except Exception as problem:  # raised by the user's code; it must not hide the error at hand
         logger.debug("the minimum of a whole step is not known: %s", problem)
-        return error
-    return error.of_step(training_nbytes, evaluation_nbytes, _outside(call.module, names))
+    return error
 
 
 def _outside(model: nn.Module, names: Collection[str]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 from chunkc.explaining.dry_run import DryRun
-from chunkc.explaining.memory_timeline import StepPlans, makers_of
+from chunkc.explaining.memory_timeline import StepPlans
 from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.ir.errors import BudgetError, OptionsError
 from chunkc.ir.explanation import Alternative, Happening, TimedEvent, Why
@@ -92,7 +92,7 @@ def _saved_by_module(dry_run: DryRun) -> dict[str, dict[tuple[int, str], int]]:
     """Return module -> (graph, storage) -> bytes, for all saved values that may be offloaded."""
     by_module: dict[str, dict[tuple[int, str], int]] = {}
     for graph, captured in enumerate(dry_run.captured):
-        makers = makers_of(captured)
+        makers = captured.makers
         for saved in captured.offloadable if captured.backward is not None else ():
             by_module.setdefault(makers.get(saved.storage, ""), {})[graph, saved.storage] = saved.nbytes
     return by_module

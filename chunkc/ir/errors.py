@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from chunkc.ir.units import format_nbytes
+from chunkc.ir.units import format_nbytes, short_nbytes
 
 
 class ChunkcError(RuntimeError):
@@ -31,12 +31,10 @@ class FileError(ChunkcError):
 VALUES = "activations, temporaries and inputs"
 """Label of the bytes at a peak that are not model data."""
 
-_WHERE_VALUES_FILL_IT = "\nMost of that are values of the computation: "
-_LESS_THAN_KEEP = 'activations="auto", the default, needs less than "keep"; '
-_LESS_FOR_A_LOSS = (
-    "for the loss of a language model the option loss_tile_rows=1024, if it is not set yet, and for any model a "
-    "smaller batch needs less."
-)
+_LARGEST = 3
+"""The number of modules with the most values that an error names."""
+_HELPS = 0.95
+"""The fraction of the smallest budget under which a change has to get for an error to name it."""
 
 _EARLIER_CALLS_NEEDED_LESS = (
     "\nEarlier calls fitted. Where calls grow, as with longer sequences or more calls before a backward, make the "
@@ -56,6 +54,9 @@ class BudgetError(ChunkcError):
         moment: name and kind of the operation at the peak.
         module: the user's module that operation belongs to ("" for the model itself).
         contents: (label, bytes) of the memory at the peak, largest first.
+        values: (module, bytes) of the values among them, largest first, if they are known.
+        remedies: (change, smallest budget with it in bytes) of what would need less, the smallest first; estimates.
+        call: name of the call at the peak.
         covers: the part of the step that the minimum holds for, if it is not all of it.
         evaluates: the minimum is that of an evaluation, of a model that could be trained.
         training_nbytes: the smallest budget of a whole training step, if it was traced because the minimum covered
@@ -63,7 +64,6 @@ class BudgetError(ChunkcError):
         num_others: how many other modules of the model are compiled by themselves; the minimum may be too small for
             them.
         grown: earlier steps have fitted, and this call needs more than they did.
-        keeps_values: an option keeps all saved values on the compute tier, which another value of it would not.
         outside: parameters that no graph takes, and their bytes, in words, if the whole step was traced.
         elsewhere: a home that would fit the budget, and why it cannot be chosen, if there is any.
     """
@@ -81,9 +81,11 @@ class BudgetError(ChunkcError):
         evaluates: bool = False,
         training_nbytes: int | None = None,
         grown: bool = False,
-        keeps_values: bool = False,
         num_others: int = 0,
         outside: str = "",
+        call: str = "",
+        values: Sequence[tuple[str, int]] = (),
+        remedies: Sequence[tuple[str, int]] = (),
     ) -> None:
         self.minimum_nbytes = minimum_nbytes
         self.budget_nbytes = budget_nbytes
@@ -95,18 +97,21 @@ class BudgetError(ChunkcError):
         self.evaluates = evaluates
         self.training_nbytes = training_nbytes
         self.grown = grown
-        self.keeps_values = keeps_values
         self.num_others = num_others
         self.outside = outside
-        filled = "".join(f"\n  {format_nbytes(nbytes):>36}  {label}" for label, nbytes in self.contents)
+        self.call = call
+        self.values = tuple(values)
+        self.remedies = tuple(remedies)
+        of_values = {VALUES: _largest_of(self.values, self.values_nbytes)}
+        filled = "".join(
+            f"\n  {format_nbytes(nbytes):>36}  {label}{of_values.get(label, '')}" for label, nbytes in self.contents
+        )
         so_far = " so far" if covers else ""
-        most_nbytes = sum(nbytes for _, nbytes in self.contents) // 2
         full = f"\n{elsewhere}" if elsewhere else ""
         if outside:
             full += f"\nNo graph takes {outside}: outside of memory_budget, with their gradients and states."
-        advice = ""
-        if dict(self.contents).get(VALUES, 0) > most_nbytes:
-            advice = _WHERE_VALUES_FILL_IT + (_LESS_THAN_KEEP if keeps_values else "") + _LESS_FOR_A_LOSS
+        less = ", ".join(f"{change} (about {short_nbytes(nbytes)})" for change, nbytes in self.remedies)
+        advice = f"\nWhat would need less: {less}." if less else ""
         later = _EARLIER_CALLS_NEEDED_LESS if grown else ""
         super().__init__(
             f"memory_budget is {format_nbytes(budget_nbytes)}; the smallest that works is "
@@ -137,18 +142,27 @@ class BudgetError(ChunkcError):
             )
         return ""
 
+    @property
+    def values_nbytes(self) -> int:
+        """Bytes at the peak that are not model data."""
+        return dict(self.contents).get(VALUES, 0)
+
     def covering(
-        self,
-        minimum_nbytes: int,
-        covers: str,
-        *,
-        evaluates: bool = False,
-        grown: bool = False,
-        keeps_values: bool = False,
+        self, minimum_nbytes: int, covers: str, *, evaluates: bool = False, grown: bool = False
     ) -> BudgetError:
         """Return the error with a minimum that is not smaller, and the scope it holds for."""
-        scope = {"covers": covers, "evaluates": evaluates, "grown": grown, "keeps_values": keeps_values}
+        scope = {"covers": covers, "evaluates": evaluates, "grown": grown}
         return self._with(minimum_nbytes=max(minimum_nbytes, self.minimum_nbytes), **scope)
+
+    def filled_by(self, values: Sequence[tuple[str, int]]) -> BudgetError:
+        """Return the error with the bytes of the values at the peak, by module, largest first."""
+        return self._with(values=values)
+
+    def with_remedies(self, remedies: Iterable[tuple[str, int]]) -> BudgetError:
+        """Return the error with more of what would need less: (change, bytes); without those that hardly help."""
+        most_nbytes = self.minimum_nbytes * _HELPS
+        worthwhile = {(change, nbytes) for change, nbytes in (*self.remedies, *remedies) if nbytes < most_nbytes}
+        return self._with(remedies=sorted(worthwhile, key=lambda remedy: (remedy[1], remedy[0])))
 
     def of_step(self, training_nbytes: int, evaluation_nbytes: int | None = None, outside: str = "") -> BudgetError:
         """Return the error with the smallest budgets of a whole training step, and of a whole evaluation."""
@@ -156,7 +170,10 @@ class BudgetError(ChunkcError):
             whole = self._with(minimum_nbytes=max(evaluation_nbytes, self.minimum_nbytes), covers="", evaluates=True)
             return whole._with(training_nbytes=training_nbytes, outside=outside)
         minimum_nbytes = self.minimum_nbytes if self.evaluates else max(self.minimum_nbytes, training_nbytes)
-        return self._with(minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes, outside=outside)
+        remedies = self.remedies if minimum_nbytes == self.minimum_nbytes else ()  # else they are of a part of the step
+        return self._with(
+            minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes, outside=outside, remedies=remedies
+        )
 
     def with_others(self, num_others: int) -> BudgetError:
         """Return the error with the number of other modules of the model that are compiled by themselves."""
@@ -172,11 +189,18 @@ class BudgetError(ChunkcError):
     @property
     def _fields(self) -> dict[str, Any]:
         names = ["minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers", "elsewhere"]
-        names += ["evaluates", "training_nbytes", "grown", "keeps_values", "num_others", "outside"]
+        names += ["evaluates", "training_nbytes", "grown", "num_others", "outside", "call", "values", "remedies"]
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple:
         return _rebuild_budget_error, (self._fields,)
+
+
+def _largest_of(values: Sequence[tuple[str, int]], all_nbytes: int) -> str:
+    """Return the phrase that says where most of the values are from; "" if that is not known."""
+    largest = [f"{short_nbytes(nbytes)} of {module}" for module, nbytes in values[:_LARGEST]]
+    rest = all_nbytes - sum(nbytes for _, nbytes in values[:_LARGEST])
+    return f": {', '.join([*largest, *([f'{short_nbytes(rest)} of others'] if rest else [])])}" if largest else ""
 
 
 def _rebuild_budget_error(fields: dict[str, Any]) -> BudgetError:

@@ -1,4 +1,4 @@
-"""Make text safe to show on a terminal, whatever names it contains."""
+"""Read names, shorten them, and make them and messages safe to show on a terminal."""
 
 from __future__ import annotations
 
@@ -51,3 +51,8 @@ def _shown(character: str) -> str:
     if character.isprintable() or character == "\t":
         return character
     return character.encode("unicode_escape").decode("ascii")
+
+
+def is_of_a_loss(operation: str) -> bool:
+    """Whether the name of an operation, such as that at a peak, says that it is part of a cross entropy."""
+    return any(name in operation for name in ("log_softmax", "nll_loss"))

@@ -35,9 +35,12 @@ def parse_nbytes(text: str) -> int:
 
 def format_nbytes(nbytes: int) -> str:
     """Print bytes for people, with the exact count: `1.50 MiB (1,572,864 bytes)`."""
-    size = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{nbytes:,} bytes" if unit == "bytes" else f"{size:.2f} {unit} ({nbytes:,} bytes)"
+    return short_nbytes(nbytes) if abs(nbytes) < 1024 else f"{short_nbytes(nbytes)} ({nbytes:,} bytes)"
+
+
+def short_nbytes(nbytes: int) -> str:
+    """Print bytes as `5.61 GiB`; whole bytes below 1 KiB. The sign is kept."""
+    for unit, scale in BINARY_UNITS:
+        if abs(nbytes) >= scale:
+            return f"{nbytes / scale:,.2f} {unit}"
+    return f"{nbytes:,} bytes"

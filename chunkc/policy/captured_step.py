@@ -180,6 +180,16 @@ class Captured:
         """Calls of operators with a guess for their inner memory."""
         return unknown_operators(self.programs.values(), self.memories)
 
+    @cached_property
+    def makers(self) -> Mapping[str, str]:
+        """Storage -> the module that made it."""
+        makers: dict[str, str] = {}
+        for program in self.programs.values():
+            for call in program.calls:
+                for storage in call.output_storages:
+                    makers.setdefault(storage, call.module or "the model")
+        return makers
+
     def returning(self, parameters: frozenset[str]) -> Captured:
         """Return the form that returns these parameters' gradients to autograd instead of sinking them."""
         if not parameters or self.backward is None:

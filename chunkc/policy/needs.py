@@ -71,13 +71,31 @@ def update_needs(captured: Captured, trained: frozenset[str], layout: ChunkLayou
     return Needs.of(update_positions(layout, tiles, captured.caller_nbytes), layout)
 
 
-def needs_of_step(captured: Captured, trained: frozenset[str], layout: ChunkLayout, external: ExternalBytes) -> Needs:
-    """Return the needs of a graph's forward, its backward and the optimizer's step (see `update_needs`)."""
+def needs_of_step(
+    captured: Captured, trained: frozenset[str], layout: ChunkLayout, external: ExternalBytes, *, values: float = 1
+) -> Needs:
+    """Return the needs of a graph's forward, its backward and the optimizer's step (see `update_needs`).
+
+    Args:
+        values: times the bytes of each value that they have, as if the batch had another size.
+    """
     step = profile(captured, layout)
-    forward = Needs.of(step.forward, layout, external.forward_nbytes)
-    backward = Needs.of(step.backward, layout, external.backward_nbytes)
-    update = update_needs(captured, trained | captured.trained, layout).plus(external.always_nbytes)
+    forward = Needs.of(_scaled(step.forward, values, layout), layout, int(external.forward_nbytes * values))
+    backward = Needs.of(_scaled(step.backward, values, layout), layout, int(external.backward_nbytes * values))
+    update = update_needs(captured, trained | captured.trained, layout).plus(int(external.always_nbytes * values))
     return forward | backward | update
+
+
+def _scaled(positions: Sequence[Position], values: float, layout: ChunkLayout) -> Sequence[Position]:
+    """Scale the values of positions, but for the parameters' gradients among them."""
+    specs = layout.specs()
+
+    def scaled(at: Position) -> Position:
+        gradients = sum(specs[name].gradient_nbytes for name, _ in at.sunk if name in specs)
+        others = max(0, at.non_model_nbytes - gradients)
+        return replace(at, non_model_nbytes=at.non_model_nbytes - others + int(others * values))
+
+    return positions if values == 1 else [scaled(at) for at in positions]
 
 
 @dataclass(frozen=True)
@@ -201,5 +219,4 @@ class SessionNeeds:
         covers = ""
         if self.more_graphs_may_follow or num_graphs > 1:
             covers = "the graph compiled so far" if num_graphs == 1 else f"the {num_graphs} graphs compiled so far"
-        keeps_values = activations == "keep" and not layout.cut  # ranks that train together have no other choice
-        return error.covering(self._named_nbytes, covers, evaluates=evaluates, grown=grown, keeps_values=keeps_values)
+        return error.covering(self._named_nbytes, covers, evaluates=evaluates, grown=grown)

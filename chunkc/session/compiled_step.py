@@ -22,6 +22,7 @@ from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import decide
 from chunkc.policy.needs import ExternalBytes, StepNeeds, needs_of_step, update_needs
 from chunkc.policy.plans import step_plan
+from chunkc.policy.remedies import with_remedies
 from chunkc.policy.state import (
     EMPTY_CONTEXT,
     Forms,
@@ -260,7 +261,8 @@ class CompiledGraph:
         needs = needs_of_step(planned_form, planner_state.trained, planner_state.layout, external)
         num_graphs, trained, begins = planner_state.num_graphs, planner_state.trained, phase == FORWARD
         layout, activations = planner_state.layout, planner_state.activations
-        return self.session.known.named(error, layout, activations, needs, num_graphs, trained, begins=begins)
+        named = self.session.known.named(error, layout, activations, needs, num_graphs, trained, begins=begins)
+        return with_remedies(named, planned_form, trained, layout, external, activations)
 
     # --- running ---
 

@@ -347,6 +347,7 @@ def check_minimum(
             budget_nbytes=budget_nbytes,
             moment=f"{worst.op} ({worst.name})",
             module=worst.module,
+            call=worst.name,
             contents=sorted(((k, n) for k, n in contents if n), key=lambda item: -item[1]),
         )
     return minimum

@@ -51,16 +51,21 @@ def test_a_budget_error_says_what_its_minimum_holds_for() -> None:
     assert (str(again), again.covers) == (str(wider), wider.covers)
 
 
-def test_a_budget_error_names_the_options_that_help_where_values_fill_the_peak() -> None:
-    def text(values_nbytes: int, *, keeps_values: bool = False) -> str:
-        contents = [("chunk param:3", 100), (errors.VALUES, values_nbytes)]
-        error = errors.BudgetError(minimum_nbytes=2, budget_nbytes=1, moment="mm", module="", contents=contents)
-        return str(error.covering(2, "", keeps_values=keeps_values))
-
-    assert 'activations="auto"' in text(101, keeps_values=True)
-    assert "activations=" not in text(101)  # the default is no remedy
-    assert "loss_tile_rows" in text(101)
-    assert "values of the computation" not in text(100, keeps_values=True)
+def test_a_budget_error_says_where_values_are_from_and_what_helps_most() -> None:
+    contents = [(errors.VALUES, 900 << 10), ("chunk param:3", 124 << 10)]
+    error = errors.BudgetError(minimum_nbytes=1 << 20, budget_nbytes=1, moment="mm", module="", contents=contents)
+    assert "What would need less" not in str(error)
+    modules = [("h.3", 400 << 10), ("h.2", 200 << 10), ("h.1", 100 << 10), ("h.0", 1)]
+    full = error.filled_by(modules).with_remedies(
+        [("more", (1 << 20) + 1), ("half", 700 << 10), ("a bit less", 1 << 20)]
+    )
+    assert f"{errors.VALUES}: 400.00 KiB of h.3, 200.00 KiB of h.2, 100.00 KiB of h.1, 200.00 KiB of others" in str(
+        full
+    )
+    best = full.with_remedies([("a quarter", 300 << 10)])
+    assert str(best).endswith("What would need less: a quarter (about 300.00 KiB), half (about 700.00 KiB).")
+    assert best.of_step(1 << 20).remedies == best.remedies
+    assert best.of_step((1 << 20) + 1).remedies == ()  # they were estimated for a part of the step
 
 
 def home_error() -> errors.HomeError:
@@ -78,7 +83,7 @@ def verification_error() -> errors.VerificationError:
 def test_a_copied_error_keeps_all_it_has(make, way) -> None:
     before, after = make(), way(make())
     assert (type(after), str(after)) == (type(before), str(before))
-    for name in ("errno", "minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "violations"):
+    for name in ("errno", "minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "violations", "remedies"):
         assert getattr(after, name, None) == getattr(before, name, None)
 
 

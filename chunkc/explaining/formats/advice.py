@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from chunkc.explaining.formats.fold import by_kind
-from chunkc.explaining.formats.units import share, short_nbytes
+from chunkc.explaining.formats.units import share
 from chunkc.ir.explanation import Explanation
+from chunkc.ir.text import is_of_a_loss
+from chunkc.ir.units import short_nbytes
 
 _WORTH = 0.2
 """The fraction of the peak from which a kind of bytes is worth advice."""
-
-_OF_LOSSES = ("log_softmax", "nll_loss")
-"""Parts of operators' names at a peak in the loss of a language model, for either codegen."""
 
 _MODEL_DATA = ("parameters", "gradients", "optimizer states", "slots")
 
@@ -51,8 +50,7 @@ def _contents(explanation: Explanation) -> list[str]:
         )
     if _large(kinds.get("temporaries", 0), total):
         where = f" in {explanation.peak.module}" if explanation.peak.module else ""
-        is_loss = any(name in explanation.peak.op for name in _OF_LOSSES)
-        option = " (`--loss-tile-rows 256`, of a cross entropy)" if is_loss else ""
+        option = " (`--loss-tile-rows 256`, of a cross entropy)" if is_of_a_loss(explanation.peak.op) else ""
         lines.append(
             f"Temporaries are {share(kinds['temporaries'], total)} of that peak: {explanation.peak.op}{where} takes "
             f"fewer with a smaller batch, or when it is computed in parts{option}."

@@ -6,8 +6,9 @@ import difflib
 from collections.abc import Callable, Iterator
 
 from chunkc.explaining.formats.fold import fold_names
-from chunkc.explaining.formats.units import share, short_nbytes, short_seconds
+from chunkc.explaining.formats.units import share, short_seconds
 from chunkc.ir.explanation import Explanation
+from chunkc.ir.units import short_nbytes
 
 _COPIES = ("prefetch", "write_back", "reload", "offload")
 

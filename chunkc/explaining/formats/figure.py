@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from chunkc.explaining.formats.units import byte_unit, short_nbytes, short_seconds
+from chunkc.explaining.formats.units import byte_unit, short_seconds
 from chunkc.ir.explanation import KINDS, STREAMS, ExplainedMoment, Explanation, TimedEvent
+from chunkc.ir.units import short_nbytes
 
 if TYPE_CHECKING:
     import plotly.graph_objects as go

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from chunkc.explaining.formats.units import short_nbytes
 from chunkc.ir.explanation import Explanation
+from chunkc.ir.units import short_nbytes
 
 _RULE = "# " + "-" * 78
 

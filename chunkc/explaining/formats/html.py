@@ -8,9 +8,10 @@ from string import Template
 
 from chunkc.explaining.formats.figure import MAX_DRAWN, build_figure, run_length
 from chunkc.explaining.formats.text import headline, render_text
-from chunkc.explaining.formats.units import short_nbytes, short_seconds
+from chunkc.explaining.formats.units import short_seconds
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.explanation import Explanation
+from chunkc.ir.units import short_nbytes
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">

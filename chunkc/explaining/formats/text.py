@@ -15,10 +15,11 @@ from rich.text import Text
 
 from chunkc.explaining.formats.advice import advice
 from chunkc.explaining.formats.fold import Folded, by_kind, fold, kind_of
-from chunkc.explaining.formats.units import share, short_nbytes, short_seconds
+from chunkc.explaining.formats.units import share, short_seconds
 from chunkc.explaining.formats.why import why_rows
 from chunkc.ir.explanation import Explanation, GatheredGroup, HostNeeds, Ranks, Why
 from chunkc.ir.text import printable
+from chunkc.ir.units import short_nbytes
 
 WIDTH = 110
 """Columns of the text without a terminal."""

@@ -1,18 +1,10 @@
-"""Format bytes, seconds and percentages in a few characters, for people."""
+"""Format seconds, percentages and axes of bytes in a few characters, for people."""
 
 from __future__ import annotations
 
 from chunkc.ir.units import BINARY_UNITS
 
 _SECOND_UNITS = ((1.0, 1, "s"), (1e-3, 1e3, "ms"), (1e-6, 1e6, "us"))
-
-
-def short_nbytes(nbytes: int) -> str:
-    """Format bytes as `5.61 GiB`; whole bytes below 1 KiB. The sign is kept."""
-    for unit, scale in BINARY_UNITS:
-        if abs(nbytes) >= scale:
-            return f"{nbytes / scale:,.2f} {unit}"
-    return f"{nbytes:,} bytes"
 
 
 def byte_unit(nbytes: int) -> tuple[str, int]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from chunkc.explaining.formats.units import short_nbytes, short_seconds
+from chunkc.explaining.formats.units import short_seconds
 from chunkc.ir.explanation import Alternative, Happening, Why
+from chunkc.ir.units import short_nbytes
 
 MAX_HAPPENINGS = 40
 """The most events to show; JSON has all."""

@@ -14,9 +14,10 @@ from synthetic import GRAPHS, large, measured, small
 
 from chunkc.explaining.formats import FORMATS, parse_json, read_explanation, render, render_graph, render_json, write
 from chunkc.explaining.formats.fold import by_kind, fold, fold_names
-from chunkc.explaining.formats.units import byte_unit, share, short_nbytes, short_seconds
+from chunkc.explaining.formats.units import byte_unit, share, short_seconds
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import Explanation
+from chunkc.ir.units import short_nbytes
 
 # --- formats ---
 

@@ -1,0 +1,78 @@
+"""Complete a `BudgetError`: name the values that fill its peak, and estimate what would need less.
+
+Estimates come from the positions of the step that lacks room. With half the batch its values take half of the bytes;
+with half the chunk size its chunks do. Other activations are planned as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from chunkc.ir.errors import BudgetError
+from chunkc.ir.layout import ChunkLayout
+from chunkc.ir.units import short_nbytes
+from chunkc.options import Activations
+from chunkc.passes.memory.profile import call_steps
+from chunkc.policy.activation_search import leanest_form
+from chunkc.policy.captured_step import Captured
+from chunkc.policy.needs import ExternalBytes, Needs, needs_of_step
+
+
+def with_remedies(
+    error: BudgetError,
+    form: Captured,
+    trained: frozenset[str],
+    layout: ChunkLayout,
+    external: ExternalBytes,
+    activations: Activations,
+) -> BudgetError:
+    """Return the error with what fills its peak and, if no other step needs as much, with what would need less.
+
+    Args:
+        form: of the graph that lacks room, with its leanest activation plan.
+        trained: parameters that get gradients from all graphs.
+    """
+    error = error.filled_by(_values_at(form, error))
+    needs = needs_of_step(form, trained, layout, external)
+    if needs.minimum_nbytes(layout) < error.minimum_nbytes:
+        return error
+    return error.with_remedies(_remedies(needs, form, trained, layout, external, activations))
+
+
+def _remedies(
+    needs: Needs,
+    form: Captured,
+    trained: frozenset[str],
+    layout: ChunkLayout,
+    external: ExternalBytes,
+    activations: Activations,
+) -> Iterator[tuple[str, int]]:
+    halved = needs_of_step(form, trained, layout, external, values=0.5)
+    yield "half the batch or sequence length", halved.minimum_nbytes(layout)
+    if activations == "keep" and not layout.cut:  # ranks that train together have no other choice
+        leanest = needs_of_step(leanest_form(form, "auto", layout), trained, layout, external)
+        yield 'activations="auto", the default', leanest.minimum_nbytes(layout)
+    largest_nbytes = max((s.spec.nbytes for group in layout.groups for s in group.slices), default=0)
+    smaller_nbytes = layout.chunk_nbytes // 2
+    if largest_nbytes <= smaller_nbytes and not layout.cut:
+        doubled = needs_of_step(form, trained, layout, external, values=2)
+        smaller = Needs(doubled.moving_nbytes // 2, needs.all_resident_nbytes)
+        yield (
+            f'chunk_size="{short_nbytes(smaller_nbytes).replace(".00", "").replace(" ", "")}"',
+            smaller.minimum_nbytes(layout),
+        )
+
+
+def _values_at(form: Captured, error: BudgetError) -> list[tuple[str, int]]:
+    """Return (module, bytes) of the values at the error's peak, largest first; none if the peak is another form's."""
+    for program in form.programs.values():
+        for call, steps in zip(program.calls, call_steps(program, form.memories), strict=True):
+            if call.name == error.call:
+                fullest = max(steps, key=lambda step: step.nbytes)
+                by_module = {fullest.module or "the model": fullest.inside_nbytes}
+                for storage in fullest.around:
+                    maker = form.makers.get(storage, "inputs")
+                    by_module[maker] = by_module.get(maker, 0) + program.storages[storage]
+                if sum(by_module.values()) <= error.values_nbytes:
+                    return sorted(((m, n) for m, n in by_module.items() if n), key=lambda item: (-item[1], item[0]))
+    return []
