@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.units import short_nbytes
-from chunkc.options import Activations
+from chunkc.options import MIN_CHUNK_NBYTES, Activations
 from chunkc.passes.memory.profile import call_steps
 from chunkc.policy.activation_search import leanest_form
 from chunkc.policy.captured_step import Captured
@@ -54,13 +54,11 @@ def _remedies(
         yield 'activations="auto", the default', leanest.minimum_nbytes(layout)
     largest_nbytes = max((s.spec.nbytes for group in layout.groups for s in group.slices), default=0)
     smaller_nbytes = layout.chunk_nbytes // 2
-    if largest_nbytes <= smaller_nbytes and not layout.cut:
+    if smaller_nbytes >= max(largest_nbytes, MIN_CHUNK_NBYTES) and not layout.cut:
         doubled = needs_of_step(form, trained, layout, external, values=2)
         smaller = Needs(doubled.moving_nbytes // 2, needs.all_resident_nbytes)
-        yield (
-            f'chunk_size="{short_nbytes(smaller_nbytes).replace(".00", "").replace(" ", "")}"',
-            smaller.minimum_nbytes(layout),
-        )
+        size = short_nbytes(smaller_nbytes).replace(".00", "").replace(" ", "")
+        yield f'chunk_size="{size}"', smaller.minimum_nbytes(layout)
 
 
 def _values_at(form: Captured, error: BudgetError) -> list[tuple[str, int]]:
