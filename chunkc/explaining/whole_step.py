@@ -14,7 +14,7 @@ from torch import nn
 
 from chunkc.explaining.explain import minimum_of_call
 from chunkc.ir.errors import BudgetError, UnsupportedError
-from chunkc.ir.text import first_of, is_of_a_loss
+from chunkc.ir.text import first_of
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.devices import device_of, hardware_of, parse_device
 from chunkc.options import Options
@@ -27,7 +27,7 @@ from chunkc.utils.progress import compilation_progress
 _TILE_ROWS = 1024
 """Rows of the tiles that an error proposes for a loss."""
 _LARGE_LOSS_NBYTES = 4 << 20
-"""Bytes of values at a loss from which tiles are worth a trace: those of a tile of 1,000 classes in float32."""
+"""Bytes of values at the peak from which tiles are worth a trace: those of a tile of 1,000 classes in float32."""
 
 
 def completed(error: BudgetError, options: Options) -> BudgetError:
@@ -39,8 +39,8 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
     if call is not None and call.num_others:
         error = error.with_others(call.num_others)
     is_part = (bool(error.covers) or error.evaluates) and error.training_nbytes is None
-    fills = is_of_a_loss(error.moment) and error.values_nbytes >= _LARGE_LOSS_NBYTES
-    may_tile = fills and not isinstance(options.loss_tile_rows, int)
+    is_large = error.values_nbytes >= max(_LARGE_LOSS_NBYTES, error.minimum_nbytes // 2)
+    may_tile = error.has_loss and is_large and not isinstance(options.loss_tile_rows, int)
     if not (is_part or may_tile):
         return error
     if call is None or _is_cut(call.module.parameters()):

@@ -57,6 +57,7 @@ class BudgetError(ChunkcError):
         values: (module, bytes) of the values among them, largest first, if they are known.
         remedies: (change, smallest budget with it in bytes) of what would need less, the smallest first; estimates.
         call: name of the call at the peak.
+        has_loss: the graph that lacks room computes a cross entropy.
         covers: the part of the step that the minimum holds for, if it is not all of it.
         evaluates: the minimum is that of an evaluation, of a model that could be trained.
         training_nbytes: the smallest budget of a whole training step, if it was traced because the minimum covered
@@ -86,6 +87,7 @@ class BudgetError(ChunkcError):
         call: str = "",
         values: Sequence[tuple[str, int]] = (),
         remedies: Sequence[tuple[str, int]] = (),
+        has_loss: bool = False,
     ) -> None:
         self.minimum_nbytes = minimum_nbytes
         self.budget_nbytes = budget_nbytes
@@ -102,6 +104,7 @@ class BudgetError(ChunkcError):
         self.call = call
         self.values = tuple(values)
         self.remedies = tuple(remedies)
+        self.has_loss = has_loss
         of_values = {VALUES: _largest_of(self.values, self.values_nbytes)}
         filled = "".join(
             f"\n  {format_nbytes(nbytes):>36}  {label}{of_values.get(label, '')}" for label, nbytes in self.contents
@@ -154,9 +157,9 @@ class BudgetError(ChunkcError):
         scope = {"covers": covers, "evaluates": evaluates, "grown": grown}
         return self._with(minimum_nbytes=max(minimum_nbytes, self.minimum_nbytes), **scope)
 
-    def filled_by(self, values: Sequence[tuple[str, int]]) -> BudgetError:
+    def filled_by(self, values: Sequence[tuple[str, int]], *, has_loss: bool = False) -> BudgetError:
         """Return the error with the bytes of the values at the peak, by module, largest first."""
-        return self._with(values=values)
+        return self._with(values=values, has_loss=has_loss)
 
     def with_remedies(self, remedies: Iterable[tuple[str, int]]) -> BudgetError:
         """Return the error with more of what would need less: (change, bytes); without those that hardly help."""
@@ -170,7 +173,8 @@ class BudgetError(ChunkcError):
             whole = self._with(minimum_nbytes=max(evaluation_nbytes, self.minimum_nbytes), covers="", evaluates=True)
             return whole._with(training_nbytes=training_nbytes, outside=outside)
         minimum_nbytes = self.minimum_nbytes if self.evaluates else max(self.minimum_nbytes, training_nbytes)
-        remedies = self.remedies if minimum_nbytes == self.minimum_nbytes else ()  # else they are of a part of the step
+        is_most = self.minimum_nbytes >= minimum_nbytes * _HELPS
+        remedies = self.remedies if is_most else ()  # they were estimated for a part of the step
         return self._with(
             minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes, outside=outside, remedies=remedies
         )
@@ -189,7 +193,17 @@ class BudgetError(ChunkcError):
     @property
     def _fields(self) -> dict[str, Any]:
         names = ["minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers", "elsewhere"]
-        names += ["evaluates", "training_nbytes", "grown", "num_others", "outside", "call", "values", "remedies"]
+        names += [
+            "evaluates",
+            "training_nbytes",
+            "grown",
+            "num_others",
+            "outside",
+            "call",
+            "values",
+            "remedies",
+            "has_loss",
+        ]
         return {name: getattr(self, name) for name in names}
 
     def __reduce__(self) -> tuple:

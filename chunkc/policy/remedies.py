@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.layout import ChunkLayout
+from chunkc.ir.text import is_of_a_loss
 from chunkc.ir.units import short_nbytes
 from chunkc.options import MIN_CHUNK_NBYTES, Activations
 from chunkc.passes.memory.profile import call_steps
@@ -32,7 +33,8 @@ def with_remedies(
         form: of the graph that lacks room, with its leanest activation plan.
         trained: parameters that get gradients from all graphs.
     """
-    error = error.filled_by(_values_at(form, error))
+    operations = (step.op for memory in form.memories.values() for step in memory.steps)
+    error = error.filled_by(_values_at(form, error), has_loss=any(map(is_of_a_loss, operations)))
     needs = needs_of_step(form, trained, layout, external)
     if needs.minimum_nbytes(layout) < error.minimum_nbytes:
         return error

@@ -109,3 +109,12 @@ def test_no_remedy_is_of_less_than_the_minimum_is_for(
     error = call(torch.compile(model, backend="chunkc", options=options), torch.randint(64, (4, 32)))
     assert error.training_nbytes is not None
     assert error.evaluates or not error.remedies
+
+
+def test_a_loss_before_the_peak_is_tiled_as_well() -> None:
+    """The peak is at the product that makes the logits' gradients into the embedding's, or at another operation."""
+    tokens = torch.randint(2048, (16, 128))
+    error = refused(2048, tokens, activations="keep")
+    assert error.has_loss
+    assert any(remedy == "loss_tile_rows=1024" for remedy, _ in error.remedies)
+    assert not any("loss_tile_rows" in remedy for remedy, _ in refused(2048, tokens, loss_tile_rows=512).remedies)

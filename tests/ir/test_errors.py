@@ -65,7 +65,7 @@ def test_a_budget_error_says_where_values_are_from_and_what_helps_most() -> None
     best = full.with_remedies([("a quarter", 300 << 10)])
     assert str(best).endswith("What would need less: a quarter (about 300.00 KiB), half (about 700.00 KiB).")
     assert best.of_step(1 << 20).remedies == best.remedies
-    assert best.of_step((1 << 20) + 1).remedies == ()  # they were estimated for a part of the step
+    assert best.of_step(1 << 21).remedies == ()  # they were estimated for a part of the step
 
 
 def home_error() -> errors.HomeError:
