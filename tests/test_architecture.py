@@ -6,6 +6,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,13 @@ def sources(package: str) -> list[Path]:
 
 
 SOURCES = [(package, path) for package in SETUP["packages"] for path in sources(package)]
-TREES = {path: ast.parse(path.read_text()) for _, path in SOURCES}
 MODULES = {package if path.stem == "__init__" else f"{package}.{path.stem}": path for package, path in SOURCES}
 """Every module by its dotted name; a package stands for its `__init__.py`."""
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def room_of(name: str) -> str:
@@ -88,13 +93,13 @@ def imported_modules(module: str) -> set[str]:
     """Modules of chunkc that a module's source names, itself left out."""
     path = MODULES[module]
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
-    names = list(imports(TREES[path], package))
+    names = list(imports(tree_of(path), package))
     found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
     return (found & set(MODULES)) - {module}
 
 
 def test_rooms_import_only_lower_floors() -> None:
-    modules = {f"{package}.{path.stem}": TREES[path] for package, path in SOURCES}
+    modules = {f"{package}.{path.stem}": tree_of(path) for package, path in SOURCES}
     found = {module: foreign_rooms(tree, module) for module, tree in modules.items()}
     assert {module: rooms for module, rooms in found.items() if rooms} == {}
 
@@ -174,7 +179,7 @@ def test_imports_from_below_are_allowed(module: str, source: str) -> None:
 def test_the_package_never_imports_its_benchmarks_tests_or_bare_folders() -> None:
     names = {"bench", "tests", "passes", "kernels", "runtime", *(p.stem for p in (ROOT / "bench").glob("*.py"))}
     for package, path in SOURCES:
-        heads = {module.partition(".")[0] for module in imports(TREES[path], package) if module}
+        heads = {module.partition(".")[0] for module in imports(tree_of(path), package) if module}
         assert not heads & names, path
 
 
@@ -211,7 +216,7 @@ def test_tests_are_no_package() -> None:
 
 
 def test_the_library_neither_prints_nor_swallows_nor_leaves_stubs() -> None:
-    for path, tree in TREES.items():
+    for path, tree in ((path, tree_of(path)) for _, path in SOURCES):
         for node in ast.walk(tree):
             where = f"{path.name}:{getattr(node, 'lineno', 0)}"
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -249,11 +254,11 @@ def defined(tree: ast.Module) -> Iterator[str]:
 
 
 def test_a_word_of_the_architecture_has_one_meaning() -> None:
-    names = [name for tree in TREES.values() for name in defined(tree)]
+    names = [name for _, path in SOURCES for name in defined(tree_of(path))]
     for word, allowed in MEANINGS.items():
         found = [name for name in names if word in re.findall(r"[A-Z][a-z]+", name)]
         assert sorted(found) == sorted(allowed), word
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert [path for path, tree in TREES.items() if not ast.get_docstring(tree)] == []
+    assert [path for _, path in SOURCES if not ast.get_docstring(tree_of(path))] == []
