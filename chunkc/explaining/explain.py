@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from chunkc.explaining.cuda_offline import captured_for, overhead_on, planned_on, storages_on
 from chunkc.explaining.fake_copies import has_dynamic_dimensions
@@ -40,7 +40,7 @@ from chunkc.explaining.updates import Updates
 from chunkc.explaining.why import why_is
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import largest_of_each
-from chunkc.ir.explanation import Chunks, Explanation
+from chunkc.ir.explanation import Chunks, Explanation, Texts
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import PARAM
 from chunkc.ir.program import FORWARD
@@ -378,7 +378,7 @@ def explain_step(
             *notes(ranks, hardware),
             *(f"{symbol}: {what}" for graph in captured.graphs for symbol, what in graph.sizes.items()),
         ),
-        graphs={run.name: code_of(run.graph) for run in step.runs},
+        graphs=Texts({run.name: _writer(run.graph) for run in step.runs}),
         plan_text="".join(map(str, step.plans)),
         device_is_host=hardware.kind == "cpu",
         activation_checkpointing=any(graph.checkpointed for graph in captured.graphs),
@@ -395,6 +395,13 @@ def explain_step(
         num_ranks=1 if ranks is None else ranks.ranks_per_host,
     )
     return replace(found, host=needs, host_fits=host is None or found.host_needs_nbytes <= host)
+
+
+def _writer(module: fx.GraphModule) -> Callable[[], str]:
+    """Return a function that writes a plan's graph as code, and that keeps none of its segments."""
+    graph = module.graph
+    graph.owning_module = None  # segments have the model's constants, which take memory
+    return lambda: code_of(graph)
 
 
 def _notes_of_losses(captured: OfflineStep) -> Iterator[str]:

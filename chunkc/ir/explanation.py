@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -287,6 +287,28 @@ class Why:
     alternatives: tuple[Alternative, ...]
 
 
+class Texts(Mapping[str, str]):
+    """Texts by name, each written as it is read for the first time; a copy is a plain `dict`."""
+
+    def __init__(self, writers: Mapping[str, Callable[[], str]]) -> None:
+        self._texts: dict[str, str | Callable[[], str]] = {**writers}
+
+    def __getitem__(self, name: str) -> str:
+        text = self._texts[name]
+        if not isinstance(text, str):
+            text = self._texts[name] = text()
+        return text
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._texts)
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __reduce__(self) -> tuple[type[dict[str, str]], tuple[dict[str, str]]]:
+        return dict, (dict(self),)
+
+
 @dataclass(frozen=True)
 class Explanation:
     """A training step of a model on given hardware, before it ran.
@@ -307,7 +329,7 @@ class Explanation:
         estimates: operators with an estimated inner memory, each with the most that the plan counts for it.
         host: the host's memory at each stage from building to resuming; None in files of older versions.
         notes: assumptions and limits, one sentence each.
-        graphs: phase -> the FX graph with its chunk nodes as readable code.
+        graphs: phase -> the FX graph with its chunk nodes as readable code; most formats do without.
         plan_text: the plan, printed.
         saved_at_home: offloaded bytes of saved values, by module.
         saved_again: recomputed bytes of saved values, by module.

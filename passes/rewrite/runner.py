@@ -107,14 +107,14 @@ def run_passes(passes: Sequence[Pass[C]], graphs: Graphs, context: C, left_out: 
             _check_results(f"pass {each.name}", results, _results(graphs, context.num_user_outputs))
         for phase, module in zip(("forward", "backward") if len(graphs) > 1 else ("graph",), graphs, strict=True):
             if logger.isEnabledFor(logging.DEBUG):
-                logger.debug("%s after pass %s:\n%s", phase, each.name, code_of(module))
-            trace_artifact(f"chunkc_pass_{each.name}_{phase}", partial(code_of, module))
+                logger.debug("%s after pass %s:\n%s", phase, each.name, code_of(module.graph))
+            trace_artifact(f"chunkc_pass_{each.name}_{phase}", partial(code_of, module.graph))
     return graphs
 
 
-def code_of(module: fx.GraphModule) -> str:
-    """Return a graph's code as the graph is now; a module's own may be of the graph before a pass."""
-    return module.graph.python_code("self").src
+def code_of(graph: fx.Graph) -> str:
+    """Return a graph's code as the graph is now; that of its module may be of the graph before a pass."""
+    return graph.python_code("self").src
 
 
 def _num_nodes(graphs: Graphs) -> int:

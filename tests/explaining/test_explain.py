@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import typing
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 import torch
 from doc_pages import ROOT, named, rows
 from harness import HUGE, adamw, compile_case, take_step
+from torch import fx
 from zoo import CASES
 
 import chunkc
 from chunkc.explaining.cuda_offline import overhead_on
-from chunkc.explaining.formats import parse_json, render_json
+from chunkc.explaining.formats import parse_json, render_json, render_text
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import COMPUTE, KINDS, Explanation
 from chunkc.ir.hardware import GIB, Hardware
@@ -271,6 +273,24 @@ def test_it_is_frozen_named_and_told_of_and_shows_graphs_and_plan(moving: Explan
     assert "resident groups" in moving.plan_text
     assert {event.stream for event in moving.events if event.kind == "stall"} <= {COMPUTE}
     assert moving.step_time_s.stall > 0
+
+
+def test_graphs_are_written_as_code_only_where_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[fx.Graph] = []
+
+    def code_of(graph: fx.Graph) -> str:
+        written.append(graph)
+        return f"graph {len(written)}"
+
+    monkeypatch.setattr("chunkc.explaining.explain.code_of", code_of)
+    explanation = explain("frozen_mlp", memory_budget=MLP_NBYTES)
+    assert render_text(explanation)
+    assert (list(explanation.graphs), len(explanation.graphs)) == (["forward", "backward"], 2)
+    assert not written
+    assert [explanation.graphs["backward"] for _ in range(2)] == ["graph 1"] * 2
+    assert pickle.loads(pickle.dumps(explanation)) == explanation
+    assert explanation.to_dict()["graphs"] == {"forward": "graph 2", "backward": "graph 1"}
+    assert len(written) == 2
 
 
 def test_peak_names_the_module_that_fills_it() -> None:
