@@ -9,9 +9,9 @@ import builtins
 import gc
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from chunkc.session.declared_states import state_format_of
 from chunkc.session.movable import is_chunkable
 from chunkc.session.session import spec_of
 from chunkc.torch_private.causal_masks import explained_with
-from chunkc.torch_private.dynamo import patched, remove_from_cache, source_name, unwrapped
+from chunkc.torch_private.dynamo import is_all_of, patched, remove_from_cache, source_name, unwrapped
 from chunkc.tracing.capture import TracedGraphs, capture_graph, unique_name
 from chunkc.tracing.names import GraphNames, UserNames, without_wrapper
 from chunkc.utils.garbage import no_automatic_collection
@@ -149,7 +149,10 @@ def capture_offline(
     values = values_by_fake(pytree.tree_leaves(given), pytree.tree_leaves((fake_args, fake_kwargs)))
     answers = explained_with({**copied.values, **values})
     states = {name: state_format_of(parameter) for name, parameter in named.items()}
+    call_model = _with_own_code(fake_model)
     recorder = _Recorder(codegen, loss_tile_rows, repeatable, copied, unmovable, states)
+    if not dynamic:  # by its guards Dynamo refuses some symbols
+        recorder.ends_with = call_model.__code__
     settings = patched(
         recompile_limit=NUM_RECOMPILES,
         accumulated_recompile_limit=NUM_RECOMPILES,
@@ -157,7 +160,6 @@ def capture_offline(
         automatic_dynamic_shapes=False,
         run_gc_after_compile=False,  # it would visit every node
     )
-    call_model = _with_own_code(fake_model)
     compiled = torch.compile(call_model, backend=recorder.backend, dynamic=None if dynamic else False)
 
     def module() -> str:
@@ -166,7 +168,8 @@ def capture_offline(
 
     try:
         with _default_device(), mode, settings, torch.random.fork_rng(), answers:
-            compiled(*fake_args, **fake_kwargs)
+            with suppress(_OneGraph):
+                compiled(*fake_args, **fake_kwargs)
             step = recorder.step()
             if len(step.calls) > 1:  # storages between graphs are those of a step in which nothing is traced
                 step = _step_without_captures(recorder, lambda: compiled(*fake_args, **fake_kwargs))
@@ -187,8 +190,17 @@ def capture_offline(
     return step
 
 
+class _OneGraph(BaseException):
+    """Ends a call of a model that is one graph, which is captured. No `Exception`: Dynamo would wrap it."""
+
+
 class _Recorder:
-    """Backend for Dynamo that captures graphs and logs their calls."""
+    """Backend for Dynamo that captures graphs and logs their calls.
+
+    Attributes:
+        ends_with: the code of a function that is left once one graph of all of it is captured, before Dynamo makes
+            guards for it and runs it; None: none is.
+    """
 
     def __init__(
         self,
@@ -208,6 +220,7 @@ class _Recorder:
             "repeatable": repeatable,
         }
         self._copied, self._unmovable, self._states = copied, unmovable, states
+        self.ends_with: CodeType | None = None
         self._own_names: dict[int, str] = {}
         self._used: set[str] = set()
 
@@ -219,6 +232,13 @@ class _Recorder:
 
     def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture a graph as the backend of training does."""
+        call = self._captured(gm, inputs)
+        if len(self.graphs) == 1 and self.ends_with is not None and is_all_of(gm, self.ends_with):
+            self.log.add_unrun(0, FORWARD, self.graphs[0].phase(FORWARD))
+            raise _OneGraph
+        return call
+
+    def _captured(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         if not any(isinstance(value, DeviceMesh) for value in inputs):
             return self._served(gm, inputs)
         own, left = with_own_meshes(gm, inputs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chunkc.passes.graphs.graphs import returned, storage_key
+from chunkc.passes.graphs.graphs import placeholders, returned, storage_key
 from chunkc.passes.graphs.symbols import hint
 
 
@@ -53,6 +53,12 @@ class CallLog:
         names = tuple(None if node is None else node.name for node in returned(module.graph))
         self.calls.append(PhaseCall(graph, phase, taken, self._numbers(results), names, alive))
         return results
+
+    def add_unrun(self, graph: int, phase: str, module: fx.GraphModule) -> None:
+        """Log a call of a traced graph that is not run: its storages have no numbers."""
+        names = tuple(None if node is None else node.name for node in returned(module.graph))
+        arguments = (None,) * len(placeholders(module.graph))
+        self.calls.append(PhaseCall(graph, phase, arguments, (None,) * len(names), names, frozenset()))
 
     def _numbers(self, values: Sequence[Any]) -> tuple[int | None, ...]:
         return tuple(self._number(value) if isinstance(value, Tensor) else None for value in values)

@@ -149,6 +149,12 @@ def compiled_code() -> CodeType | None:
     return None
 
 
+def is_all_of(gm: fx.GraphModule, code: CodeType) -> bool:
+    """Whether Dynamo's graph, as a backend is given it, is all that a function with this code computes."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    return compiled_code() is code and reason is not None and not reason.graph_break
+
+
 def watch_compilations(
     backend: Callable[..., Any],
     begin: Callable[[dict[str, Any] | None, Collection[Any]], None],

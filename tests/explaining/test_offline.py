@@ -18,6 +18,7 @@ from zoo import CASES, byte_batch
 
 import chunkc
 from chunkc.explaining.offline import OfflineGraph, capture_offline
+from chunkc.explaining.offline_calls import CallLog
 from chunkc.ir.errors import UnsupportedError
 from chunkc.runtime.device import cpu_allocator
 
@@ -229,11 +230,27 @@ def test_graphs_are_not_kept_alive() -> None:
     assert reference() is None
 
 
+def test_a_model_in_one_graph_is_captured_without_guards_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(CallLog, "run", refused)
+    monkeypatch.setattr(torch._dynamo.guards.CheckFunctionManager, "__init__", refused)
+    model, x = Loss(nn.Linear(16, 16)), torch.ones(2, 16)
+    (call,) = capture_offline(model, (x,), {}, codegen="eager").calls
+    assert len(call.arguments) == 3
+    assert call.outputs == (None,) * len(call.names)
+    with pytest.raises(AssertionError):
+        capture_offline(GraphBreaks(), (), byte_batch(0), codegen="eager")
+
+
 # --- what a model may do ---
 
 
-def test_graph_breaks_give_several_graphs() -> None:
-    graphs = capture_offline(GraphBreaks(), (), byte_batch(0), codegen="eager").graphs
+@pytest.mark.parametrize("nested", [False, True])
+def test_graph_breaks_give_several_graphs(nested: bool) -> None:
+    with torch._dynamo.config.patch(nested_graph_breaks=nested):
+        graphs = capture_offline(GraphBreaks(), (), byte_batch(0), codegen="eager").graphs
     assert len(graphs) == 3
     names = {spec.name for graph in graphs for spec in graph.movable}
     assert names == {name for name, _ in GraphBreaks().named_parameters()}
