@@ -4,7 +4,7 @@ model = torch.compile(model, backend="chunkc", options={"memory_budget": "6GiB"}
 optimizer = chunkc.optim.AdamW(model.parameters(), lr=3e-4)
 """
 
-from chunkc.utils.garbage import no_automatic_collection
+from chunkc.utils.garbage import count_all_as_old, no_automatic_collection
 
 with no_automatic_collection():  # which would visit the objects of all modules several times: an eighth of the import
     from chunkc import checkpoint, optim
@@ -36,6 +36,8 @@ with no_automatic_collection():  # which would visit the objects of all modules 
     from chunkc.session.place import place
     from chunkc.weights.load import load
     from chunkc.weights.save import save
+
+    count_all_as_old()
 
 __all__ = [
     "BudgetError",

@@ -13,7 +13,7 @@ from chunkc import compile as compilation
 from chunkc.explaining import offline
 from chunkc.explaining.explain import explain
 from chunkc.tracing import build
-from chunkc.utils.garbage import no_automatic_collection
+from chunkc.utils.garbage import count_all_as_old, no_automatic_collection
 
 
 @pytest.fixture(params=[True, False], ids=["on", "off"])
@@ -61,3 +61,18 @@ def test_it_waits_while_a_model_is_explained(monkeypatch: pytest.MonkeyPatch) ->
     explain(nn.Linear(8, 8), torch.ones(2, 8), memory_budget="1GiB")
     assert seen == [False]
     assert gc.isenabled()
+
+
+def test_all_objects_count_as_old_but_for_those_that_are_frozen() -> None:
+    with no_automatic_collection():
+        gc.freeze()
+        kept = [object()]
+        try:
+            count_all_as_old()
+            assert any(each is kept for each in gc.get_objects(generation=0))
+            assert gc.get_freeze_count() > 0
+        finally:
+            gc.unfreeze()
+        count_all_as_old()
+        assert gc.get_freeze_count() == 0
+        assert any(each is kept for each in gc.get_objects(generation=2))
