@@ -32,7 +32,7 @@ from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import decide
 from chunkc.policy.graph_fraction import graph_fraction
 from chunkc.policy.needs import ExternalBytes, needs_of_step
-from chunkc.policy.remedies import with_remedies
+from chunkc.policy.remedies import explained
 from chunkc.policy.state import GraphCaptured, StepDecision
 from chunkc.program_text import num_numbers, text_of
 from chunkc.runtime.store.shards import local_shard_of
@@ -303,7 +303,7 @@ def choose(context: CompileContext) -> None:
         num_graphs, trained = session.num_graphs + 1, session.trained | captured.trained
         activations = context.options.activations
         named = session.known.named(error, layout, activations, needs, num_graphs, trained, begins=True)
-        raise with_remedies(named, form, trained, layout, external, activations) from None
+        raise explained(named, form, trained, layout, external, activations) from None
 
 
 def plan_and_verify(context: CompileContext) -> None:

@@ -201,8 +201,10 @@ def minimum_of_call(
     options: Options,
     hardware: Hardware,
     trains: bool | None = None,
-) -> tuple[int, frozenset[str]]:
-    """Return the smallest budget, in bytes, of a step with this call of a model, and the parameters in its graphs.
+) -> tuple[int, frozenset[str], int]:
+    """Return the smallest budget, in bytes, of a step with this call of a model.
+
+    Also the parameters in its graphs, and the number of these.
 
     Args:
         trains: in training mode, or in evaluation mode; None: in the mode that the model is in. The caller's grad mode
@@ -215,7 +217,7 @@ def minimum_of_call(
     step = step_on(hardware, model, args, kwargs, options, state_format_of=chosen.state_format_of, trains=trains)
     names = frozenset(spec.name for graph in step.graphs for spec in (*graph.movable, *graph.fixed))
     predicted = PredictedStep(step, options, training_in(hardware, step.graphs), Updates.of(ADAMW, chosen))
-    return predicted.fitting(1).budget_nbytes, names
+    return predicted.fitting(1).budget_nbytes, names, len(step.graphs)
 
 
 def step_on(

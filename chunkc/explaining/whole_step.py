@@ -52,7 +52,7 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
         logger.debug("the minimum of a whole step is not known: %s", problem)
         return error
 
-    def minimum(chosen: Options, *, trains: bool | None) -> tuple[int, frozenset[str]]:
+    def minimum(chosen: Options, *, trains: bool | None) -> tuple[int, frozenset[str], int]:
         with torch.inference_mode(False), torch.set_grad_enabled(trains is not False):
             return minimum_of_call(
                 call.module, call.args, call.kwargs, options=chosen, hardware=hardware, trains=trains
@@ -62,12 +62,13 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
         with compilation_progress() as show:
             show("tracing a whole step for the smallest budget", 0, None)
             if is_part:
-                training_nbytes, names = minimum(options, trains=error.evaluates or None)
+                training_nbytes, names, num_graphs = minimum(options, trains=error.evaluates or None)
                 evaluation_nbytes = minimum(options, trains=False)[0] if error.evaluates and error.covers else None
                 error = error.of_step(training_nbytes, evaluation_nbytes, _outside(call.module, names))
+                error = error if num_graphs == 1 else error.without_remedies()  # those are of the graph compiled so far
             if may_tile:
                 tiled = options.model_copy(update={"loss_tile_rows": _TILE_ROWS})
-                in_tiles, _ = minimum(tiled, trains=False if error.evaluates else None)
+                in_tiles, *_ = minimum(tiled, trains=False if error.evaluates else None)
                 error = error.with_remedies([(f"loss_tile_rows={_TILE_ROWS}", in_tiles)])
     except Exception as problem:  # raised by the user's code; it must not hide the error at hand
         logger.debug("the minimum of a whole step is not known: %s", problem)

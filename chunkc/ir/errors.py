@@ -167,6 +167,10 @@ class BudgetError(ChunkcError):
         worthwhile = {(change, nbytes) for change, nbytes in (*self.remedies, *remedies) if nbytes < most_nbytes}
         return self._with(remedies=sorted(worthwhile, key=lambda remedy: (remedy[1], remedy[0])))
 
+    def without_remedies(self) -> BudgetError:
+        """Return the error without what would need less."""
+        return self._with(remedies=())
+
     def of_step(self, training_nbytes: int, evaluation_nbytes: int | None = None, outside: str = "") -> BudgetError:
         """Return the error with the smallest budgets of a whole training step, and of a whole evaluation."""
         if evaluation_nbytes is not None:

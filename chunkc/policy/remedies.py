@@ -19,7 +19,7 @@ from chunkc.policy.captured_step import Captured
 from chunkc.policy.needs import ExternalBytes, Needs, needs_of_step
 
 
-def with_remedies(
+def explained(
     error: BudgetError,
     form: Captured,
     trained: frozenset[str],

@@ -22,7 +22,7 @@ from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import decide
 from chunkc.policy.needs import ExternalBytes, StepNeeds, needs_of_step, update_needs
 from chunkc.policy.plans import step_plan
-from chunkc.policy.remedies import with_remedies
+from chunkc.policy.remedies import explained
 from chunkc.policy.state import (
     EMPTY_CONTEXT,
     Forms,
@@ -262,7 +262,7 @@ class CompiledGraph:
         num_graphs, trained, begins = planner_state.num_graphs, planner_state.trained, phase == FORWARD
         layout, activations = planner_state.layout, planner_state.activations
         named = self.session.known.named(error, layout, activations, needs, num_graphs, trained, begins=begins)
-        return with_remedies(named, planned_form, trained, layout, external, activations)
+        return explained(named, planned_form, trained, layout, external, activations)
 
     # --- running ---
 
