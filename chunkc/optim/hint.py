@@ -17,7 +17,7 @@ from chunkc.ir.units import format_nbytes
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.session import session
 from chunkc.session.logs import logger
-from chunkc.torch_private.dynamo import unwrapped
+from chunkc.torch_private.dynamo import ComptimeContext, comptime, traced_object, unwrapped
 from chunkc.tracing.given_modules import GIVEN
 
 _hinted: weakref.WeakSet[session.Session] = weakref.WeakSet()
@@ -40,7 +40,19 @@ def install() -> None:
 
 def _hint(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
-        return
+        comptime(_inspect_traced)
+    else:
+        _inspect(optimizer)
+
+
+def _inspect_traced(context: ComptimeContext) -> None:
+    """Inspect an optimizer as Dynamo traces its step: gradients are there already, and no hook is going to run."""
+    optimizer = traced_object(context, "optimizer")
+    if optimizer is not None:
+        _inspect(optimizer)
+
+
+def _inspect(optimizer: Optimizer) -> None:
     _search(optimizer, _name_uncompiled(optimizer))
     if isinstance(optimizer, ChunkedOptimizer):
         return

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import fx, nn
 from torch._dynamo import compiled_autograd, config, convert_frame, eval_frame, trace_rules
+from torch._dynamo.comptime import ComptimeContext, comptime
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizeContext, OptimizedModule, remove_from_cache
 from torch._dynamo.exc import (
@@ -32,10 +33,12 @@ __all__ = [
     "CONVERTS_FRAMES",
     "EVALUATES_FRAMES",
     "BackendCompilerFailed",
+    "ComptimeContext",
     "OptimizedModule",
     "TensorifyScalarRestartAnalysis",
     "TorchDynamoException",
     "compile_lock",
+    "comptime",
     "remove_from_cache",
 ]
 
@@ -105,6 +108,12 @@ def mark_alike(tensor: torch.Tensor, like: torch.Tensor) -> None:
         torch._dynamo.mark_dynamic(tensor, dim)
     for dim in getattr(like, "_dynamo_weak_dynamic_indices", ()):
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def traced_object(context: ComptimeContext, name: str) -> Any:
+    """Return the object that a local variable holds while Dynamo traces its function, or None if tracing made it."""
+    traced = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    return getattr(traced, "value", None)
 
 
 def source_name(node: fx.Node) -> str:

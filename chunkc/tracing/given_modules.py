@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from itertools import islice
 from types import FunctionType
@@ -48,17 +47,16 @@ class GivenModules:
             function = getattr(given, "__func__", type(given).__call__)
             if isinstance(function, FunctionType):
                 self.num_notes += 1
-                with suppress(TypeError):  # an object with slots may have no weak references
+                try:
                     self._objects[id(owner)] = weakref.ref(owner), weakref.ref(function)
+                except TypeError:  # an object with slots may have no weak references: what it reaches now is noted
+                    self._modules.update(_modules_within_reach(owner, function))
 
     def with_parameters(self) -> list[nn.Module]:
         """Return the modules that have parameters, except those inside another of them."""
         modules = {id(module): module for module in list(self._modules) if has_parameters(module)}
         for root, function in self._roots():
-            reached = within_reach(function.__code__, [root], function.__globals__)
-            for value in islice(reached, MAX_VALUES):
-                if isinstance(value, nn.Module) and has_parameters(value):
-                    modules[id(value)] = value
+            modules.update((id(module), module) for module in _modules_within_reach(root, function))
         inside = {id(part) for module in modules.values() for part in module.modules() if part is not module}
         return [module for key, module in modules.items() if key not in inside]
 
@@ -71,6 +69,12 @@ class GivenModules:
                 del self._objects[key]
             else:
                 yield root, function
+
+
+def _modules_within_reach(root: Any, function: FunctionType) -> list[nn.Module]:
+    """Return the modules with parameters that a function may reach by itself and by the object it belongs to."""
+    reached = within_reach(function.__code__, [root], function.__globals__)
+    return [v for v in islice(reached, MAX_VALUES) if isinstance(v, nn.Module) and has_parameters(v)]
 
 
 GIVEN = GivenModules()

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import torch
@@ -65,8 +74,19 @@ def _parts(value: Any, names: Collection[str]) -> Iterator[Any]:
         yield from list(value)
     elif isinstance(value, (list, tuple, frozenset)):
         yield from value
-    elif not isinstance(value, (torch.Tensor, type)) and not has_parameters(value) and hasattr(value, "__dict__"):
-        yield vars(value)
+    elif not isinstance(value, (torch.Tensor, type)) and not has_parameters(value):
+        if hasattr(value, "__dict__"):
+            yield vars(value)
+        yield from _in_slots(value)
+
+
+def _in_slots(value: Any) -> Iterator[Any]:
+    """Yield what an object holds in the slots that its classes name."""
+    for cls in type(value).__mro__:
+        for descriptor in vars(cls).values():
+            if isinstance(descriptor, MemberDescriptorType):
+                with suppress(AttributeError):  # the slot is still empty
+                    yield descriptor.__get__(value)
 
 
 def _contents(cell: CellType) -> Iterator[Any]:

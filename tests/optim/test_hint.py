@@ -171,9 +171,22 @@ class Loop:
         return self.models["net"](x)
 
 
+class Slotted:
+    """A training loop without a `__dict__`, to which nothing can refer weakly."""
+
+    __slots__ = ("model", "unset")
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, x: torch.Tensor) -> Any:
+        return self.model(x)
+
+
 REACHES: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
     "a method": lambda model: Loop(model).step,
     "an object": Loop,
+    "an object with slots": Slotted,
     "a partial function": lambda model: partial(lambda net, x: net(x), model),
     "a partial method": lambda model: partial(Loop(model).step),
     "a method of a module": lambda model: model.forward,
@@ -195,6 +208,34 @@ def test_a_module_is_found_among_arguments(caplog: pytest.LogCaptureFixture) -> 
     call = torch.compile(lambda parts, x: parts["net"][0](x), backend="chunkc", options=OPTIONS)
     (said,) = said_of(model, lambda x: call({"net": [model]}, x), chunkc.optim.SGD, caplog)
     assert said.startswith("no graph of LSTM (weight_ih_l0, ...) is compiled: ")
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore:.*record_function")
+@pytest.mark.parametrize("optimizer", [chunkc.optim.SGD, torch.optim.SGD])
+@pytest.mark.parametrize(("build", "named"), [(recurrent, True), (lambda: nn.Linear(8, 8), False)])
+def test_a_whole_compiled_step_is_looked_at_as_it_is_traced(
+    build: Callable[[], nn.Module], named: bool, optimizer: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Dynamo traces the optimizer's hooks into the step, and none of them runs."""
+    model = build()
+    chosen = optimizer(model.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        loss = (out[0] if isinstance(out, tuple) else out).square().mean()
+        loss.backward()
+        chosen.step()
+        chosen.zero_grad()
+        return loss
+
+    call = torch.compile(step, backend="chunkc", options=OPTIONS | {"memory_budget": HUGE})
+    losses = [call(torch.ones(4, 8)).item() for _ in range(3)]
+    assert losses[0] > losses[1] > losses[2]
+    said = [record.getMessage() for record in caplog.records if "outside of the memory budget" in record.getMessage()]
+    assert [message.startswith("no graph of LSTM (weight_ih_l0, ...) is compiled: ") for message in said] == [
+        True
+    ] * named
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
