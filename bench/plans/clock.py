@@ -158,7 +158,13 @@ def planned_by(policy: Policy, treatment: Treatment, budget_nbytes: int) -> Iter
             try:
                 moved = phase_plan(policy, name, line, chunk_items(layout, line, own.resident), capacity, saved, links)
             except ValueError as error:
-                raise BudgetError(str(error), minimum_nbytes=own.budget_nbytes + 1) from error
+                raise BudgetError(
+                    minimum_nbytes=own.budget_nbytes + 1,
+                    budget_nbytes=own.budget_nbytes,
+                    moment=f"{name} ({error})",
+                    module="",
+                    contents=(),
+                ) from error
             found.append(_moving_as(moved, known))
         return replace(own, phases=tuple(found), kept=frozenset())
 

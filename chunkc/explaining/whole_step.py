@@ -8,6 +8,7 @@ what it needs is known when it is traced. So the call of the compiled module has
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
     """
     call = compiled_call()
     if call is not None and call.num_others:
-        error = error.with_others(call.num_others)
+        error = replace(error, num_others=call.num_others)
     is_part = (bool(error.covers) or error.evaluates) and error.training_nbytes is None
     is_large = error.values_nbytes >= max(_LARGE_LOSS_NBYTES, error.minimum_nbytes // 2)
     may_tile = error.has_loss and is_large and not isinstance(options.loss_tile_rows, int)
@@ -65,7 +66,8 @@ def completed(error: BudgetError, options: Options) -> BudgetError:
                 training_nbytes, names, num_graphs = minimum(options, trains=error.evaluates or None)
                 evaluation_nbytes = minimum(options, trains=False)[0] if error.evaluates and error.covers else None
                 error = error.of_step(training_nbytes, evaluation_nbytes, _outside(call.module, names))
-                error = error if num_graphs == 1 else error.without_remedies()  # those are of the graph compiled so far
+                if num_graphs > 1:
+                    error = replace(error, remedies=())  # those are of the graph compiled so far
             if may_tile:
                 tiled = options.model_copy(update={"loss_tile_rows": _TILE_ROWS})
                 in_tiles, *_ = minimum(tiled, trains=False if error.evaluates else None)

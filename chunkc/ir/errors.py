@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from chunkc.ir.units import format_nbytes, short_nbytes
 
@@ -45,6 +46,7 @@ _NOTHING_RAN = "Nothing has run: the step would run out of memory."
 """Ends with the words by which `accelerate.utils.find_executable_batch_size` knows that a smaller batch may fit."""
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class BudgetError(ChunkcError):
     """Budget too small for any plan. Raised before anything is allocated or moved.
 
@@ -69,57 +71,40 @@ class BudgetError(ChunkcError):
         elsewhere: a home that would fit the budget, and why it cannot be chosen, if there is any.
     """
 
-    def __init__(
-        self,
-        *,
-        minimum_nbytes: int,
-        budget_nbytes: int,
-        moment: str,
-        module: str,
-        contents: Sequence[tuple[str, int]],
-        covers: str = "",
-        elsewhere: str = "",
-        evaluates: bool = False,
-        training_nbytes: int | None = None,
-        grown: bool = False,
-        num_others: int = 0,
-        outside: str = "",
-        call: str = "",
-        values: Sequence[tuple[str, int]] = (),
-        remedies: Sequence[tuple[str, int]] = (),
-        has_loss: bool = False,
-    ) -> None:
-        self.minimum_nbytes = minimum_nbytes
-        self.budget_nbytes = budget_nbytes
-        self.moment = moment
-        self.module = module
-        self.contents = tuple(contents)
-        self.covers = covers
-        self.elsewhere = elsewhere
-        self.evaluates = evaluates
-        self.training_nbytes = training_nbytes
-        self.grown = grown
-        self.num_others = num_others
-        self.outside = outside
-        self.call = call
-        self.values = tuple(values)
-        self.remedies = tuple(remedies)
-        self.has_loss = has_loss
+    minimum_nbytes: int
+    budget_nbytes: int
+    moment: str
+    module: str
+    contents: Sequence[tuple[str, int]]
+    covers: str = ""
+    elsewhere: str = ""
+    evaluates: bool = False
+    training_nbytes: int | None = None
+    grown: bool = False
+    num_others: int = 0
+    outside: str = ""
+    call: str = ""
+    values: Sequence[tuple[str, int]] = ()
+    remedies: Sequence[tuple[str, int]] = ()
+    has_loss: bool = False
+
+    def __post_init__(self) -> None:
+        self.contents, self.values, self.remedies = map(tuple, (self.contents, self.values, self.remedies))
         of_values = {VALUES: _largest_of(self.values, self.values_nbytes)}
         filled = "".join(
             f"\n  {format_nbytes(nbytes):>36}  {label}{of_values.get(label, '')}" for label, nbytes in self.contents
         )
-        so_far = " so far" if covers else ""
-        full = f"\n{elsewhere}" if elsewhere else ""
-        if outside:
-            full += f"\nNo graph takes {outside}: outside of memory_budget, with their gradients and states."
+        so_far = " so far" if self.covers else ""
+        full = f"\n{self.elsewhere}" if self.elsewhere else ""
+        if self.outside:
+            full += f"\nNo graph takes {self.outside}: outside of memory_budget, with their gradients and states."
         less = ", ".join(f"{change} (about {short_nbytes(nbytes)})" for change, nbytes in self.remedies)
         advice = f"\nWhat would need less: {less}." if less else ""
-        later = _EARLIER_CALLS_NEEDED_LESS if grown else ""
+        later = _EARLIER_CALLS_NEEDED_LESS if self.grown else ""
         super().__init__(
-            f"memory_budget is {format_nbytes(budget_nbytes)}; the smallest that works is "
-            f"{format_nbytes(minimum_nbytes)}{self._scope()}. "
-            f"The peak{so_far} is at {moment} in {module or 'the model'}, filled by:"
+            f"memory_budget is {format_nbytes(self.budget_nbytes)}; the smallest that works is "
+            f"{format_nbytes(self.minimum_nbytes)}{self._scope()}. "
+            f"The peak{so_far} is at {self.moment} in {self.module or 'the model'}, filled by:"
             f"{filled}{full}\n{_NOTHING_RAN}{advice}{later}"
         )
 
@@ -154,64 +139,29 @@ class BudgetError(ChunkcError):
         self, minimum_nbytes: int, covers: str, *, evaluates: bool = False, grown: bool = False
     ) -> BudgetError:
         """Return the error with a minimum that is not smaller, and the scope it holds for."""
-        scope = {"covers": covers, "evaluates": evaluates, "grown": grown}
-        return self._with(minimum_nbytes=max(minimum_nbytes, self.minimum_nbytes), **scope)
-
-    def filled_by(self, values: Sequence[tuple[str, int]], *, has_loss: bool = False) -> BudgetError:
-        """Return the error with the bytes of the values at the peak, by module, largest first."""
-        return self._with(values=values, has_loss=has_loss)
+        most_nbytes = max(minimum_nbytes, self.minimum_nbytes)
+        return replace(self, minimum_nbytes=most_nbytes, covers=covers, evaluates=evaluates, grown=grown)
 
     def with_remedies(self, remedies: Iterable[tuple[str, int]]) -> BudgetError:
         """Return the error with more of what would need less: (change, bytes); without those that hardly help."""
         most_nbytes = self.minimum_nbytes * _HELPS
         worthwhile = {(change, nbytes) for change, nbytes in (*self.remedies, *remedies) if nbytes < most_nbytes}
-        return self._with(remedies=sorted(worthwhile, key=lambda remedy: (remedy[1], remedy[0])))
-
-    def without_remedies(self) -> BudgetError:
-        """Return the error without what would need less."""
-        return self._with(remedies=())
+        return replace(self, remedies=sorted(worthwhile, key=lambda remedy: (remedy[1], remedy[0])))
 
     def of_step(self, training_nbytes: int, evaluation_nbytes: int | None = None, outside: str = "") -> BudgetError:
         """Return the error with the smallest budgets of a whole training step, and of a whole evaluation."""
         if evaluation_nbytes is not None:
-            whole = self._with(minimum_nbytes=max(evaluation_nbytes, self.minimum_nbytes), covers="", evaluates=True)
-            return whole._with(training_nbytes=training_nbytes, outside=outside)
+            whole = replace(self, training_nbytes=training_nbytes, outside=outside)
+            return whole.covering(evaluation_nbytes, "", evaluates=True, grown=self.grown)
         minimum_nbytes = self.minimum_nbytes if self.evaluates else max(self.minimum_nbytes, training_nbytes)
         is_most = self.minimum_nbytes >= minimum_nbytes * _HELPS
         remedies = self.remedies if is_most else ()  # they were estimated for a part of the step
-        return self._with(
-            minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes, outside=outside, remedies=remedies
+        return replace(
+            self, minimum_nbytes=minimum_nbytes, training_nbytes=training_nbytes, outside=outside, remedies=remedies
         )
 
-    def with_others(self, num_others: int) -> BudgetError:
-        """Return the error with the number of other modules of the model that are compiled by themselves."""
-        return self._with(num_others=num_others)
-
-    def with_alternative(self, elsewhere: str) -> BudgetError:
-        """Return the error with a home that would fit."""
-        return self._with(elsewhere=elsewhere)
-
-    def _with(self, **changes: Any) -> BudgetError:
-        return _rebuild_budget_error({**self._fields, **changes})
-
-    @property
-    def _fields(self) -> dict[str, Any]:
-        names = ["minimum_nbytes", "budget_nbytes", "moment", "module", "contents", "covers", "elsewhere"]
-        names += [
-            "evaluates",
-            "training_nbytes",
-            "grown",
-            "num_others",
-            "outside",
-            "call",
-            "values",
-            "remedies",
-            "has_loss",
-        ]
-        return {name: getattr(self, name) for name in names}
-
     def __reduce__(self) -> tuple:
-        return _rebuild_budget_error, (self._fields,)
+        return partial(BudgetError, **{field.name: getattr(self, field.name) for field in fields(self)}), ()
 
 
 def _largest_of(values: Sequence[tuple[str, int]], all_nbytes: int) -> str:
@@ -219,10 +169,6 @@ def _largest_of(values: Sequence[tuple[str, int]], all_nbytes: int) -> str:
     largest = [f"{short_nbytes(nbytes)} of {module}" for module, nbytes in values[:_LARGEST]]
     rest = all_nbytes - sum(nbytes for _, nbytes in values[:_LARGEST])
     return f": {', '.join([*largest, *([f'{short_nbytes(rest)} of others'] if rest else [])])}" if largest else ""
-
-
-def _rebuild_budget_error(fields: dict[str, Any]) -> BudgetError:
-    return BudgetError(**fields)
 
 
 class HomeError(ChunkcError, OSError):

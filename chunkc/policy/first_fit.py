@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from chunkc.ir.errors import BudgetError
@@ -36,4 +37,4 @@ def first_that_fits(candidates: Iterable[Candidate], decision_for: Callable[[Can
 
 def _least(refused: list[BudgetError], full: str) -> BudgetError:
     least = min(refused, key=lambda error: error.minimum_nbytes)
-    return least.with_alternative(full) if full else least
+    return replace(least, elsewhere=full) if full else least

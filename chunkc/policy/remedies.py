@@ -7,6 +7,7 @@ with half the chunk size its chunks do. Other activations are planned as they ar
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.layout import ChunkLayout
@@ -34,7 +35,7 @@ def explained(
         trained: parameters that get gradients from all graphs.
     """
     operations = (step.op for memory in form.memories.values() for step in memory.steps)
-    error = error.filled_by(_values_at(form, error), has_loss=any(map(is_of_a_loss, operations)))
+    error = replace(error, values=_values_at(form, error), has_loss=any(map(is_of_a_loss, operations)))
     needs = needs_of_step(form, trained, layout, external)
     if needs.minimum_nbytes(layout) < error.minimum_nbytes:
         return error

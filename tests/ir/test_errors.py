@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import pickle
+from dataclasses import replace
 
 import pytest
 from accelerate.utils.memory import should_reduce_batch_size
@@ -56,7 +57,7 @@ def test_a_budget_error_says_where_values_are_from_and_what_helps_most() -> None
     error = errors.BudgetError(minimum_nbytes=1 << 20, budget_nbytes=1, moment="mm", module="", contents=contents)
     assert "What would need less" not in str(error)
     modules = [("h.3", 400 << 10), ("h.2", 200 << 10), ("h.1", 100 << 10), ("h.0", 1)]
-    full = error.filled_by(modules).with_remedies(
+    full = replace(error, values=modules).with_remedies(
         [("more", (1 << 20) + 1), ("half", 700 << 10), ("a bit less", 1 << 20)]
     )
     assert f"{errors.VALUES}: 400.00 KiB of h.3, 200.00 KiB of h.2, 100.00 KiB of h.1, 200.00 KiB of others" in str(
