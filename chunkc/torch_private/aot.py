@@ -22,6 +22,7 @@ from torch._library.utils import is_builtin
 from torch._logging._internal import trace_log
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from chunkc.torch_private.fake import TracingContext, tracing
@@ -128,6 +129,18 @@ def without_unread_texts() -> Iterator[None]:
         patch.object(graph_compile, "_log_fw_bw_graphs", lambda *_: (None, None)),
     ):
         yield
+
+
+def without_unread_code() -> AbstractContextManager[Any]:
+    """Keep graphs that are made inside the block from being written as Python code that only running them needs."""
+    return _use_lazy_graph_module(True)
+
+
+class NotCopied(LazyGraphModule):
+    """A backward of which AOTAutograd makes no copy for its compiler, by which a second backward could be compiled."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NotCopied:
+        return self
 
 
 def in_a_tracing_context() -> AbstractContextManager[Any]:

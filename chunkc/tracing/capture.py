@@ -20,6 +20,7 @@ from chunkc.passes.rewrite.repeats import find_repeats, shortened
 from chunkc.passes.rewrite.runner import Graphs
 from chunkc.passes.rewrite.unrolling import NotAlike
 from chunkc.torch_private.aot import (
+    NotCopied,
     aot_module_simplified,
     forbid_donation,
     in_a_tracing_context,
@@ -27,6 +28,7 @@ from chunkc.torch_private.aot import (
     marked_as_boxed,
     outside_alias_check,
     random_states_as_values,
+    without_unread_code,
     without_unread_texts,
 )
 from chunkc.torch_private.dynamo import is_of_a_module, source_name
@@ -162,7 +164,8 @@ def capture_graph(
         of_joint = JointContext(context, joint_inputs, kwargs)
         graphs = passes.run(passes.JOINT, (joint,), of_joint)
         capture.num_user_outputs = context.num_user_outputs = kwargs["num_fwd_outputs"]
-        forward, capture.backward = passes.run(passes.PARTITION, graphs, of_joint)
+        forward, backward = passes.run(passes.PARTITION, graphs, of_joint)
+        capture.backward = NotCopied(backward, backward.graph)  # `backward_compiler` reads none
         return forward, capture.backward
 
     def forward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -179,7 +182,13 @@ def capture_graph(
         return boxed(run_backward)
 
     def trace(gm: fx.GraphModule) -> Any:
-        with random_states_as_values(), linalg_checks_decomposed(), in_a_tracing_context(), without_unread_texts():
+        with (
+            random_states_as_values(),
+            linalg_checks_decomposed(),
+            in_a_tracing_context(),
+            without_unread_texts(),
+            without_unread_code(),
+        ):
             return aot_module_simplified(
                 gm,
                 inputs,

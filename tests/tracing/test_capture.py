@@ -17,7 +17,9 @@ from zoo import Case
 
 import chunkc
 import chunkc.backend
+import chunkc.compile
 from chunkc.passes.graphs.graphs import placeholders, returned, storage_keys
+from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.tracing.capture import TracedGraphs
 
 
@@ -246,3 +248,24 @@ def test_the_graph_that_dynamo_keeps_holds_no_autograd_nodes() -> None:
     values = [node.meta["example_value"] for node in gm.graph.nodes if "example_value" in node.meta]
     assert values
     assert not any(value.requires_grad for value in values)
+
+
+def test_no_phase_is_copied_or_written_as_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AOTAutograd would copy the backward for its compiler; a partitioner's graphs would be compiled as Python."""
+    copied: list[str] = []
+    made: list[TracedGraphs] = []
+    capture = chunkc.compile.capture_graph
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        call, graphs = capture(*args, **kwargs)
+        made.append(graphs)
+        return call, graphs
+
+    monkeypatch.setattr(chunkc.compile, "capture_graph", noted)
+    monkeypatch.setattr(fx.GraphModule, "__deepcopy__", lambda self, memo: copied.append(type(self).__name__))
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    call = segmented(model, 10**9)
+    call(torch.randn(8, 64)).sum().backward()
+    (graphs,) = made
+    assert not copied
+    assert all(isinstance(module, LazyGraphModule) and module._needs_recompile() for module in graphs.graphs())
