@@ -162,9 +162,8 @@ def capture_graph(
 
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         of_joint = JointContext(context, joint_inputs, kwargs)
-        graphs = passes.run(passes.JOINT, (joint,), of_joint)
         capture.num_user_outputs = context.num_user_outputs = kwargs["num_fwd_outputs"]
-        forward, backward = passes.run(passes.PARTITION, graphs, of_joint)
+        forward, backward = passes.partitioned(joint, of_joint)
         capture.backward = NotCopied(backward, backward.graph)  # `backward_compiler` reads none
         return forward, capture.backward
 

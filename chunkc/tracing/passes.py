@@ -20,6 +20,7 @@ from chunkc.passes.graphs.collectives import wait_at_once
 from chunkc.passes.graphs.graphs import copy_of, placeholders, returned
 from chunkc.passes.graphs.shapes import numbers_first
 from chunkc.passes.memory.inductor.cuda import steady_inductor
+from chunkc.passes.planning.recompute import draws
 from chunkc.passes.rewrite.casts import read_as_casts, with_casts_given
 from chunkc.passes.rewrite.loss_tiles import Losses, tile_losses
 from chunkc.passes.rewrite.partition import (
@@ -33,7 +34,7 @@ from chunkc.passes.rewrite.random_states import fix_lengths_of_random_states, no
 from chunkc.passes.rewrite.regions import write_out_regions
 from chunkc.passes.rewrite.repeats import Repeats
 from chunkc.passes.rewrite.runner import C, Graphs, Pass, disabled, run_passes
-from chunkc.passes.rewrite.unrolling import NotAlike, unroll
+from chunkc.passes.rewrite.unrolling import JointNames, NotAlike, joint_names, unroll, unroll_phases
 from chunkc.passes.segments.cuts import (
     clone_parameter_views,
     copy_parameters_for_scatters,
@@ -84,12 +85,14 @@ class JointContext:
     Attributes:
         example_inputs: the graph's inputs as AOTAutograd gives them, with its other arguments for a partitioner.
         is_prepared: whether `unroll` has run Inductor's passes, but for those that number random numbers.
+        names: of the joint graph, if its forward and backward are to be unrolled.
     """
 
     capture: TraceContext
     example_inputs: Sequence[Any]
     partitioner: Mapping[str, Any] = field(default_factory=dict)
     is_prepared: bool = False
+    names: JointNames | None = None
 
     @property
     def num_user_outputs(self) -> int | None:
@@ -184,6 +187,16 @@ def _partition(graphs: Graphs, context: JointContext) -> Graphs:
     return partition(joint, context.example_inputs, **context.partitioner)
 
 
+def _unroll_phases(graphs: Graphs, context: JointContext) -> Graphs:
+    forward, backward = graphs
+    capture = context.capture
+    assert capture.repeats is not None
+    assert context.names is not None
+    num_inputs, num_outputs = len(capture.parameter_names), capture.num_outputs
+    unrolled = unroll_phases(forward.graph, backward.graph, context.names, capture.repeats, num_inputs, num_outputs)
+    return tuple(_with_graph(gm, graph) for gm, graph in zip(graphs, unrolled, strict=True))
+
+
 def _drop_detaches(graphs: Graphs, context: JointContext) -> Graphs:
     forward, backward = graphs
     assert context.num_user_outputs is not None
@@ -257,6 +270,12 @@ def _dropouts_from_masks(graphs: Graphs, context: CutContext) -> Graphs:
 # Stages stand in the order in which their graphs exist. Where the order within one matters, a comment says why.
 
 UNROLL = Pass("unroll", _unroll)
+UNROLL_PHASES = Pass("unroll", _unroll_phases)
+PREPARE = Pass(
+    "inductor_joint",
+    _prepare_for_inductor,
+    required='Inductor compiles random numbers only as this pass leaves them; codegen="eager" does without it',
+)
 
 DYNAMO: tuple[Pass[TraceContext], ...] = (
     # First: losses and equal blocks are looked for among a region's operations, too. Tiles come before blocks are
@@ -269,24 +288,29 @@ DYNAMO: tuple[Pass[TraceContext], ...] = (
 JOINT: tuple[Pass[JointContext], ...] = (
     # Inductor's come last: some (a user's own, its chunker) look at the graph as a whole, which has all blocks by then.
     UNROLL,
-    Pass(
-        "inductor_joint",
-        _prepare_for_inductor,
-        required='Inductor compiles random numbers only as this pass leaves them; codegen="eager" does without it',
-    ),
+    PREPARE,
 )
 """Passes over a joint graph, or over a forward that has no backward."""
 
-PARTITION: tuple[Pass[JointContext], ...] = (
-    # Marks before the partitioner, which obeys them. What follows it is in any order.
+_CUT_JOINT: tuple[Pass[JointContext], ...] = (
+    # Marks before the partitioner, which obeys them.
     Pass("frozen_values", _mark_frozen_values),
     Pass("parameter_views", _mark_parameter_views, required="a saved view of a slot would outlive the chunk in it"),
     Pass("partition", _partition, required="plans are made of a forward and a backward"),
+)
+
+_OF_PHASES: tuple[Pass[JointContext], ...] = (
+    # In any order.
     Pass("detaches", _drop_detaches),
     Pass("hoist", _hoist_for_backward),
     Pass("numbers_first", _numbers_first),
 )
+
+PARTITION: tuple[Pass[JointContext], ...] = (*_CUT_JOINT, *_OF_PHASES)
 """Passes that make a forward and a backward of a joint graph."""
+
+PARTITION_SHORT: tuple[Pass[JointContext], ...] = (*_CUT_JOINT, UNROLL_PHASES, *_OF_PHASES)
+"""Passes that make a forward and a backward of a joint graph that lacks most of the blocks that are alike."""
 
 TRACED: tuple[Pass[TraceContext], ...] = (
     # In any order.
@@ -315,6 +339,27 @@ def run(stage: Sequence[Pass[C]], graphs: Graphs, context: C) -> Graphs:
         OptionsError: it names a pass that is unknown or required.
     """
     return run_passes(stage, graphs, context, disabled(PASSES))
+
+
+def partitioned(joint: fx.GraphModule, context: JointContext) -> Graphs:
+    """Make a forward and a backward of a joint graph with all blocks, which it may lack.
+
+    Blocks that are alike are repeated as late as can be: passes and the partitioner see few of them.
+
+    Raises:
+        NotAlike: blocks are not alike after all; all of them are to be traced.
+    """
+    capture = context.capture
+    # Inductor numbers random operators over all blocks, and as a graph is prepared, before it is partitioned.
+    is_local = capture.codegen != "inductor" or (prepares_by_parts() and not any(map(draws, joint.graph.nodes)))
+    if capture.repeats is not None and is_local:
+        try:
+            (short,) = run((PREPARE,), (_with_graph(joint, copy_of(joint.graph)),), context)
+            context.names = joint_names(short.graph, len(capture.parameter_names), capture.num_outputs)
+            return run(PARTITION_SHORT, (short,), context)
+        except NotAlike as error:
+            logger.debug("the joint graph is unrolled: %s", error)
+    return run(PARTITION, run(JOINT, (joint,), context), context)
 
 
 def is_left_out(one: Pass[Any]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -10,14 +11,15 @@ from typing import Any
 import pytest
 import sympy
 import torch
+from harness import segmented
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from chunkc.passes.graphs.graphs import storage_key, tensors_of
+from chunkc.passes.graphs.graphs import output_node, placeholders, storage_key, tensors_of
 from chunkc.passes.graphs.origins import origin_of
 from chunkc.passes.rewrite.repeats import LAYER, find_repeats
-from chunkc.passes.rewrite.unrolling import NotAlike, unroll
+from chunkc.passes.rewrite.unrolling import NotAlike, unroll, unroll_phases
 from chunkc.tracing import passes
 from chunkc.tracing.capture import TracedGraphs, capture_graph
 
@@ -107,18 +109,39 @@ def size_of(tensor: Tensor) -> str:
 
 
 def text(graphs: TracedGraphs) -> str:
-    """All that anybody reads of two graphs: names, operators, forms, storages, marks, and the user's modules."""
+    """All that anybody reads of two graphs: names, operators, forms, storages, marks, and the user's modules.
+
+    Of names, those of inputs and of what is saved; the others say only in which order they are met, as those of copies
+    of parameters' views depend on operations that the partitioner has dropped.
+    """
     lines = [str(sorted(graphs.gradients.items()))]
     for module in (graphs.forward, graphs.backward):
-        storages: dict[int, int] = {}
-        for node in module.graph.nodes if module is not None else ():
-            values = [
-                (str(t.shape), t.dtype, str(t.stride()), storages.setdefault(storage_key(t), len(storages)),
-                 size_of(t), str(t.storage_offset()))
-                for t in (tensors_of(node) if node.op != "output" else ())
-            ]  # fmt: skip
-            lines.append(f"{node.format_node()} {values} {origin_of(node)} {node.meta.get('custom')}")
+        if module is not None:
+            lines += [str([node.name for node in placeholders(module.graph)]), in_order(text_of(module.graph))]
     return "\n".join(lines)
+
+
+def text_of(graph: fx.Graph) -> str:
+    lines, storages = [], dict[int, int]()
+    for node in graph.nodes:
+        values = [
+            (str(t.shape), t.dtype, str(t.stride()), storages.setdefault(storage_key(t), len(storages)),
+             size_of(t), str(t.storage_offset()))
+            for t in (tensors_of(node) if node.op != "output" else ())
+        ]  # fmt: skip
+        lines.append(f"{node.format_node()} {values} {origin_of(node)} {node.meta.get('custom')}")
+    return "\n".join(lines)
+
+
+def in_order(text: str) -> str:
+    """With names that say only in which order they are met."""
+    names = {name: f"%{at}" for at, name in enumerate(dict.fromkeys(re.findall(r"^%(\w+) :", text, re.MULTILINE)))}
+    return re.sub(r"(?<![.\w])\w+", lambda match: names.get(match[0], match[0]), text)
+
+
+def without_names(text: str) -> str:
+    """Leave out the names of inputs, which passes that count have given."""
+    return "\n".join(line for line in text.splitlines() if not line.startswith("['"))
 
 
 def both_ways(monkeypatch: pytest.MonkeyPatch, model: nn.Module, **options: Any) -> tuple[str, str, int]:
@@ -145,18 +168,57 @@ def num_prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
+@pytest.fixture
+def num_partitioned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many operations the joint graphs had that were partitioned."""
+    found: list[int] = []
+    partition = passes.partition
+
+    def counted(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        found.append(len(joint.graph.nodes))
+        return partition(joint, *args, **kwargs)
+
+    monkeypatch.setattr(passes, "partition", counted)
+    return found
+
+
 @pytest.mark.quick(3)
-@pytest.mark.parametrize("variant", ["", "frozen", "dropout", "tied", "checkpoints", "one for all"])
+@pytest.mark.parametrize(
+    ("variant", "codegen"),
+    [
+        *((variant, "eager") for variant in ("", "frozen", "dropout", "one for all")),
+        *((variant, "inductor") for variant in ("dropout", "tied", "checkpoints")),
+    ],
+)
 def test_graphs_are_those_of_all_layers_traced(
-    monkeypatch: pytest.MonkeyPatch, variant: str, num_prepared: list[int]
+    monkeypatch: pytest.MonkeyPatch, variant: str, codegen: str, num_prepared: list[int], num_partitioned: list[int]
 ) -> None:
-    codegen = "inductor" if variant in ("dropout", "tied", "checkpoints") else "eager"
     once, whole, num_alike = both_ways(monkeypatch, Deep(variant), codegen=codegen)
     assert num_alike >= NUM_LAYERS - 1
     assert once == whole
     assert str(LAYER) not in once
     assert len(num_prepared) == (2 if codegen == "inductor" else 0)
     assert num_prepared == sorted(set(num_prepared))
+    few, all_layers = num_partitioned
+    assert all_layers > 1.3 * few or ((variant, codegen) == ("dropout", "inductor") and few == all_layers)
+
+
+@pytest.mark.parametrize("variant", ["", "checkpoints"])
+def test_layers_that_were_partitioned_once_train_as_all(
+    monkeypatch: pytest.MonkeyPatch, variant: str, num_partitioned: list[int]
+) -> None:
+    model = Deep(variant)
+    found = []
+    for left_out in ("", "unroll"):
+        monkeypatch.setenv("CHUNKC_DISABLE_PASS", left_out)
+        torch._dynamo.reset()
+        copied = copy.deepcopy(model)
+        loss = segmented(copied, 10**6)(TOKENS)
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in copied.parameters())])
+    assert all(map(torch.equal, *found))
+    few, all_layers = num_partitioned
+    assert few < all_layers
 
 
 class Attention(nn.Module):
@@ -173,12 +235,6 @@ class Attention(nn.Module):
         return x + self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
-def in_order(text: str) -> str:
-    """With names that say only in which order they are met."""
-    names = {name: f"%{at}" for at, name in enumerate(dict.fromkeys(re.findall(r"^%(\w+) :", text, re.MULTILINE)))}
-    return re.sub(r"(?<![.\w])\w+", lambda match: names.get(match[0], match[0]), text)
-
-
 @pytest.mark.second_tier
 def test_what_passes_make_of_few_layers_is_what_they_make_of_all(
     monkeypatch: pytest.MonkeyPatch, num_prepared: list[int]
@@ -190,28 +246,55 @@ def test_what_passes_make_of_few_layers_is_what_they_make_of_all(
         with context:
             once, whole, num_alike = both_ways(monkeypatch, model, codegen="inductor")
         assert num_alike
-        assert in_order(once) == in_order(whole)
+        assert without_names(once) == without_names(whole)
         assert once.count("inductor_lookup_seed.") == NUM_LAYERS
         few, all_layers = num_prepared
         assert few < all_layers
 
 
+def in_second_layer(graph: fx.Graph) -> fx.Node | None:
+    """A product in the second of the few layers of a graph; None if it has all layers."""
+    nodes = (n for n in graph.nodes if (n.meta.get("custom") or {}).get(LAYER) == 2 and n.name.startswith("mul"))
+    return next(nodes, None)
+
+
+def change_second_layer(graph: fx.Graph) -> None:
+    if (node := in_second_layer(graph)) is not None:
+        node.args = (node.args[0], node.args[0])
+
+
 def test_where_passes_make_layers_differ_all_are_prepared(
     monkeypatch: pytest.MonkeyPatch, num_prepared: list[int]
 ) -> None:
-    prepare = passes.prepare_all_but_random
+    for name in ("prepare_joint_graph", "prepare_all_but_random"):
+        prepare = getattr(passes, name)
 
-    def changed(gm: fx.GraphModule, inputs: Any) -> None:
-        prepare(gm, inputs)
-        node = next(
-            n for n in gm.graph.nodes if (n.meta.get("custom") or {}).get(LAYER) == 2 and n.name.startswith("mul")
-        )
-        node.args = (node.args[0], node.args[0])
+        def changed(gm: fx.GraphModule, inputs: Any, prepare: Callable[..., None] = prepare) -> None:
+            prepare(gm, inputs)
+            change_second_layer(gm.graph)
 
-    monkeypatch.setattr(passes, "prepare_all_but_random", changed)
+        monkeypatch.setattr(passes, name, changed)
     once, whole, _ = both_ways(monkeypatch, Deep(), codegen="inductor")
     assert once == whole
-    few, *others = num_prepared
+    few, again, *others = num_prepared
+    assert few == again
+    assert few < others[0] == others[1]
+
+
+def test_where_the_partitioner_makes_layers_differ_it_sees_all(
+    monkeypatch: pytest.MonkeyPatch, num_partitioned: list[int]
+) -> None:
+    partition = passes.partition
+
+    def changed(joint: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        graphs = partition(joint, *args, **kwargs)
+        change_second_layer(graphs[1].graph)
+        return graphs
+
+    monkeypatch.setattr(passes, "partition", changed)
+    once, whole, _ = both_ways(monkeypatch, Deep())
+    assert once == whole
+    few, *others = num_partitioned
     assert few < others[0] == others[1]
 
 
@@ -263,17 +346,96 @@ def test_a_block_that_was_traced_otherwise_is_found(monkeypatch: pytest.MonkeyPa
     """Where one block's operation, or what it reads, is another one, all layers are traced."""
     refused = []
 
-    def changed(graph: fx.Graph, repeats: Any, num_inputs: int, num_outputs: int) -> fx.Graph:
-        node = next(n for n in graph.nodes if (n.meta.get("custom") or {}).get(LAYER) == 2 and n.name.startswith("mul"))
-        node.args = (node.args[0], node.args[0])
-        try:
-            return unroll(graph, repeats, num_inputs, num_outputs)
-        except NotAlike as error:
-            refused.append(str(error))
-            raise
+    def found(unrolled: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any) -> Any:
+            for graph in args:
+                if isinstance(graph, fx.Graph):
+                    change_second_layer(graph)
+            try:
+                return unrolled(*args)
+            except NotAlike as error:
+                refused.append(str(error))
+                raise
 
-    monkeypatch.setattr(passes, "unroll", changed)
+        return changed
+
+    monkeypatch.setattr(passes, "unroll", found(unroll))
+    monkeypatch.setattr(passes, "unroll_phases", found(unroll_phases))
     once, whole, _ = both_ways(monkeypatch, Deep())
     assert once == whole
-    (message,) = refused
-    assert "read other values" in message
+    of_phases, of_joint = refused
+    assert "read other values" in of_phases
+    assert "read other values" in of_joint
+
+
+@pytest.fixture
+def phases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The arguments of `unroll_phases` for a model: forward and backward of few layers, names, repeats, two numbers."""
+    found: list[Any] = []
+
+    def noted(*args: Any) -> Any:
+        found.extend(args)
+        raise NotAlike("noted")
+
+    monkeypatch.setattr(passes, "unroll_phases", noted)
+    captured(Deep(), TOKENS)
+    return found
+
+
+def rename(forward: fx.Graph, backward: fx.Graph) -> None:
+    next(node for node in backward.nodes if node.op == "call_function").name = "renamed"
+
+
+def mix(forward: fx.Graph, backward: fx.Graph) -> None:
+    nodes = [node for node in forward.nodes if (node.meta.get("custom") or {}).get(LAYER) in (1, 3)]
+    nodes[0].append(nodes[-1])
+
+
+def mix_in_backward(forward: fx.Graph, backward: fx.Graph) -> None:
+    nodes = [node for node in backward.nodes if (node.meta.get("custom") or {}).get(LAYER) in (1, 3)]
+    nodes[0].append(nodes[-1])
+
+
+def save_less(forward: fx.Graph, backward: fx.Graph) -> None:
+    output = output_node(forward)
+    output.args = (output.args[0][:-1],)
+
+
+def return_more(forward: fx.Graph, backward: fx.Graph) -> None:
+    output = output_node(backward)
+    output.args = ((*output.args[0], None),)
+
+
+def save_otherwise(forward: fx.Graph, backward: fx.Graph) -> None:
+    output_node(forward).args[0][-1].meta["saved_tensor_with_no_vc_check"] = True
+
+
+def save_no_tensor(forward: fx.Graph, backward: fx.Graph) -> None:
+    output_node(forward).args[0][-1].meta["val"] = None
+
+
+def describe_otherwise(forward: fx.Graph, backward: fx.Graph) -> None:
+    meta = output_node(forward).meta
+    meta["desc"] = [*meta["desc"][:-1], object()]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (rename, "made by the partitioner"),
+        (mix, "mixed"),
+        (mix_in_backward, "mixed"),
+        (save_less, "other values than the forward saves"),
+        (return_more, "other values than gradients"),
+        (save_otherwise, "saved after the others"),
+        (save_no_tensor, "neither a tensor nor a size"),
+        (describe_otherwise, "in several ways"),
+    ],
+)
+def test_phases_of_another_form_are_not_unrolled(
+    phases: list[Any], change: Callable[[fx.Graph, fx.Graph], None], message: str
+) -> None:
+    forward, backward, *others = phases
+    change(forward, backward)
+    with pytest.raises(NotAlike, match=message):
+        unroll_phases(forward, backward, *others)
