@@ -17,12 +17,11 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
-
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from typing import Any
 
 from chunkc.ir.documents import parse_json, parse_yaml, read_text
 from chunkc.ir.errors import OptionsError
@@ -126,15 +125,19 @@ def read_hardware(path: Path) -> Hardware:
     content = _parse(path)
     if not isinstance(content, dict):
         raise OptionsError(f"{path}: a hardware file maps names to figures; this one holds {short(content)}")
-    unknown = [key for key in content if key not in _HardwareFile.model_fields]
+    unknown = [key for key in content if key not in KEYS]
     if unknown:
         raise OptionsError(f"{path}: " + "; ".join(_unknown_key(key) for key in unknown))
-    try:
-        stated = _HardwareFile.model_validate(content).model_dump(exclude_unset=True)
-    except ValidationError as error:
-        keys = dict.fromkeys(str(detail["loc"][0]) for detail in error.errors())
-        wrong = [f"{key} is {short(content[key])}; allowed: {_allowed(key)}" for key in keys]
-        raise OptionsError(f"{path}: " + "; ".join(wrong)) from None
+    stated: dict[str, Any] = {}
+    wrong = []
+    for key, value in content.items():
+        parse, allowed = KEYS[key]
+        try:
+            stated[key] = parse(value)
+        except ValueError:
+            wrong.append(f"{key} is {short(value)}; allowed: {allowed}")
+    if wrong:
+        raise OptionsError(f"{path}: " + "; ".join(wrong))
     base = stated.pop("based_on", None)
     try:
         known = None if base is None else named_hardware(base.strip())
@@ -238,95 +241,73 @@ def _capability(value: object) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _link(name: str) -> str:
-    if name not in LINKS:
-        raise ValueError("no link")
-    return name
+def _text(value: object, at_least: int = 1) -> str:
+    if not isinstance(value, str) or len(value) < at_least:
+        raise ValueError("no text")
+    return value
 
 
-_Text = Annotated[str, Field(strict=True, min_length=1)]
-_Size = Annotated[int, BeforeValidator(_size)]
-_Rate = Annotated[float, BeforeValidator(lambda value: _figure(value, _RATES))]
-_Flops = Annotated[float, BeforeValidator(lambda value: _figure(value, _FLOPS))]
+def _kind(value: object) -> str:
+    if value not in ("cpu", "cuda"):
+        raise ValueError("no kind of device")
+    return str(value)
 
 
-class _LinkFile(BaseModel):
-    """Keys of a link in a hardware file; defaults are placeholders, since only keys that the file has are read."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    bytes_per_s: _Rate = 1
-    latency_s: Annotated[float, BeforeValidator(_latency)] = 0
+def _count(value: object) -> int:
+    if type(value) is not int or not 1 <= value <= MAX_NUM_DEVICES:
+        raise ValueError("no count")
+    return value
 
 
-class _HardwareFile(BaseModel):
-    """Keys of a hardware file: the fields of `Hardware`, `based_on`, and rates of links by `RATE_KEYS`.
+def _by_link(value: object) -> dict[str, dict[str, float]]:
+    """Convert the figures of each link that the file states."""
+    if not isinstance(value, dict) or not all(isinstance(figures, dict) for figures in value.values()):
+        raise ValueError("no links")
+    if not value.keys() <= set(LINKS) or any(figures.keys() - _LINK_FIGURES.keys() for figures in value.values()):
+        raise ValueError("no such link, or figure of a link")
+    return {link: {key: _LINK_FIGURES[key](figures[key]) for key in figures} for link, figures in value.items()}
 
-    Defaults are placeholders: only keys that the file has are read (`exclude_unset`).
-    """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+_LINK_FIGURES: Mapping[str, Callable[[object], float]] = {
+    "bytes_per_s": partial(_figure, units=_RATES),
+    "latency_s": _latency,
+}
 
-    based_on: _Text = "cpu"
-    name: _Text = "custom"
-    kind: Literal["cpu", "cuda"] = "cpu"
-    num_devices: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
-    num_hosts: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
-    num_copies: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
-    devices_per_layer: Annotated[int, Field(strict=True, ge=1, le=MAX_NUM_DEVICES)] = 1
-    source: Annotated[str, Field(strict=True)] = ""
-    device_memory_nbytes: _Size = 1
-    context_nbytes: _Size = 0
-    page_table_nbytes_per_gib: _Size = 0
-    host_memory_nbytes: _Size = 1
-    flops_per_s: _Flops = 1
-    fp32_flops_per_s: _Flops = 1
-    tf32_flops_per_s: _Flops = 1
-    bf16_flops_per_s: _Flops = 1
-    fp16_flops_per_s: _Flops = 1
-    memory_bytes_per_s: _Rate = 1
-    links: dict[Annotated[str, AfterValidator(_link)], _LinkFile] = Field(default_factory=dict)
-    to_device_bytes_per_s: _Rate = 1
-    to_home_bytes_per_s: _Rate = 1
-    both_links_bytes_per_s: _Rate = 1
-    cpu_update_bytes_per_s: _Rate = 1
-    disk_read_bytes_per_s: _Rate = 1
-    disk_write_bytes_per_s: _Rate = 1
-    capability: Annotated[tuple[int, int], BeforeValidator(_capability)] = (0, 0)
+_COUNT = (_count, f"a whole number from 1 to {MAX_NUM_DEVICES:,}")
+_PARSERS: Mapping[str, tuple[Callable[[object], Any], str]] = {
+    "based_on": (_text, "a preset or a count of one"),
+    "name": (_text, "a text"),
+    "source": (partial(_text, at_least=0), "a text"),
+    "kind": (_kind, '"cpu" or "cuda"'),
+    "capability": (_capability, 'a text such as "8.6"'),
+    "links": (
+        _by_link,
+        f'links by name ({", ".join(LINKS)}), each such as {{"bytes_per_s": "24GB/s", "latency_s": "10us"}}',
+    ),
+    **dict.fromkeys(("num_devices", "num_hosts", "num_copies", "devices_per_layer"), _COUNT),
+    "_nbytes": (_size, 'bytes, or a size such as "24GiB" or "24GB"'),
+    "_nbytes_per_gib": (_size, 'bytes, or a size such as "24GiB" or "24GB"'),
+    "flops_per_s": (partial(_figure, units=_FLOPS), 'operations per second, or a rate such as "71TFLOPS"'),
+    "_bytes_per_s": (partial(_figure, units=_RATES), 'bytes per second, or a rate such as "24GB/s"'),
+}
+"""Key, or its ending -> the conversion of its value, which raises ValueError, and the values that are allowed."""
 
+KEYS: Mapping[str, tuple[Callable[[object], Any], str]] = {
+    key: next(parser for ending, parser in _PARSERS.items() if key.endswith(ending))
+    for key in ("based_on", *(field.name for field in fields(Hardware)), *RATE_KEYS)
+}
+"""Keys of a hardware file, with their entries of `_PARSERS`: fields of `Hardware`, `based_on`, and rates of links."""
 
 _REQUIRED = (
     *(field.name for field in fields(Hardware) if field.default is MISSING and field.name != "links"),
     *(key for key, name in RATE_KEYS.items() if name in (TO_DEVICE, TO_HOME)),
 )
-_ALLOWED = {
-    "based_on": "a preset or a count of one",
-    "name": "a text",
-    "source": "a text",
-    "kind": '"cpu" or "cuda"',
-    "capability": 'a text such as "8.6"',
-    "links": f'links by name ({", ".join(LINKS)}), each such as {{"bytes_per_s": "24GB/s", "latency_s": "10us"}}',
-    "num_devices": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
-    "num_hosts": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
-    "num_copies": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
-    "devices_per_layer": f"a whole number from 1 to {MAX_NUM_DEVICES:,}",
-}
-
-
-def _allowed(key: str) -> str:
-    if key in _ALLOWED:
-        return _ALLOWED[key]
-    if key.endswith(("_nbytes", "_nbytes_per_gib")):
-        return 'bytes, or a size such as "24GiB" or "24GB"'
-    if key.endswith("flops_per_s"):
-        return 'operations per second, or a rate such as "71TFLOPS"'
-    return 'bytes per second, or a rate such as "24GB/s"'
 
 
 def _unknown_key(key: object) -> str:
-    nearest = difflib.get_close_matches(short(key), _HardwareFile.model_fields, n=1, cutoff=0.5)
+    nearest = difflib.get_close_matches(short(key), KEYS, n=1, cutoff=0.5)
     hint = f" (did you mean {nearest[0]!r}?)" if nearest else ""
-    return f"unknown key {short(key)}{hint}; allowed: {', '.join(_HardwareFile.model_fields)}"
+    return f"unknown key {short(key)}{hint}; allowed: {', '.join(KEYS)}"
 
 
 def _expanded(path: Path) -> Path:
