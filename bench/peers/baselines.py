@@ -16,7 +16,7 @@ from models import unet
 
 from chunkc.explaining.cuda_offline import captured_for
 from chunkc.explaining.dry_run import DryRun
-from chunkc.explaining.explain import budget_of, on_hardware, training_in
+from chunkc.explaining.explain import budget_of, on_hardware
 from chunkc.explaining.memory_timeline import PlannedRun, StepPlans
 from chunkc.explaining.offline import OfflineStep, capture_offline
 from chunkc.explaining.predicted_step import PredictedStep
@@ -31,7 +31,7 @@ from chunkc.ir.program import FORWARD, UPDATE
 from chunkc.ir.simulate import RESIDENT_UPDATE, simulate, step_time
 from chunkc.machines.presets import load_hardware
 from chunkc.models import find_model
-from chunkc.optim.update_mode import NONE
+from chunkc.optim.update_mode import NONE, UpdateMode
 from chunkc.options import parse_options
 from chunkc.passes.planning.residency import chunk_items, fixed_nbytes, needed_nbytes
 from chunkc.passes.planning.updates import update_positions
@@ -152,9 +152,8 @@ def replayed(case: Case, overlap: str, activations: str, treatment: Treatment = 
         return _captured(any_machine, dtype, any_moves, torch.backends.cuda.flash_sdp_enabled())
 
     captured = on_hardware(machine_, captured_for(machine_, capture), options, 3)
-    hardware = training_in(machine_, captured.graphs)
-    predicted = PredictedStep(captured, options, hardware, Updates(overlap=overlap))
-    return Replayed(predicted, hardware, budget_of(options, machine_), predicted.training.updates)
+    predicted = PredictedStep(captured, options, machine_, Updates(UpdateMode(overlap)))
+    return Replayed(predicted, predicted.hardware, budget_of(options, machine_), predicted.training.updates)
 
 
 def plan(case: Case, overlap: str, activations: str, treatment: Treatment = TREATMENTS[0]) -> Planned:

@@ -44,7 +44,7 @@ from rich.table import Table
 from torch.utils.checkpoint import checkpoint
 
 import chunkc
-from chunkc.explaining.explain import on_hardware, training_in
+from chunkc.explaining.explain import on_hardware
 from chunkc.explaining.offline import capture_offline
 from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.explaining.updates import Updates
@@ -57,7 +57,7 @@ from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan, 
 from chunkc.ir.program import UPDATE
 from chunkc.ir.simulate import step_time
 from chunkc.machines.calibrate import Sizes, calibrate
-from chunkc.optim.update_mode import BACKWARD, NONE
+from chunkc.optim.update_mode import BACKWARD, NONE, UpdateMode
 from chunkc.options import parse_options
 from chunkc.passes.planning import timeline as planner
 from chunkc.passes.planning import updates as update_planning
@@ -260,7 +260,7 @@ def on_paper(size: Size, hardware: Hardware, options: dict[str, Any], overlap: s
     parsed = parse_options(options)
     step = capture_offline(built(size), next(batches(size)), {}, codegen="eager", repeatable=True)
     step = on_hardware(hardware, step, parsed, None)
-    predicted = PredictedStep(step, parsed, training_in(hardware, step.graphs), Updates(overlap=overlap))
+    predicted = PredictedStep(step, parsed, hardware, Updates(UpdateMode(overlap)))
     assert isinstance(parsed.memory_budget, int)
     dry_run = predicted.fitting(parsed.memory_budget)
     return step_time(predicted.events(predicted.planned(dry_run))).total, predicted.minimum_nbytes(dry_run)

@@ -85,7 +85,7 @@ def examine(case: Case, overlap: str, *, exact: bool) -> Finding:
     """Plan a case, bound it, and hold other policies against it."""
     planned = plan(case, overlap, "auto")
     step = planned.step or planned.predicted.planned(planned.dry_run)
-    early, machine_ = planned.updates.in_backward, planned.hardware
+    early, machine_ = planned.updates.mode.in_backward, planned.hardware
     problem = problem_of(planned.captured, step, planned.updates, machine_, planned.budget_nbytes, early=early)
     bound = lower_bound(problem, exact=exact)
     fewest = lower_bound(problem, least_bytes=True, exact=exact)

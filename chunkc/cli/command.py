@@ -272,7 +272,7 @@ def _largest(
         show(f"tracing with {words} in symbols")
         try:
             with errors_of(target.name, explained=True):
-                scaling = Scaling(lambda size: build(size).parts, parse_options(settings), hardware, choice, zero_stage)
+                scaling = Scaling(build, parse_options(settings), hardware, choice, zero_stage)
 
             def needs_at(size: int) -> int:
                 show(f"trying {words} {size:,}")

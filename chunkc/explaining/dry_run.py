@@ -110,7 +110,7 @@ class Training:
         Args:
             present: parameters that have gradients before it.
         """
-        if not self.updates.in_backward:
+        if not self.updates.mode.in_backward:
             return ()
         in_slots, _ = self.updated(planner_state)
         updatable = {*in_slots, *self._without_gradients(planner_state, present)}
@@ -131,7 +131,7 @@ class Training:
 
     def expected(self, layout: ChunkLayout) -> PhaseContext:
         """Return the context of calls of a layout's graphs, as far as it is known when they are compiled."""
-        if not self.updates.in_backward:
+        if not self.updates.mode.in_backward:
             return EMPTY_CONTEXT
         num_stages = self.updates.num_stages
         in_slots, transient = self.updates.mode.expected(
@@ -142,7 +142,7 @@ class Training:
 
     def undoable(self, updates: Collection[tuple[int, int]]) -> frozenset[int]:
         """Return the groups with updates that can be undone."""
-        return frozenset(group for group, _ in updates) if self.updates.undoable else frozenset()
+        return frozenset(group for group, _ in updates) if self.updates.mode.undoable else frozenset()
 
     def _without_gradients(self, planner_state: PlannerState, present: Set[str]) -> frozenset[int]:
         """Return the resident groups that a backward may update and that have no gradients."""

@@ -23,7 +23,7 @@ from chunkc.explaining.memory_timeline import (
     peak_of,
     recomputed_by_module,
 )
-from chunkc.explaining.offline import OfflineGraph, OfflineStep, PartlyCapturedError, capture_offline
+from chunkc.explaining.offline import OfflineStep, PartlyCapturedError, capture_offline
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
 from chunkc.explaining.over_ranks import (
     check_layers,
@@ -36,7 +36,6 @@ from chunkc.explaining.over_ranks import (
     with_ranks,
 )
 from chunkc.explaining.predicted_step import PredictedStep
-from chunkc.explaining.updates import Updates
 from chunkc.explaining.why import why_is
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.estimates import largest_of_each
@@ -57,8 +56,6 @@ from chunkc.session.declared_states import state_format_of
 from chunkc.torch_private.dynamo import unwrapped
 from chunkc.tracing.dynamic_shapes import input_symbols
 from chunkc.utils.garbage import no_automatic_collection
-
-IN_SLOTS = Updates()
 
 StateFormatOf = Callable[[nn.Parameter], StateFormat]
 """Return the form in which an optimizer keeps states for a parameter."""
@@ -135,8 +132,6 @@ def explain(
     options = parse_options({"codegen": "eager", **own, **given})
     formats = (moments_dtype, master_weights, stochastic_rounding)
     choice = OptimizerChoice(update_on, overlap, optimizer, *formats, momentum, undoable)
-    chosen = choice.of(model)
-    updates = Updates.of(choice, chosen)
     hardware = hardware or own_hardware or "cpu"
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
     machine = with_ranks(machine, world_size, mesh)
@@ -144,16 +139,9 @@ def explain(
     show = show or (lambda what: None)
     show("tracing the model")
     dynamic = has_dynamic_dimensions((args, kwargs))
-    formats_of = chosen.state_format_of
-    step = step_on(
-        machine, model, args, kwargs, options, dynamic=dynamic, state_format_of=formats_of, zero_stage=zero_stage
-    )
-    specs = [spec for graph in step.graphs for spec in graph.movable]
-    refuse_optimizer(chosen, specs, machine.num_devices)
+    predicted = predicted_on(machine, model, args, kwargs, options, choice, dynamic=dynamic, zero_stage=zero_stage)
     show("planning")
-    training = training_in(machine, step.graphs)
-    found = explain_step(step, options, training, name or _class_of(model), updates, why=why)
-    return replace(found, measured=measured)
+    return replace(explain_step(predicted, name or _class_of(model), why=why), measured=measured)
 
 
 def _class_of(model: nn.Module) -> str:
@@ -165,30 +153,19 @@ def minimum_budget(
     model: nn.Module,
     *args: Any,
     hardware: str | Hardware = "cpu",
-    chunk_size: int | str = "auto",
-    codegen: str = "eager",
-    activations: str = "auto",
-    loss_tile_rows: LossTileRows = "auto",
-    strict: bool = False,
-    memory_budget: int | str = "auto",
-    home: str = "cpu",
-    disk_holds: str = "auto",
     choice: OptimizerChoice = ADAMW,
     zero_stage: ZeroStage | None = None,
     **kwargs: Any,
 ) -> int:
     """Return the smallest budget, in bytes, in which `model(*args, **kwargs)` trains.
 
-    Arguments are as for `explain`, but for those of the optimizer, which are in `choice`.
+    Arguments are as for `explain`, with its options among `kwargs`, but for those of the optimizer, which are in
+    `choice`.
     """
-    asked = {"memory_budget": memory_budget, "home": home, "disk_holds": disk_holds, "chunk_size": chunk_size}
-    form = {"codegen": codegen, "activations": activations, "loss_tile_rows": loss_tile_rows, "strict": strict}
+    given = {key: kwargs.pop(key) for key in Options.model_fields if key in kwargs}
     machine = hardware if isinstance(hardware, Hardware) else load_hardware(hardware)
-    options = options_on(machine, parse_options({**asked, **form}))
-    chosen = choice.of(model)
-    formats_of = chosen.state_format_of
-    step = step_on(machine, model, args, kwargs, options, state_format_of=formats_of, zero_stage=zero_stage)
-    predicted = PredictedStep(step, options, training_in(machine, step.graphs), Updates.of(choice, chosen))
+    options = options_on(machine, parse_options({"codegen": "eager", **given}))
+    predicted = predicted_on(machine, model, args, kwargs, options, choice, zero_stage=zero_stage)
     return predicted.minimum_nbytes(predicted.fitting(budget_of(options, machine)))
 
 
@@ -213,11 +190,36 @@ def minimum_of_call(
     Raises:
         UnsupportedError: the model cannot be captured.
     """
-    chosen = ADAMW.of(model)
-    step = step_on(hardware, model, args, kwargs, options, state_format_of=chosen.state_format_of, trains=trains)
-    names = frozenset(spec.name for graph in step.graphs for spec in (*graph.movable, *graph.fixed))
-    predicted = PredictedStep(step, options, training_in(hardware, step.graphs), Updates.of(ADAMW, chosen))
-    return predicted.fitting(1).budget_nbytes, names, len(step.graphs)
+    predicted = predicted_on(hardware, model, args, kwargs, options, trains=trains)
+    graphs = predicted.step.graphs
+    names = frozenset(spec.name for graph in graphs for spec in (*graph.movable, *graph.fixed))
+    return predicted.fitting(1).budget_nbytes, names, len(graphs)
+
+
+def predicted_on(
+    hardware: Hardware,
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    choice: OptimizerChoice = ADAMW,
+    *,
+    dynamic: bool = False,
+    zero_stage: ZeroStage | None = None,
+    trains: bool | None = None,
+) -> PredictedStep:
+    """Capture one training step of a model as by `step_on`, to be planned for any budget.
+
+    Raises:
+        OptionsError, UnsupportedError: as `step_on`; or the optimizer refuses the parameters, or to be cut over ranks.
+    """
+    updates = choice.of(model)
+    step = step_on(
+        hardware, model, args, kwargs, options, dynamic=dynamic, state_format_of=updates.state_format_of,
+        zero_stage=zero_stage, trains=trains,
+    )  # fmt: skip
+    refuse_optimizer(updates, [spec for graph in step.graphs for spec in graph.movable], hardware.num_devices)
+    return PredictedStep(step, options, hardware, updates)
 
 
 def step_on(
@@ -277,7 +279,7 @@ def on_hardware(hardware: Hardware, step: OfflineStep, options: Options, zero_st
 def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options, zero_stage: ZeroStage | None) -> str:
     """Say what the captured first graphs of a step need."""
     step = on_hardware(hardware, before, options, zero_stage)
-    predicted = PredictedStep(step, options, training_in(hardware, step.graphs), IN_SLOTS)
+    predicted = PredictedStep(step, options, hardware)
     needs = format_nbytes(predicted.fitting(1).budget_nbytes)
     names = [name for graph in step.graphs for name in graph.capture.order_of_use()]
     covered = f", from {names[0]} to {names[-1]}," if names else ""
@@ -289,15 +291,6 @@ def _of_the_first(before: OfflineStep, hardware: Hardware, options: Options, zer
         f"{graphs} a budget of {needs}; what comes after depends on the values, and in training each BudgetError names "
         "the smallest for what was compiled by then"
     )
-
-
-def training_in(machine: Hardware, graphs: Sequence[OfflineGraph]) -> Hardware:
-    """Return the machine with the rate of the floating-point dtype that most parameters have."""
-    sizes: dict[torch.dtype, int] = {}
-    specs = {spec.name: spec for graph in graphs for spec in (*graph.movable, *graph.fixed)}
-    for spec in (spec for spec in specs.values() if spec.dtype.is_floating_point):
-        sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.numel
-    return machine.training_in(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else machine
 
 
 def budget_of(options: Options, hardware: Hardware) -> int:
@@ -321,18 +314,10 @@ def budget_of(options: Options, hardware: Hardware) -> int:
 
 
 @no_automatic_collection()
-def explain_step(
-    captured: OfflineStep,
-    options: Options,
-    hardware: Hardware,
-    name: str,
-    updates: Updates = IN_SLOTS,
-    *,
-    why: str | None = None,
-) -> Explanation:
+def explain_step(predicted: PredictedStep, name: str, *, why: str | None = None) -> Explanation:
     """Explain one captured step, and where the part of the model named `why` is in it."""
+    captured, options, hardware = predicted.step, predicted.options, predicted.hardware
     budget = budget_of(options, hardware)
-    predicted = PredictedStep(captured, options, hardware, updates)
     updates = predicted.training.updates
     dry_run = predicted.fitting(budget)
     layout = dry_run.planner_state.layout

@@ -23,18 +23,7 @@ def measured_side(model: nn.Module) -> tuple[dict[str, Any], Hardware | None, Me
     if len(sessions) != 1:
         return {}, None, None
     session = sessions.pop()
-    options = session.options
-    own = {
-        "memory_budget": session.budget_nbytes,
-        "home": options.home,
-        "disk_holds": options.disk_holds,
-        "chunk_size": options.chunk_size,
-        "codegen": options.codegen,
-        "whole_graph": options.whole_graph,
-        "activations": options.activations,
-        "loss_tile_rows": options.loss_tile_rows,
-        "strict": options.strict,
-    }
+    own = {**session.options.model_dump(), "memory_budget": session.budget_nbytes}
     if not session.records.latest:
         return own, session.hardware, None
     found = report(model)

@@ -9,15 +9,15 @@ from inspect import signature
 import torch
 from torch import nn
 
+from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import OptionsError
-from chunkc.ir.states import StateFormat
 from chunkc.optim.adam import Adam, AdamW
 from chunkc.optim.lamb import LAMB
 from chunkc.optim.lion import Lion
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.optim.sgd import SGD
-from chunkc.optim.update_mode import AUTO, DEVICE
-from chunkc.session.declared_states import Declared, declared, state_format_of
+from chunkc.optim.update_mode import AUTO, DEVICE, UpdateMode
+from chunkc.session.declared_states import Declared, declared
 
 OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {
     "adamw": AdamW,
@@ -26,25 +26,6 @@ OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {
     "lion": Lion,
     "sgd": SGD,
 }
-
-
-@dataclass(frozen=True)
-class Optimizer:
-    """The optimizer of a model, as far as plans depend on it.
-
-    Attributes:
-        name: of the optimizer, for people.
-        num_stages: of an update (see `chunkc.ir.updates`); the most if there are several optimizers.
-        asked: dtype of parameters -> requested form; empty if the declarations of the model's own optimizer count.
-    """
-
-    name: str
-    num_stages: int
-    asked: Mapping[torch.dtype, StateFormat]
-
-    def state_format_of(self, parameter: torch.Tensor) -> StateFormat:
-        """Return the form in which it keeps states for a parameter of the model."""
-        return self.asked.get(parameter.dtype) or state_format_of(parameter)
 
 
 @dataclass(frozen=True)
@@ -70,6 +51,10 @@ class OptimizerChoice:
     undoable: bool = False
 
     @property
+    def _mode(self) -> UpdateMode:
+        return UpdateMode(self.overlap, self.update_on, self.undoable)
+
+    @property
     def _arguments(self) -> dict[str, torch.dtype | str | float]:
         """Given arguments that not every optimizer has."""
         optional = {
@@ -81,8 +66,8 @@ class OptimizerChoice:
         }
         return {name: value for name, value in optional.items() if value is not None}
 
-    def of(self, model: nn.Module) -> Optimizer:
-        """Return the optimizer for a model.
+    def of(self, model: nn.Module) -> Updates:
+        """Return the updates of the optimizer for a model.
 
         Raises:
             OptionsError, UnsupportedError: as the constructor raises them for these parameters.
@@ -101,11 +86,11 @@ class OptimizerChoice:
             self._make(kind, {torch.float32: "in float32"})
             own = [declaration for parameter in trained if (declaration := declared(parameter)) is not None]
             num_stages = max((declaration.num_stages for declaration in own), default=1)
-            return Optimizer("the model's optimizer" if own else kind.__name__, num_stages, {})
+            return Updates(self._mode, "the model's optimizer" if own else kind.__name__, num_stages)
         first = {parameter.dtype: name for name, parameter in reversed(named.items())}
         by_dtype = self._make(kind, first or {torch.float32: "in float32"})
         num_stages = max(declaration.num_stages for declaration in by_dtype.values())
-        return Optimizer(kind.__name__, num_stages, {dtype: own.states for dtype, own in by_dtype.items()})
+        return Updates(self._mode, kind.__name__, num_stages, {dtype: own.states for dtype, own in by_dtype.items()})
 
     def _make(self, kind: type[ChunkedOptimizer], names: Mapping[torch.dtype, str]) -> dict[torch.dtype, Declared]:
         """Make such an optimizer for an empty parameter of each dtype, and return its declarations.

@@ -17,7 +17,7 @@ from torch import fx, nn
 from chunkc.distributed.agreement import refuse_moved_activations
 from chunkc.distributed.tensor_parallel import mesh_of_layers
 from chunkc.explaining.offline import OfflineGraph, OfflineStep
-from chunkc.explaining.optimizer_choice import Optimizer
+from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.explanation import GatheredGroup, Layers, Ranks, TimedEvent
 from chunkc.ir.hardware import Hardware
@@ -132,7 +132,7 @@ def _shard(spec: ParamSpec, hardware: Hardware, zero_stage: ZeroStage | None) ->
     return spec.part(Shards(spec.shape, hardware.devices_per_row, 0, zero_stage, hardware.num_copies))
 
 
-def refuse_optimizer(optimizer: Optimizer, specs: Collection[ParamSpec], num_ranks: int) -> None:
+def refuse_optimizer(updates: Updates, specs: Collection[ParamSpec], num_ranks: int) -> None:
     """Refuse an optimizer with states that cannot be cut over ranks.
 
     Raises:
@@ -140,7 +140,7 @@ def refuse_optimizer(optimizer: Optimizer, specs: Collection[ParamSpec], num_ran
     """
     if num_ranks > 1:
         for moments in sorted({str(spec.states.moments) for spec in specs if spec.trainable}):
-            refuse_over_ranks(optimizer.name, moments)
+            refuse_over_ranks(updates.optimizer, moments)
 
 
 def layers_of(graphs: Iterable[fx.GraphModule], hardware: Hardware) -> Layers | None:

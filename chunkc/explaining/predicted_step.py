@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import torch
 
 from chunkc.explaining.cuda_offline import overhead_on
 from chunkc.explaining.dry_run import DryRun, PredictedGraph, PredictedRun, Training, run_dry
 from chunkc.explaining.memory_timeline import PlannedRun, StepPlans
-from chunkc.explaining.offline import OfflineStep
-from chunkc.explaining.updates import Updates
+from chunkc.explaining.offline import OfflineGraph, OfflineStep
+from chunkc.explaining.updates import DEFAULT_UPDATES, Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.explanation import TimedEvent
 from chunkc.ir.hardware import Hardware
@@ -30,10 +33,17 @@ Plans = dict[tuple[int, Key], StepPlan]
 
 
 class PredictedStep:
-    """A step's graphs, to be planned for any budget."""
+    """A step's graphs, to be planned for any budget.
 
-    def __init__(self, step: OfflineStep, options: Options, hardware: Hardware, updates: Updates) -> None:
-        self._step, self._hardware = step, hardware
+    Attributes:
+        hardware: with the rate of the floating-point dtype that most parameters have.
+    """
+
+    def __init__(
+        self, step: OfflineStep, options: Options, hardware: Hardware, updates: Updates = DEFAULT_UPDATES
+    ) -> None:
+        hardware = _training_in(hardware, step.graphs)
+        self.step, self.options, self.hardware = step, options, hardware
         self.graphs: list[PredictedGraph] = []
         chunk_nbytes = options.chunk_size if isinstance(options.chunk_size, int) else None
         layout = replace(EMPTY_LAYOUT, overhead_nbytes=overhead_on(hardware), disk_holds=options.on_disk(hardware.kind))
@@ -73,7 +83,7 @@ class PredictedStep:
 
     def planned(self, dry_run: DryRun) -> StepPlans:
         """Return the verified plans of a step."""
-        several = len(self._step.calls) > 1
+        several = len(self.step.calls) > 1
         runs: list[PlannedRun] = []
         plans: Plans = {}
         present, gradients = frozenset[ItemId](), set[str]()
@@ -109,7 +119,7 @@ class PredictedStep:
 
     def events(self, step: StepPlans) -> tuple[TimedEvent, ...]:
         """Simulate the planned step's events in time."""
-        hardware, updates = self._hardware, self.training.updates
+        hardware, updates = self.hardware, self.training.updates
         costs = {name: cost_s for run in step.runs for name, cost_s in run.costs_s().items()}
         nbytes = updates.nbytes(step)
         rate = hardware.update_bytes_per_s
@@ -133,14 +143,14 @@ class PredictedStep:
         """Return the plan of the optimizer's step, the groups that the CPU updates, and the other groups' tiles."""
         if all(captured.backward is None for captured in dry_run.captured):
             return None, frozenset(), ()
-        made = update_plan(dry_run.update, self._hardware)
+        made = update_plan(dry_run.update, self.hardware)
         return made.plan, dry_run.cpu_updated, made.tiles
 
     def _plan(self, captured: Captured, graph: int, request: StepRequest, plans: Plans) -> StepPlan:
         """Make the requested plan of a graph, or return it if it was made before."""
         key = graph, request.key
         if key not in plans:
-            plans[key] = step_plan(captured, request, self._hardware)
+            plans[key] = step_plan(captured, request, self.hardware)
         return plans[key]
 
 
@@ -158,3 +168,12 @@ def _of_one_run(plan: Plan, run: PredictedRun, name: str, captured: Captured) ->
         for at, moment in enumerate(phase.moments)
     )
     return replace(plan, phases=(replace(phase, moments=moments),))
+
+
+def _training_in(machine: Hardware, graphs: Sequence[OfflineGraph]) -> Hardware:
+    """Return the machine with the rate of the floating-point dtype that most parameters have."""
+    sizes: dict[torch.dtype, int] = {}
+    specs = {spec.name: spec for graph in graphs for spec in (*graph.movable, *graph.fixed)}
+    for spec in (spec for spec in specs.values() if spec.dtype.is_floating_point):
+        sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.numel
+    return machine.training_in(max(sizes, key=lambda dtype: sizes[dtype])) if sizes else machine

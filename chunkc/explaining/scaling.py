@@ -17,10 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from chunkc.explaining.explain import budget_of, options_on, step_on, training_in
+from chunkc.explaining.explain import budget_of, options_on, predicted_on
 from chunkc.explaining.optimizer_choice import ADAMW, OptimizerChoice
-from chunkc.explaining.predicted_step import PredictedStep
-from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import ChunkLayout
@@ -137,16 +135,11 @@ def _capture(
         raise UnsupportedError("the model's own tensors depend on this size")
     leaves, others = (pytree.tree_leaves((tuple(a), dict(k))) for a, k in ((args, kwargs), other))
     lines = _mark(leaves, others, traced_size)
-    chosen = choice.of(model)
-    formats_of = chosen.state_format_of
-    step = step_on(
-        hardware, model, args, kwargs, options, dynamic=True, state_format_of=formats_of, zero_stage=zero_stage
-    )
-    training = training_in(hardware, step.graphs)
-    graph = PredictedStep(step, options, training, Updates.of(choice, chosen)).graphs[0]
+    predicted = predicted_on(hardware, model, args, kwargs, options, choice, dynamic=True, zero_stage=zero_stage)
+    graph = predicted.graphs[0]
     graph.builder.budget_nbytes = budget_of(options, hardware)
     templates = graph.templates
-    if templates is None or len(step.calls) > 1 or set(templates.traced.values()) != lines.keys():
+    if templates is None or len(predicted.step.calls) > 1 or set(templates.traced.values()) != lines.keys():
         raise UnsupportedError("the model's code takes other branches at other sizes, or makes symbols of its own")
     lines_of = {symbol: lines[length] for symbol, length in templates.traced.items()}
     return SizedStep(templates, graph.layout, lines_of, options.activations)

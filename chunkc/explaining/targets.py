@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,17 +37,12 @@ DEFAULT_IMAGE_SIZE = 224
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-@dataclass(frozen=True)
-class Subject:
+class Subject(NamedTuple):
     """A model and one call of it, all on fake tensors."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-
-    @property
-    def parts(self) -> tuple[nn.Module, tuple[Any, ...], Mapping[str, Any]]:
-        return self.model, self.args, self.kwargs
 
 
 @dataclass(frozen=True)

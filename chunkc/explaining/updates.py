@@ -2,63 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from chunkc.explaining.memory_timeline import StepPlans
-from chunkc.explaining.optimizer_choice import Optimizer, OptimizerChoice
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout, ParamSpec
 from chunkc.ir.simulate import RESIDENT_UPDATE, HostUpdateTimes
-from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW
+from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW, StateFormat
 from chunkc.ir.units import format_nbytes
 from chunkc.ir.updates import tile_traffic, update_traffic
-from chunkc.optim.update_mode import AUTO, CPU, DEVICE, NONE, UpdateMode, resolved
+from chunkc.optim.update_mode import AUTO, CPU, NONE, UpdateMode, resolved
 from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 from chunkc.runtime.store.checksums import SAMPLED
+from chunkc.session.declared_states import state_format_of
 
 
 @dataclass(frozen=True)
 class Updates:
-    """The optimizer's updates; `update_on`, `overlap` and `undoable` are its arguments of these names.
+    """The updates of a model's optimizer, as far as plans depend on them.
 
     Attributes:
+        mode: the optimizer's arguments `update_on`, `overlap` and `undoable`.
         optimizer: its name, for people.
-        num_stages: of an update (see `chunkc.ir.updates`).
+        num_stages: of an update (see `chunkc.ir.updates`); the most if there are several optimizers.
+        asked: dtype of parameters -> requested form; empty if the declarations of the model's own optimizer count.
     """
 
-    update_on: str = DEVICE
-    overlap: str = AUTO
+    mode: UpdateMode = field(default_factory=lambda: UpdateMode(AUTO))
     optimizer: str = "AdamW"
     num_stages: int = 1
-    undoable: bool = False
+    asked: Mapping[torch.dtype, StateFormat] = field(default_factory=dict)
 
-    @staticmethod
-    def of(choice: OptimizerChoice, optimizer: Optimizer) -> Updates:
-        """Return the updates of the optimizer that was chosen for a model."""
-        return Updates(choice.update_on, choice.overlap, optimizer.name, optimizer.num_stages, choice.undoable)
-
-    def __post_init__(self) -> None:
-        UpdateMode(self.overlap, self.update_on, self.undoable)
+    def state_format_of(self, parameter: torch.Tensor) -> StateFormat:
+        """Return the form in which the optimizer keeps states for a parameter of the model."""
+        return self.asked.get(parameter.dtype) or state_format_of(parameter)
 
     def on(self, hardware: Hardware, layout: ChunkLayout, home: str) -> Updates:
         """Return the updates of a model with this layout, with what `overlap="auto"` is for it."""
         over_ranks = hardware.num_devices > 1
-        asked = self.mode
-        mode = resolved(asked, layout, hardware, home=home, num_stages=self.num_stages, over_ranks=over_ranks)
-        return replace(self, overlap=mode.mode, undoable=mode.undoable)
-
-    @property
-    def mode(self) -> UpdateMode:
-        """The arguments as the optimizer has them."""
-        return UpdateMode(self.overlap, self.update_on, self.undoable)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether groups are updated in the backward."""
-        return self.mode.in_backward
+        mode = resolved(self.mode, layout, hardware, home=home, num_stages=self.num_stages, over_ranks=over_ranks)
+        return replace(self, mode=mode)
 
     def cpu_updated(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:
         """Return the groups that the CPU updates at home.
@@ -76,7 +64,7 @@ class Updates:
     def home_nbytes(self, step: StepPlans, counts: Callable[[str], bool] = lambda kind: True) -> int:
         """Return the home bytes for the kinds of data that count, with shadow copies if updates can be undone."""
         layout, resident = step.layout, step.resident
-        if self.undoable:
+        if self.mode.undoable:
             return home_nbytes(layout, resident, counts=counts) + shadow_copies_nbytes(layout, resident, counts)
         consumed = {group.index for group in layout.groups} - step.gradients_at_home
         return home_nbytes(layout, resident, consumed, counts)
@@ -99,7 +87,7 @@ class Updates:
 
     def checksums_s(self, step: StepPlans, hardware: Hardware) -> float:
         """Return the seconds in which `step()` reads what the backward has updated, to see that it is unchanged."""
-        if not self.undoable or not (groups := step.updated_in_backward - step.resident):
+        if not self.mode.undoable or not (groups := step.updated_in_backward - step.resident):
             return 0.0
         params, grads = (sum(step.layout.groups[index].nbytes(kind) for index in groups) for kind in (PARAM, GRAD))
         return (params + grads / SAMPLED) / sum(hardware.home_read_rates)
@@ -116,7 +104,7 @@ class Updates:
 
     def _of_group(self, group: ChunkGroup) -> int:
         """Return the bytes of a group's update by the CPU, which copies the data first if updates can be undone."""
-        copied = [kind for kind in group.update_kinds if kind != GRAD] if self.undoable else []
+        copied = [kind for kind in group.update_kinds if kind != GRAD] if self.mode.undoable else []
         return group_update_nbytes(group, self.num_stages) + 2 * sum(map(group.nbytes, copied))
 
     def notes(self, step: StepPlans, hardware: Hardware) -> Iterator[str]:
@@ -127,7 +115,7 @@ class Updates:
                 f"the backward updates {len(in_backward) - num_resident} of {len(step.layout.groups)} chunks in slots"
                 + (f", and {num_resident} that stay" if num_resident else "")
             )
-        if self.undoable:
+        if self.mode.undoable:
             more = shadow_copies_nbytes(step.layout, step.resident)
             yield (
                 "no update is undone; home has room for parameters and states twice, "
@@ -135,8 +123,8 @@ class Updates:
             )
         if step.cpu_updated:
             yield f"the CPU updates {len(step.cpu_updated)} of {len(step.layout.groups)} chunks at home"
-        if step.cpu_updated and self.overlap != NONE and hardware.kind != "cuda":
-            yield f'overlap="{self.overlap}" hides nothing here: the cores that update are those that compute'
+        if step.cpu_updated and self.mode.mode != NONE and hardware.kind != "cuda":
+            yield f'overlap="{self.mode.mode}" hides nothing here: the cores that update are those that compute'
         specs = step.layout.specs()
         yield from dict.fromkeys(self._states_of(specs[name]) for name in sorted(step.trained))
 
@@ -161,6 +149,10 @@ class Updates:
             f"{self.optimizer} keeps {kept}{masters} for {dtype} parameters: an update reads {read:.4g} "
             f"and writes {written:.4g} bytes of each"
         )
+
+
+DEFAULT_UPDATES = Updates()
+"""Updates of an optimizer with default arguments."""
 
 
 def resident_specs(step: StepPlans) -> list[ParamSpec]:

@@ -16,10 +16,9 @@ from zoo import CASES, MORE_CASES
 from chunkc import compile as compilation
 from chunkc.explaining import dry_run as dry_run_state
 from chunkc.explaining import predicted_step as predicted_step
-from chunkc.explaining.explain import explain_step, step_on, training_in
+from chunkc.explaining.explain import explain_step, step_on
 from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.predicted_step import PredictedStep
-from chunkc.explaining.updates import Updates
 from chunkc.machines.presets import load_hardware
 from chunkc.optim import step as optimizer_step
 from chunkc.optim.step import PreparedUpdate
@@ -127,7 +126,7 @@ def captured(name: str, options: Options) -> OfflineStep:
 def explained(step: OfflineStep, options: Options, name: str) -> Recording:
     """The same on paper."""
     with recorded(dry_run_state, predicted_step) as found:
-        assert explain_step(step, options, training_in(CPU, step.graphs), name, Updates()).fits
+        assert explain_step(PredictedStep(step, options, CPU), name).fits
     return found
 
 
@@ -180,7 +179,7 @@ def rungs() -> list[Any]:
 )
 def test_training_does_what_the_policy_says_and_explain_says_so_too(name: str, whole_graph: str, percent: int) -> None:
     step = captured(name, parse_options(options_of(1, whole_graph)))
-    smallest = PredictedStep(step, parse_options(options_of(1, whole_graph)), training_in(CPU, step.graphs), Updates())
+    smallest = PredictedStep(step, parse_options(options_of(1, whole_graph)), CPU)
     budget = smallest.fitting(1).budget_nbytes * percent // 100
     options = options_of(budget, whole_graph)
 

@@ -14,10 +14,9 @@ from zoo import CASES
 
 import chunkc
 from chunkc.explaining.dry_run import run_dry
-from chunkc.explaining.explain import explain_step, step_on, training_in
+from chunkc.explaining.explain import explain_step, step_on
 from chunkc.explaining.offline import OfflineStep
 from chunkc.explaining.predicted_step import PredictedStep
-from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.machines.presets import load_hardware
 from chunkc.options import parse_options
@@ -69,7 +68,7 @@ def captured(name: str, whole_graph: str) -> tuple[OfflineStep, PredictedStep]:
     options = parse_options({"codegen": "eager", "whole_graph": whole_graph, "activations": "keep"})
     model, inputs = MODELS[name]()
     step = step_on(CPU, model, (), inputs, options)
-    return step, PredictedStep(step, options, training_in(CPU, step.graphs), Updates())
+    return step, PredictedStep(step, options, CPU)
 
 
 def fits(name: str, whole_graph: str, budget_nbytes: int) -> bool:
@@ -134,7 +133,7 @@ def test_training_comes_to_the_same(name: str, whole_graph: str, percent: int) -
     minimum = predicted.fitting(1).budget_nbytes
     budget = minimum * percent // 100
     options = parse_options({"codegen": "eager", "memory_budget": budget, "whole_graph": whole_graph})
-    explained = explain_step(step, options, training_in(CPU, step.graphs), name)
+    explained = explain_step(PredictedStep(step, options, CPU), name)
     assert explained.fits
     assert explained.minimum_budget_nbytes == minimum
     report = trained(name, budget, whole_graph)

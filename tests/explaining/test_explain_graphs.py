@@ -20,9 +20,10 @@ from zoo import CASES
 
 import chunkc
 from chunkc.explaining import whole_step
-from chunkc.explaining.explain import explain_step, step_on, training_in
+from chunkc.explaining.explain import explain_step, step_on
 from chunkc.explaining.formats import json_, render_graph, render_html, render_json, render_text, render_trace
 from chunkc.explaining.offline import OfflineStep
+from chunkc.explaining.predicted_step import PredictedStep
 from chunkc.ir.errors import BudgetError, UnsupportedError
 from chunkc.ir.explanation import Explanation
 from chunkc.machines.presets import load_hardware
@@ -49,7 +50,7 @@ def captured(name: str) -> OfflineStep:
 def explained(name: str, budget_nbytes: int, **options: Any) -> Explanation:
     settings = parse_options({"codegen": "eager", "whole_graph": "never", "memory_budget": budget_nbytes, **options})
     step = captured(name)
-    return explain_step(step, settings, training_in(load_hardware("cpu"), step.graphs), name)
+    return explain_step(PredictedStep(step, settings, load_hardware("cpu")), name)
 
 
 Moments = dict[str, tuple[int, int]]
@@ -191,7 +192,7 @@ def test_on_a_gpu_saved_values_wait_for_their_backward() -> None:
     options = parse_options({"codegen": "eager", "whole_graph": "never", "memory_budget": 64 << 20})
     step = step_on(hardware, case.build(), (), case.batch(0), options)
     held: dict[str, int] = {}
-    for moment in explain_step(step, options, training_in(hardware, step.graphs), "on a GPU").moments:
+    for moment in explain_step(PredictedStep(step, options, hardware), "on a GPU").moments:
         held.setdefault(moment.call.rpartition(".")[0], moment.contents["others"])
     assert 0 < held["forward.1"] < held["forward.2"]
     assert held["backward.2"] > held["backward.1"] > held["backward.0"]

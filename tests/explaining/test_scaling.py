@@ -72,7 +72,7 @@ def test_one_capture_serves_the_whole_search(monkeypatch: pytest.MonkeyPatch) ->
         nonlocal count
         count += 1
 
-    monkeypatch.setattr(scaling, "step_on", one_more)
+    monkeypatch.setattr(scaling, "predicted_on", one_more)
     search.largest(lambda size: known.minimum_nbytes(size) or 0, BUDGET)
     assert count == 0
     assert known.captures[0].templates.num_described < 8

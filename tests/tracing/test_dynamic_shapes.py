@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from ladder import rungs
 from zoo import LADDER
 
-from chunkc.explaining.explain import step_on, training_in
+from chunkc.explaining.explain import step_on
 from chunkc.explaining.predicted_step import PredictedStep
-from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import UnsupportedError
 from chunkc.machines.presets import load_hardware
 from chunkc.options import parse_options
@@ -52,7 +51,7 @@ def builder(name: str, sizes: tuple[int, int], *, dynamic: bool = False, whole: 
     options = parse_options({"codegen": "eager", "whole_graph": "auto" if whole else "never"})
     cpu, inputs = load_hardware("cpu"), batch(name, sizes, dynamic=dynamic)
     step = step_on(cpu, LADDER[name].build(), (), inputs, options, dynamic=dynamic)
-    builder = PredictedStep(step, options, training_in(cpu, step.graphs), Updates()).graphs[0].builder
+    builder = PredictedStep(step, options, cpu).graphs[0].builder
     builder.budget_nbytes = HUGE
     return builder
 
