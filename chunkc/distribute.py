@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from chunkc.distributed.agreement import agree, together
+from chunkc.distributed.process_group import TIMEOUT_S, check_timeout, is_timeout
 from chunkc.distributed.tensor_parallel import TensorParallel, is_parallel, local, tensor_parallel
 from chunkc.distributed.whole_parameters import let_read, whole
 from chunkc.ir.errors import ChunkcError, DistributedError, OptionsError, UnsupportedError
@@ -35,9 +36,6 @@ from chunkc.runtime.store.shards import LocalShard, local_shard_of, shards_on
 from chunkc.session.movable import can_move, is_chunkable
 from chunkc.session.place import move_residents, place_parts
 from chunkc.session.session import owner
-
-TIMEOUT_S = 300.0
-"""How long a rank waits for the others."""
 
 _MESH = 'mesh must be a DeviceMesh of one or two dimensions on "cpu" or "cuda", as init_device_mesh makes it'
 
@@ -183,14 +181,10 @@ def _transport_on(mesh: DeviceMesh, timeout_s: float, check: Callable[[], None])
     ranks = mesh.mesh.flatten().tolist() if is_mesh else range(dist.get_world_size())
     num_copies = mesh.size(0) if is_mesh and mesh.ndim > 1 else 1
     try:
-        return Transport(tuple(ranks), timeout_s if _is_positive(timeout_s) else TIMEOUT_S, num_copies)
+        return Transport(tuple(ranks), timeout_s if is_timeout(timeout_s) else TIMEOUT_S, num_copies)
     except DistributedError:
         check()
         raise
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and value > 0
 
 
 def _check(
@@ -203,8 +197,7 @@ def _check(
         parse_device("cuda")
     parse_options({"home": home, "disk_holds": disk_holds})
     check_zero_stage(zero_stage)
-    if not _is_positive(timeout_s):
-        raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
+    check_timeout(timeout_s)
     named = dict(model.named_parameters())
     if not named:
         raise OptionsError("the model has no parameters to distribute: compile it as it is")

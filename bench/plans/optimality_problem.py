@@ -100,7 +100,7 @@ def _saved_gaps(captured: Captured) -> Iterator[Gap]:
     forward, backward = captured.forward, captured.backward
     if backward is None:
         return
-    storage_of = forward.value_storages()
+    storage_of = forward.value_storages
     given = set(forward.inputs.values()) | forward.held
     given |= {storage_of[value] for value in forward.outputs[: forward.num_user_outputs] if value is not None}
     maker = {storage: at for at, call in reversed(list(enumerate(forward.calls))) for storage in call.output_storages}
@@ -108,7 +108,7 @@ def _saved_gaps(captured: Captured) -> Iterator[Gap]:
         storage: max(at for at, call in enumerate(forward.calls) if storage in _touched(call, storage_of))
         for storage in maker
     }
-    behind = backward.value_storages()
+    behind = backward.value_storages
     uses: dict[str, list[int]] = {}
     for at, call in enumerate(backward.calls):
         for storage in _touched(call, behind):

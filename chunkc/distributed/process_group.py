@@ -37,13 +37,23 @@ def init_process_group(timeout_s: float = TIMEOUT_S) -> None:
         OptionsError: the timeout is not positive.
         DistributedError: a rank has not come in time.
     """
-    if not timeout_s > 0:
-        raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
+    check_timeout(timeout_s)
     if "RANK" not in os.environ:
         alone = timedelta(seconds=timeout_s)
         dist.init_process_group(_backends(), store=dist.HashStore(), rank=0, world_size=1, timeout=alone)
         return
     meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s)
+
+
+def is_timeout(value: object) -> bool:
+    """Whether a value is a positive number of seconds."""
+    return isinstance(value, (int, float)) and value > 0
+
+
+def check_timeout(timeout_s: object) -> None:
+    """Raise OptionsError if it is no timeout."""
+    if not is_timeout(timeout_s):
+        raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
 
 
 def meet(rank: int, world_size: int, timeout_s: float) -> None:

@@ -28,7 +28,9 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _DTYPES |= {str(dtype).removeprefix("torch."): dtype for dtype in _DTYPES.values()}
 
 
-class _Top(Section):
+class Top(Section):
+    """The keys that are in no section."""
+
     train_batch_size: PositiveInt | None = None
     train_micro_batch_size_per_gpu: PositiveInt | None = None
     gradient_accumulation_steps: PositiveInt | None = None
@@ -89,7 +91,7 @@ class EngineConfig:
         accumulation_steps: calls of `Engine.step` per update.
         world_size: number of processes that train the model together.
         zero_stage: stage of ZeRO (see `chunkc.distribute`); None: the plan chooses.
-        gradient_clipping: largest global norm of the gradients; 0: no clipping.
+        top: keys that are in no section, such as `gradient_clipping`, as they are given (see `chunkc.engine.keys`).
         dtype: of parameters and gradients; None: as the model is built.
         autocast: dtype of `torch.autocast` around the model; None: no autocast.
         casts_inputs: whether floating-point arguments of the model are cast to `dtype`.
@@ -98,13 +100,8 @@ class EngineConfig:
         optimizer, scheduler: types and parameters; None: not given.
         update_on: device of updates, "cpu" or "device", if the optimizer's parameters do not set it.
         is_patrickstars: whether the configuration has keys of PatrickStar.
-        steps_per_print: number of updates between two logs of progress.
-        wall_clock_breakdown: whether times are logged, too.
         device: device that the model computes on; None: the GPU of the local rank, else the CPU.
         options: options of the backend, for `torch.compile`.
-        default_chunk_size: elements of a chunk; None: not given.
-        cpu_embedding: whether the CPU looks up embeddings.
-        builds_at_home: whether the model is built directly in home memory.
         without_effect: keys that have no effect, by the reason.
     """
 
@@ -112,7 +109,7 @@ class EngineConfig:
     accumulation_steps: int
     world_size: int
     zero_stage: ZeroStage | None
-    gradient_clipping: float
+    top: Top
     dtype: torch.dtype | None
     autocast: torch.dtype | None
     casts_inputs: bool
@@ -122,13 +119,8 @@ class EngineConfig:
     scheduler: _Typed | None
     update_on: str
     is_patrickstars: bool
-    steps_per_print: int
-    wall_clock_breakdown: bool
     device: str | None
     options: Mapping[str, Any]
-    default_chunk_size: int | None
-    cpu_embedding: bool
-    builds_at_home: bool
     without_effect: Mapping[str, list[str]]
 
     def loss_scaler(self) -> LossScaler:
@@ -152,8 +144,8 @@ class EngineConfig:
             dtype: of most parameters; converts PatrickStar's chunk size from elements to bytes.
         """
         options = dict(self.options)
-        if self.default_chunk_size is not None:
-            options["chunk_size"] = max(self.default_chunk_size * dtype.itemsize, MIN_CHUNK_NBYTES)
+        if self.top.default_chunk_size is not None:
+            options["chunk_size"] = max(self.top.default_chunk_size * dtype.itemsize, MIN_CHUNK_NBYTES)
         return options
 
 
@@ -181,7 +173,7 @@ def read_config(config: Config, auto: object = None, world_size: int = 1) -> Eng
         check_refused(name, value)
     asked = [name for name, value in flat.items() if value not in (None, False, 0, "", {}, [])]
 
-    top = checked(_Top, _section(flat, ""))
+    top = checked(Top, _section(flat, ""))
     fp16 = checked(_Fp16, _section(flat, "fp16"), "fp16")
     bf16 = checked(_Bf16, _section(flat, "bf16"), "bf16")
     if fp16.enabled and bf16.enabled:
@@ -197,7 +189,7 @@ def read_config(config: Config, auto: object = None, world_size: int = 1) -> Eng
         accumulation_steps=accumulation_steps,
         world_size=world_size,
         zero_stage=zero.stage or None,
-        gradient_clipping=top.gradient_clipping,
+        top=top,
         dtype=dtype,
         autocast=_autocast(flat, dtype),
         casts_inputs=fp16.enabled and auto_cast,
@@ -207,13 +199,8 @@ def read_config(config: Config, auto: object = None, world_size: int = 1) -> Eng
         scheduler=_typed(flat, "scheduler"),
         update_on=update_on,
         is_patrickstars=is_patrickstars,
-        steps_per_print=top.steps_per_print,
-        wall_clock_breakdown=top.wall_clock_breakdown,
         device=device,
         options=options,
-        default_chunk_size=top.default_chunk_size,
-        cpu_embedding=top.use_cpu_embedding,
-        builds_at_home=top.release_after_init,
         without_effect=without_effect(asked),
     )
 
@@ -242,7 +229,7 @@ def _typed(flat: Mapping[str, Any], path: str) -> _Typed | None:
     return checked(_Typed, values, path)
 
 
-def _batch(top: _Top, world_size: int) -> tuple[int | None, int]:
+def _batch(top: Top, world_size: int) -> tuple[int | None, int]:
     """Return the size of a micro-batch, if known, and the accumulation steps.
 
     Raises:

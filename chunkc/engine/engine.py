@@ -174,7 +174,7 @@ class Engine(nn.Module):
             )
         self._check_schedule()
         self._tell_where_nothing_was_called()
-        scale, limit = self.loss_scaler.loss_scale, self.config.gradient_clipping
+        scale, limit = self.loss_scaler.loss_scale, self.config.top.gradient_clipping
         self._overflow, self._norm = False, None
         if self.config.dtype is None:
             if limit > 0 and isinstance(optimizer, ChunkedOptimizer):
@@ -241,7 +241,7 @@ class Engine(nn.Module):
             )
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**self._lr_kwargs)
-        if self.global_steps % self.config.steps_per_print == 0:
+        if self.global_steps % self.config.top.steps_per_print == 0:
             self._log_progress()
         self.loss_scaler.update(self._overflow)
 
@@ -277,7 +277,7 @@ class Engine(nn.Module):
 
     def gradient_clipping(self) -> float:
         """Return the largest global norm of the gradients; 0: no clipping."""
-        return self.config.gradient_clipping
+        return self.config.top.gradient_clipping
 
     def get_lr(self) -> list[float]:
         """Return the learning rates of the parameter groups."""
@@ -345,7 +345,7 @@ class Engine(nn.Module):
         try:
             yield
         finally:
-            if self.config.wall_clock_breakdown and self.device.type == "cuda":
+            if self.config.top.wall_clock_breakdown and self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # kernels may still run after their launch has returned
             self._seconds[what] += time.perf_counter() - begun
 
@@ -357,7 +357,7 @@ class Engine(nn.Module):
             self.get_lr(),
             self.loss_scale,
         )
-        if self.config.wall_clock_breakdown:
+        if self.config.top.wall_clock_breakdown:
             logger.info("seconds since: %s", ", ".join(f"{what} {s:.3f}" for what, s in self._seconds.items()))
         self._seconds = dict.fromkeys(self._seconds, 0.0)
 
@@ -375,7 +375,7 @@ def check_optimizer(optimizer: Optimizer, config: EngineConfig) -> None:
             f"{type(optimizer).__module__}.{type(optimizer).__name__} does not keep; use chunkc.optim's Adam, AdamW, "
             "LAMB, Lion or SGD, or train in fp32"
         )
-    needs_all = config.checks_overflow or config.gradient_clipping > 0
+    needs_all = config.checks_overflow or config.top.gradient_clipping > 0
     if needs_all and isinstance(optimizer, ChunkedOptimizer) and optimizer.overlap.is_final:
         raise OptionsError(
             f'overlap="{optimizer.overlap.mode}" updates parameters in the backward, before the norm of all gradients '

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from chunkc.distribute import TIMEOUT_S, distribute
+from chunkc.distribute import distribute
+from chunkc.distributed.process_group import TIMEOUT_S
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.shards import ZeroStage
 from chunkc.runtime.store.shards import LocalShard, local_shard_of

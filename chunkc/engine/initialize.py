@@ -74,7 +74,7 @@ def initialize_engine(
         raise OptionsError('the configuration has no "optimizer"; write one, or pass initialize_engine(optimizer=...)')
     device = parse_device(settings.device or (f"cuda:{max(local_rank, 0)}" if torch.cuda.is_available() else "cpu"))
     _check_several(settings, device, optimizer)
-    looks_up = settings.cpu_embedding and device.type != "cpu"
+    looks_up = settings.top.use_cpu_embedding and device.type != "cpu"
     embeddings: list[nn.Embedding] = []
     with ExitStack() as stack, _at_home(settings, model_func, device):
         model = model_func if isinstance(model_func, nn.Module) else model_func()
@@ -123,7 +123,7 @@ def _at_home(
     Raises:
         OptionsError: it says so, and the model is built already.
     """
-    if not settings.builds_at_home:
+    if not settings.top.release_after_init:
         return nullcontext()
     if isinstance(model_func, nn.Module):
         raise OptionsError(
@@ -138,7 +138,7 @@ def _cpu_embedding_without_effect(
     settings: EngineConfig, device: torch.device, embeddings: Sequence[nn.Embedding]
 ) -> dict[str, list[str]]:
     """Return `use_cpu_embedding` by the reason that it has no effect; empty if it has one or is not set."""
-    if not settings.cpu_embedding or embeddings:
+    if not settings.top.use_cpu_embedding or embeddings:
         return {}
     on_device = "the model has no nn.Embedding that the CPU can look up"
     return {"the CPU computes anyway" if device.type == "cpu" else on_device: ["use_cpu_embedding"]}
@@ -182,9 +182,9 @@ def _check_several(
         return
     refused = {
         "look up embeddings on the CPU: set use_cpu_embedding to false": (
-            settings.cpu_embedding and device.type != "cpu"
+            settings.top.use_cpu_embedding and device.type != "cpu"
         ),
-        "build a model at home: set release_after_init to false": settings.builds_at_home,
+        "build a model at home: set release_after_init to false": settings.top.release_after_init,
         "take an optimizer that has the parameters of one: pass a function that makes it": (
             isinstance(optimizer, Optimizer)
         ),

@@ -32,7 +32,6 @@ from chunkc.explaining.over_ranks import (
     notes,
     ranks_of,
     refuse_distributed,
-    refuse_optimizer,
     with_ranks,
 )
 from chunkc.explaining.predicted_step import PredictedStep
@@ -48,6 +47,7 @@ from chunkc.ir.simulate import step_time, traffic
 from chunkc.ir.states import StateFormat
 from chunkc.ir.units import format_nbytes
 from chunkc.machines.presets import load_hardware
+from chunkc.optim.over_ranks import refuse_over_ranks
 from chunkc.optim.update_mode import AUTO, DEVICE
 from chunkc.options import LossTileRows, Options, parse_options, resolve_budget
 from chunkc.passes.planning.residency import everything
@@ -141,12 +141,7 @@ def explain(
     dynamic = has_dynamic_dimensions((args, kwargs))
     predicted = predicted_on(machine, model, args, kwargs, options, choice, dynamic=dynamic, zero_stage=zero_stage)
     show("planning")
-    return replace(explain_step(predicted, name or _class_of(model), why=why), measured=measured)
-
-
-def _class_of(model: nn.Module) -> str:
-    """Return the name of the user's class, also for a compiled model."""
-    return type(unwrapped(model)).__name__
+    return replace(explain_step(predicted, name or type(unwrapped(model)).__name__, why=why), measured=measured)
 
 
 def minimum_budget(
@@ -218,7 +213,9 @@ def predicted_on(
         hardware, model, args, kwargs, options, dynamic=dynamic, state_format_of=updates.state_format_of,
         zero_stage=zero_stage, trains=trains,
     )  # fmt: skip
-    refuse_optimizer(updates, [spec for graph in step.graphs for spec in graph.movable], hardware.num_devices)
+    specs = [spec for graph in step.graphs for spec in graph.movable if spec.trainable]
+    for moments in sorted({str(spec.states.moments) for spec in specs}) if hardware.num_devices > 1 else ():
+        refuse_over_ranks(updates.optimizer, moments)
     return PredictedStep(step, options, hardware, updates)
 
 

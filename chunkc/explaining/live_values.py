@@ -75,7 +75,7 @@ def freed_storages(forward: PhaseCall, own: Captured, alive: frozenset[int]) -> 
     """Return the storages that a forward's backward counts as held and that are not alive any more."""
     if own.backward is None:
         return frozenset()
-    program, storage_of = own.forward, own.forward.value_storages()
+    program, storage_of = own.forward, own.forward.value_storages
     numbered = [
         *zip(program.inputs.values(), forward.arguments, strict=True),
         *(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -218,23 +218,20 @@ def _largest_first(contents: Mapping[str, int]) -> dict[str, int]:
 
 def offloaded_by_module(step: StepPlans) -> dict[str, int]:
     """Return the bytes of offloaded saved values, by the module that made them."""
-    by_module: dict[str, int] = {}
-    for run in step.runs:
-        makers = run.captured.makers if run.phase == FORWARD else {}
-        for saved in run.captured.offloaded if run.phase == FORWARD else ():
-            module = makers.get(saved.storage, "the model")
-            by_module[module] = by_module.get(module, 0) + saved.nbytes
-    return by_module
+    return _by_module(step, lambda own: {saved.storage: saved.nbytes for saved in own.offloaded})
 
 
 def recomputed_by_module(step: StepPlans) -> dict[str, int]:
     """Return the bytes of saved values that the backward recomputes, by the module that made them."""
+    return _by_module(step, lambda own: {name: own.forward.storages[name] for name in own.forward.remade})
+
+
+def _by_module(step: StepPlans, nbytes_of: Callable[[Captured], Mapping[str, int]]) -> dict[str, int]:
     by_module: dict[str, int] = {}
-    for run in step.runs:
-        makers = run.captured.makers if run.phase == FORWARD else {}
-        for storage in run.program.remade if run.phase == FORWARD else ():
-            module = makers.get(storage, "the model")
-            by_module[module] = by_module.get(module, 0) + run.program.storages[storage]
+    for captured in (run.captured for run in step.runs if run.phase == FORWARD):
+        for storage, nbytes in nbytes_of(captured).items():
+            module = captured.makers.get(storage, "the model")
+            by_module[module] = by_module.get(module, 0) + nbytes
     return by_module
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,6 @@ from torch import fx, nn
 from chunkc.distributed.agreement import refuse_moved_activations
 from chunkc.distributed.tensor_parallel import mesh_of_layers
 from chunkc.explaining.offline import OfflineGraph, OfflineStep
-from chunkc.explaining.updates import Updates
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.explanation import GatheredGroup, Layers, Ranks, TimedEvent
 from chunkc.ir.hardware import Hardware
@@ -26,7 +25,6 @@ from chunkc.ir.links import BETWEEN_DEVICES, GATHER, LINKS, SCATTER
 from chunkc.ir.shards import Shards, ZeroStage, check_zero_stage
 from chunkc.ir.simulate import link_nbytes
 from chunkc.ir.text import short
-from chunkc.optim.over_ranks import refuse_over_ranks
 from chunkc.options import Options
 from chunkc.passes.graphs.collectives import exchange_of
 from chunkc.runtime.store.shards import LocalShard, local_shard_of
@@ -130,17 +128,6 @@ def _shard(spec: ParamSpec, hardware: Hardware, zero_stage: ZeroStage | None) ->
     if not torch.empty_strided(spec.shape, spec.stride, device="meta").is_contiguous():
         raise UnsupportedError(f"{spec.name} is not contiguous: ranks cut contiguous parameters by rows")
     return spec.part(Shards(spec.shape, hardware.devices_per_row, 0, zero_stage, hardware.num_copies))
-
-
-def refuse_optimizer(updates: Updates, specs: Collection[ParamSpec], num_ranks: int) -> None:
-    """Refuse an optimizer with states that cannot be cut over ranks.
-
-    Raises:
-        UnsupportedError: they cannot.
-    """
-    if num_ranks > 1:
-        for moments in sorted({str(spec.states.moments) for spec in specs if spec.trainable}):
-            refuse_over_ranks(updates.optimizer, moments)
 
 
 def layers_of(graphs: Iterable[fx.GraphModule], hardware: Hardware) -> Layers | None:

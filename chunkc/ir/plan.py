@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -245,20 +245,12 @@ class Plan:
         if not present:
             return self
         nbytes = iter(gradients_at(self.moments, self.gradients, present))
-        phases = tuple(
-            replace(phase, moments=tuple(replace(m, gradient_nbytes=next(nbytes)) for m in phase.moments))
-            for phase in self.phases
-        )
-        return replace(self, phases=phases)
+        return self._with_moments(lambda moment: replace(moment, gradient_nbytes=next(nbytes)))
 
     def with_gradients(self, present: Collection[str]) -> Plan:
         """Return the plan of an optimizer's step in which, of residents, only these parameters have a gradient."""
         nbytes = sum(nbytes for name, nbytes in self.gradients.items() if name in present)
-        phases = tuple(
-            replace(phase, moments=tuple(replace(m, gradient_nbytes=nbytes) for m in phase.moments))
-            for phase in self.phases
-        )
-        return replace(self, phases=phases)
+        return self._with_moments(lambda moment: replace(moment, gradient_nbytes=nbytes))
 
     def begin_nbytes(self, phase: str, present: Collection[str]) -> int:
         """Return the bytes on the compute tier as a phase begins, without its own values and slots.
@@ -276,11 +268,13 @@ class Plan:
         """Return the plan with `nbytes` fewer external bytes than it was made for."""
         if not nbytes:
             return self
-        phases = tuple(
-            replace(phase, moments=tuple(replace(m, other_nbytes=m.other_nbytes - nbytes) for m in phase.moments))
-            for phase in self.phases
-        )
-        return replace(self, minimum_nbytes=self.minimum_nbytes - nbytes, phases=phases)
+        plan = self._with_moments(lambda moment: replace(moment, other_nbytes=moment.other_nbytes - nbytes))
+        return replace(plan, minimum_nbytes=self.minimum_nbytes - nbytes)
+
+    def _with_moments(self, changed: Callable[[Moment], Moment]) -> Plan:
+        """Return the plan with each moment, in order, as changed."""
+        phases = tuple(replace(phase, moments=tuple(map(changed, phase.moments))) for phase in self.phases)
+        return replace(self, phases=phases)
 
     def begins_cold(self, present: Collection[ItemId]) -> bool:
         """Whether this plan cannot run a backward that begins with these chunks in slots: its forward left others."""

@@ -198,12 +198,9 @@ class PhaseProgram:
         copy_blocks = {name: nbytes(size) for name, size in self.copy_blocks.items()}
         return replace(self, storages=storages, calls=calls, copy_blocks=copy_blocks)
 
-    def value_storages(self) -> Mapping[str, str]:
-        """Return the storage of every value of the phase."""
-        return self._value_storages
-
     @cached_property
-    def _value_storages(self) -> Mapping[str, str]:
+    def value_storages(self) -> Mapping[str, str]:
+        """Storage of every value of the phase."""
         storages = dict(self.inputs)
         for call in self.calls:
             storages.update(zip(call.outputs, call.output_storages))
@@ -216,7 +213,7 @@ class PhaseProgram:
         They are laid out as their parameters, in storage that their call allocated for them alone: one value, one
         gradient, not returned.
         """
-        storage_of = self.value_storages()
+        storage_of = self.value_storages
         wanted = Counter(storage_of[value] for call in self.calls for value, _ in call.gradients)
         if not wanted:
             return frozenset()
@@ -236,7 +233,7 @@ class PhaseProgram:
 
     def with_stand_ins(self, storages: Collection[str]) -> tuple[PhaseProgram, dict[str, tuple[str, ...]]]:
         """Return the forward that returns placeholders for saved values in these storages, and the values of each."""
-        storage_of, outputs, stand_ins = self.value_storages(), list(self.outputs), dict(self.stand_ins)
+        storage_of, outputs, stand_ins = self.value_storages, list(self.outputs), dict(self.stand_ins)
         replaced: dict[str, tuple[str, ...]] = {}
         for position, value in enumerate(self.outputs):
             if position >= self.num_user_outputs and value is not None and (storage := storage_of[value]) in storages:

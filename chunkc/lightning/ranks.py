@@ -16,8 +16,7 @@ from lightning.fabric.strategies.parallel import ParallelStrategy as FabricParal
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from chunkc.distribute import TIMEOUT_S
-from chunkc.distributed.process_group import meet
+from chunkc.distributed.process_group import TIMEOUT_S, check_timeout, meet
 from chunkc.engine.in_place import compile_in_place, distribute_over_all, is_distributed, place_on
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.shards import ZeroStage, check_zero_stage
@@ -53,8 +52,7 @@ class OverDevices:
         precision = {key: rest.pop(key) for key in ("precision", "precision_plugin") if key in rest}
         parse_options(rest)  # raises now, not at the first step
         check_zero_stage(zero_stage)
-        if not timeout_s > 0:
-            raise OptionsError(f"timeout_s is {timeout_s!r}; allowed: a positive number of seconds")
+        check_timeout(timeout_s)
         self.options: dict[str, Any] = rest
         self.zero_stage, self.timeout_s = zero_stage, timeout_s
         self.cluster_environment: Any = None

@@ -49,7 +49,7 @@ class OwnMemory:
 
     @staticmethod
     def of(program: PhaseProgram) -> OwnMemory:
-        storage_of = program.value_storages()
+        storage_of = program.value_storages
         counted = set(program.inputs.values())
         user_outputs: list[int] = []
         saved: dict[int, int] = {}  # position -> bytes
@@ -356,7 +356,7 @@ class Captured:
 
     @cached_property
     def _output_sizes(self) -> tuple[int, ...]:
-        storage_of = self.forward.value_storages()
+        storage_of = self.forward.value_storages
         storages = {storage_of[value] for value in self.forward.results} - self.forward.held
         return tuple(self.forward.storages[storage] for storage in storages)
 
@@ -404,7 +404,7 @@ class Captured:
     @cached_property
     def between_nbytes(self) -> int:
         """Bytes alive between the phases: inputs, outputs and saved values."""
-        storage_of = self.forward.value_storages()
+        storage_of = self.forward.value_storages
         kept = self.forward.outputs[self.forward.num_new_buffers :]
         storages = {storage_of[value] for value in kept if value is not None} | self.forward.held
         return sum(self.forward.storages[storage] for storage in storages)

@@ -66,7 +66,8 @@ def load(model: nn.Module, path: str | os.PathLike[str], *, strict: bool = True)
     transport = transport_of_module(module)
     found: dict[str, torch.Tensor] = {}
     together(transport, LOAD, lambda: found.update(tensors_in(Path(path))), FileError)
-    known, own = names_of(module), module.state_dict(keep_vars=True)
+    own = module.state_dict(keep_vars=True)
+    known = {plain(name): name for name in own}  # inside submodules that are compiled, names have prefixes
     tensors = {known.get(plain(name), plain(name)): tensor for name, tensor in found.items()}
     for names in _shared(module):
         present = next((tensors[name] for name in names if name in tensors), None)
@@ -97,11 +98,6 @@ def weights_module(model: nn.Module) -> nn.Module:
 def plain(name: str) -> str:
     """Return a name without the prefixes that compiled modules insert."""
     return name.replace(OF_COMPILED, "")
-
-
-def names_of(module: nn.Module) -> dict[str, str]:
-    """Map plain names to names in the `state_dict`, which have prefixes inside submodules that are compiled."""
-    return {plain(name): name for name in module.state_dict()}
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -14,7 +14,7 @@ from chunkc.ir.program import BACKWARD, FORWARD, MemoryStep, PhaseProgram, Segme
 def last_holds(program: PhaseProgram) -> dict[str, int]:
     """Storage -> index of the last call that holds it; `len(calls)` for those that are returned or held outside."""
     end = len(program.calls)
-    storage_of = program.value_storages()
+    storage_of = program.value_storages
     last = dict.fromkeys(program.held, end)
     for index, call in enumerate(program.calls):
         for value in (*call.inputs, *call.outputs):
@@ -70,7 +70,7 @@ class _Life:
 
 def _lives(program: PhaseProgram, memories: Mapping[str, SegmentMemory]) -> Iterator[_Life]:
     """Find the storages alive around each call; see `call_steps`."""
-    last, storage_of, nbytes_of = last_holds(program), program.value_storages(), program.storages
+    last, storage_of, nbytes_of = last_holds(program), program.value_storages, program.storages
     going: dict[int, list[str]] = {}
     for storage, at in last.items():
         going.setdefault(at, []).append(storage)

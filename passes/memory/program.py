@@ -98,7 +98,7 @@ def backward_program(
         specs: of these parameters, by name.
     """
     inputs, storages = _input_storages(graph, parameters, shapes)
-    forward_storages = forward.value_storages()
+    forward_storages = forward.value_storages
     saved = _as_taken(forward.outputs[forward.num_user_outputs :], graph)
     saved_as = {node.name: value for node, value in zip(placeholders(graph), saved) if value is not None}
     for node, value in zip(placeholders(graph), saved):

@@ -41,14 +41,14 @@ def candidates(forward: PhaseProgram, backward: PhaseProgram | None) -> tuple[Sa
     """List every storage that may be at home between the phases, in order of its last use."""
     if backward is None:
         return ()
-    storage_of = forward.value_storages()
+    storage_of = forward.value_storages
     saved = [value for value in forward.outputs[forward.num_user_outputs :] if value is not None]
     odd = {storage_of[value] for value in saved if value not in forward.plain}
     own = {storage_of[value] for value in forward.outputs[: forward.num_user_outputs] if value is not None}
     storages = {storage_of[value] for value in saved} - own - odd - forward.held - backward.held
     storages = {storage for storage in storages if forward.storages[storage] >= SMALL_NBYTES}
     last = {s: at for at, call in enumerate(forward.calls) for s in _held_by(call.inputs + call.outputs, storage_of)}
-    in_backward = backward.value_storages()
+    in_backward = backward.value_storages
     first: dict[str, int] = {}
     for at, call in enumerate(backward.calls):
         for storage in _held_by(call.inputs, in_backward):

@@ -77,7 +77,7 @@ class Recomputable:
 
     def __init__(self, forward: PhaseProgram, backward: PhaseProgram, once: Collection[str]) -> None:
         self.forward, self.backward = forward, backward
-        self.storage_of = forward.value_storages()
+        self.storage_of = forward.value_storages
         self.maker = {value: at for at, call in enumerate(forward.calls) for value in call.outputs}
         self.first_maker: dict[str, int] = {}
         for at, call in enumerate(forward.calls):

@@ -66,7 +66,7 @@ def test_the_file_of_transformers_documentation() -> None:
         found = read_config(config, arguments())
         assert found.dtype == torch.bfloat16
         assert found.scaling is None
-        assert (found.micro_batch_size, found.accumulation_steps, found.gradient_clipping) == (4, 2, 1.0)
+        assert (found.micro_batch_size, found.accumulation_steps, found.top.gradient_clipping) == (4, 2, 1.0)
         assert found.optimizer.params == {"lr": 5e-5, "betas": [0.9, 0.98], "eps": 1e-6, "weight_decay": 0.1}
         assert found.scheduler.params["total_num_steps"] == 100
         assert found.scheduler.params["warmup_num_steps"] == 7
@@ -110,7 +110,7 @@ def test_auto_from_a_dictionary() -> None:
     values = {"gradient_clipping": 0.5, "bf16.enabled": True, "optimizer.params.lr": 1e-3}
     found = read_config(HUGGING_FACE, values)
     assert found.dtype == torch.bfloat16, "fp16 is off where bf16 is on"
-    assert found.gradient_clipping == 0.5
+    assert found.top.gradient_clipping == 0.5
     assert found.accumulation_steps == 1
     with pytest.raises(chunkc.OptionsError, match=r"auto is 3; allowed"):
         read_config(HUGGING_FACE, 3)

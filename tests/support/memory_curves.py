@@ -319,7 +319,7 @@ def _node_names(module: torch.nn.Module) -> list[tuple[str, str]]:
 
 def _predicted(program: PhaseProgram, memories: dict[str, SegmentMemory]) -> Iterator[tuple[int, list[int]]]:
     """Per call: bytes when it begins, and at each of its steps. As `passes.profile.positions`, every step kept."""
-    last, storage_of, nbytes_of = last_holds(program), program.value_storages(), program.storages
+    last, storage_of, nbytes_of = last_holds(program), program.value_storages, program.storages
     live = {storage for storage in program.inputs.values() if last.get(storage, -1) >= 0} | program.held
     for index, call in enumerate(program.calls):
         memory = memories[call.segment]

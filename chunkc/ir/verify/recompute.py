@@ -69,7 +69,7 @@ class _Tracer:
         self._modules = modules
         self._forward = programs[FORWARD]
         self._calls = {call.name: call for program in programs.values() for call in program.calls}
-        self._storage_of = self._forward.value_storages()
+        self._storage_of = self._forward.value_storages
         self._values: dict[fx.Node, ValueId] = {}
         self._placeholders: dict[fx.Node, ValueId] = {}  # -> the value that is offloaded or dropped
         self._repeated: set[fx.Node] = set()  # results of repeated calls

@@ -69,7 +69,7 @@ def test_a_forward_of_two_segments() -> None:
     assert program.inputs == {"x_1": "in:x_1", "w_1": "in:w_1", "v_1": "in:v_1"}
     assert program.storages["in:x_1"] == 64
     assert program.storages["in:w_1"] == 0, "chunks are counted as slots, not here"
-    storage_of = program.value_storages()
+    storage_of = program.value_storages
     logits, hidden, flat, x = (storage_of[value] for value in program.outputs if value is not None)
     assert hidden == flat == "forward.0:0"
     assert logits.startswith("forward.1:")
@@ -139,7 +139,7 @@ def test_an_output_lives_in_the_storage_of_its_own_input_though_other_uses_share
     nodes = [node for node in gm.graph.nodes if is_compute(node)]
     runs = [nodes[:5], nodes[5:7], nodes[7:]]
     program = forward_of(gm, {}, {}, num_user_outputs=4, runs=runs)
-    storage_of = program.value_storages()
+    storage_of = program.value_storages
     _, b, _, y = program.outputs
     assert storage_of[str(b)] == storage_of[program.calls[1].inputs[1]]
     assert storage_of[str(y)] == storage_of[program.calls[2].inputs[1]]

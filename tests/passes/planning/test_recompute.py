@@ -185,7 +185,7 @@ def test_every_call_gets_the_values_it_always_got(seed: int) -> None:
         kept = lean.outputs[len(lean.outputs) - lean.num_extra :]
         assert not any(value in forward.changing for value in kept)
         # What was saved, less what was dropped, and the extra values are all that the backward has.
-        storage_of = forward.value_storages()
+        storage_of = forward.value_storages
         given = {n: values[v] for n, v in backward.saved_as.items() if storage_of[v] not in dropped} | {"t": "t"}
         given |= dict(zip(list(behind.inputs)[len(backward.inputs) :], (values[v] for v in kept)))
         REMADE.clear()
