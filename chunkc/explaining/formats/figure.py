@@ -59,6 +59,11 @@ EVENT_COLOURS: Mapping[str, str] = {
 }
 """Phase of a call, or kind of another event -> colour."""
 
+Numbers = npt.NDArray[np.float64]
+
+Trace = dict[str, Any]
+"""A trace of a figure, as plotly reads it."""
+
 _OTHER, _LIMIT, _MEASURED = "#9498a0", "#ff3b30", "#888888"
 _HALF = 0.38
 """Half of a bar's height, where the distance of two streams is 1."""
@@ -113,82 +118,59 @@ def _top(explanation: Explanation, scale: int) -> float:
     return 1.12 * (budget if peak < budget <= 3 * peak else peak) / scale
 
 
-def _areas(moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Iterator[Any]:
-    import plotly.graph_objects as go
-
+def _areas(moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Iterator[Trace]:
     x = np.array([*(moment.start_s for moment in moments), end_s])
     for kind in KINDS:
         nbytes = [moment.contents.get(kind, 0) for moment in moments]
         if any(nbytes):
             colour = KIND_COLOURS[kind]
-            yield go.Scatter(
-                x=x,
-                y=np.array([*nbytes, nbytes[-1]]) / scale,
-                name=kind,
-                legend="legend",
-                stackgroup="memory",
-                mode="lines",
-                line={"width": 0 if len(moments) < _MANY else 0.6, "color": colour, "shape": "hv"},
-                fillcolor=colour,
-                hoverinfo="skip",
-            )
+            line = {"width": 0 if len(moments) < _MANY else 0.6, "color": colour, "shape": "hv"}
+            y = np.array([*nbytes, nbytes[-1]]) / scale
+            yield _trace(x, y, kind, line=line, stackgroup="memory", fillcolor=colour)
 
 
-def _limits(explanation: Explanation, moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Iterator[Any]:
+def _limits(explanation: Explanation, moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Iterator[Trace]:
     """Yield lines for the budget, and for the smallest budget if nothing fits, and a mark at the peak."""
-    import plotly.graph_objects as go
-
     lines = [("budget", explanation.memory_budget_nbytes, "dash")]
     if not explanation.fits:
         lines.append(("smallest budget", explanation.minimum_budget_nbytes, "dot"))
     for name, nbytes, dash in lines:
-        yield go.Scatter(
-            x=[0, end_s],
-            y=[nbytes / scale] * 2,
-            name=f"{name} {short_nbytes(nbytes)}",
-            legend="legend",
-            mode="lines",
-            line={"color": _LIMIT, "width": 2, "dash": dash},
-            hoverinfo="skip",
-        )
+        line = {"color": _LIMIT, "width": 2, "dash": dash}
+        yield _trace([0, end_s], [nbytes / scale] * 2, f"{name} {short_nbytes(nbytes)}", line=line)
     if moments:
         fullest, end = max(zip(moments, _ends_s(moments, end_s)), key=lambda pair: pair[0].nbytes)
-        yield go.Scatter(
-            x=[(fullest.start_s + end) / 2],
-            y=[fullest.nbytes / scale],
-            name=f"peak {short_nbytes(fullest.nbytes)}",
-            legend="legend",
-            mode="markers",
-            marker={"symbol": "triangle-down", "size": 11, "color": _LIMIT, "line": {"width": 1, "color": "white"}},
-            hoverinfo="skip",
-        )
+        marker = {"symbol": "triangle-down", "size": 11, "color": _LIMIT, "line": {"width": 1, "color": "white"}}
+        x, y, name = (fullest.start_s + end) / 2, fullest.nbytes / scale, f"peak {short_nbytes(fullest.nbytes)}"
+        yield _trace([x], [y], name, mode="markers", marker=marker)
 
 
-def _measured(explanation: Explanation, moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Iterator[Any]:
+def _measured(
+    explanation: Explanation, moments: Sequence[ExplainedMoment], end_s: float, scale: int
+) -> Iterator[Trace]:
     """Yield the measured bytes of each call over its predicted time, to compare bytes; times are below."""
-    import plotly.graph_objects as go
-
     if explanation.measured is None:
         return
     nbytes_of = dict(explanation.measured.moments)
     if not any(nbytes_of.get(moment.call) is not None for moment in moments):
         return
     y = [nbytes_of.get(moment.call) for moment in moments]
-    yield go.Scatter(
-        x=np.array([*(moment.start_s for moment in moments), end_s]),
-        y=np.array([np.nan if nbytes is None else nbytes / scale for nbytes in [*y, y[-1]]]),
-        name="measured, each call's peak",
-        legend="legend",
-        mode="lines",
+    yield _trace(
+        np.array([*(moment.start_s for moment in moments), end_s]),
+        np.array([np.nan if nbytes is None else nbytes / scale for nbytes in [*y, y[-1]]]),
+        "measured, each call's peak",
         line={"color": _MEASURED, "width": 2, "shape": "hv"},
         meta="measured",
-        hoverinfo="skip",
     )
 
 
-def _moment_hover(moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Any:
-    """Return invisible points along each moment, with its description."""
+def _trace(x: Sequence[float] | Numbers, y: Sequence[float] | Numbers, name: str, **settings: Any) -> Trace:
+    """Return lines, or as `settings` say, that the legend of memory names and the pointer does not find."""
+    common = {"type": "scatter", "mode": "lines", "legend": "legend", "hoverinfo": "skip"}
+    return {**common, "x": x, "y": y, "name": name, **settings}
 
+
+def _moment_hover(moments: Sequence[ExplainedMoment], end_s: float, scale: int) -> Trace:
+    """Return invisible points along each moment, with its description."""
     x: list[float] = []
     y: list[float] = []
     text: list[str] = []
@@ -244,13 +226,11 @@ def _lanes(explanation: Explanation) -> Iterator[tuple[str, tuple[TimedEvent, ..
             yield f"{label}, measured", tuple(event for event in measured if event.stream == stream)
 
 
-def _bars(lanes: Sequence[tuple[str, Sequence[TimedEvent]]], last_s: float) -> Iterator[Any]:
+def _bars(lanes: Sequence[tuple[str, Sequence[TimedEvent]]], last_s: float) -> Iterator[Trace]:
     """Yield a trace per colour; the bars of a stream are one outline that runs along the lower edge between them.
 
     Gaps in a trace would be cheaper to write, but cost plotly a shape for each bar: seconds for 10,000.
     """
-    import plotly.graph_objects as go
-
     for group in dict.fromkeys([*EVENT_COLOURS, *(_group(event) for _, events in lanes for event in events)]):
         outlines = []
         for row, (_, events) in enumerate(lanes):
@@ -261,21 +241,12 @@ def _bars(lanes: Sequence[tuple[str, Sequence[TimedEvent]]], last_s: float) -> I
             continue
         corners = np.concatenate(outlines)
         colour = EVENT_COLOURS.get(group, _OTHER)
-        yield go.Scatter(
-            x=corners[:, 0],
-            y=corners[:, 1],
-            yaxis="y2",
-            name=group.replace("_", " "),
-            legend="legend2",
-            mode="lines",
-            fill="toself",
-            fillcolor=colour,
-            line={"width": 0, "color": colour, "simplify": False},
-            hoverinfo="skip",
-        )
+        line = {"width": 0, "color": colour, "simplify": False}
+        on_streams = {"yaxis": "y2", "legend": "legend2", "fill": "toself", "fillcolor": colour}
+        yield _trace(corners[:, 0], corners[:, 1], group.replace("_", " "), line=line, **on_streams)
 
 
-def _outline(spans_s: Sequence[tuple[float, float]], low: float, high: float, last_s: float) -> npt.NDArray[np.float64]:
+def _outline(spans_s: Sequence[tuple[float, float]], low: float, high: float, last_s: float) -> Numbers:
     """Return the corners [4 * bars, 2] of bars over `spans_s`; if they are few, each is wide enough to be seen."""
     thinnest_s = last_s / _MANY if len(spans_s) < _MANY else 0.0
     start_s, end_s = np.array(spans_s).T
@@ -290,7 +261,7 @@ def _group(event: TimedEvent) -> str:
     return event.phase if event.kind == "call" else event.kind
 
 
-def _event_hover(lane: str, events: Sequence[TimedEvent], row: int, end_s: float) -> Any:
+def _event_hover(lane: str, events: Sequence[TimedEvent], row: int, end_s: float) -> Trace:
     x: list[float] = []
     text: list[str] = []
     for event in events:
@@ -309,20 +280,19 @@ def _event_text(lane: str, event: TimedEvent) -> str:
     return f"<span style='color:{colour}'>■</span> {lane}: <b>{_escaped(what)}</b>, {_escaped(extras)}"
 
 
-def _points(x: Sequence[float], y: Sequence[float], text: Sequence[str], yaxis: str) -> Any:
-    import plotly.graph_objects as go
-
-    return go.Scatter(
-        x=np.array(x),
-        y=np.array(y),
-        yaxis=yaxis,
-        text=list(text),
-        mode="lines",
-        line={"width": 0, "color": _OTHER},
-        meta="hover",
-        hovertemplate="%{text}<extra></extra>",
-        showlegend=False,
-    )
+def _points(x: Sequence[float], y: Sequence[float], text: Sequence[str], yaxis: str) -> Trace:
+    return {
+        "type": "scatter",
+        "x": np.array(x),
+        "y": np.array(y),
+        "yaxis": yaxis,
+        "text": list(text),
+        "mode": "lines",
+        "line": {"width": 0, "color": _OTHER},
+        "meta": "hover",
+        "hovertemplate": "%{text}<extra></extra>",
+        "showlegend": False,
+    }
 
 
 def _lay_out(figure: go.Figure, *, lanes: Sequence[str], end_s: float, unit: str, top: float) -> None:
