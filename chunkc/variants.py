@@ -18,10 +18,6 @@ MAX_SHAPES = 64
 """Variants for the same parameters that are kept; the one that was not used for longest goes."""
 
 
-def _as_it_is(error: BudgetError) -> BudgetError:
-    return error
-
-
 class Variants:
     """A graph compiled once per set of parameters, and once for all shapes where that can be, else per set of shapes.
 
@@ -34,7 +30,7 @@ class Variants:
         self,
         compile_for: Callable[[Sequence[Any]], Callable[..., Any]],
         lock: AbstractContextManager[Any] | None = None,
-        completed: Callable[[BudgetError], BudgetError] = _as_it_is,
+        completed: Callable[[BudgetError], BudgetError] = lambda error: error,
     ) -> None:
         """Begin without variants.
 
@@ -126,7 +122,7 @@ class Variant:
         return tuple(None if parameter is None else id(parameter) for parameter in found)
 
     def serves(self, args: Sequence[Any]) -> bool:
-        if getattr(self.call, "is_over", _never)():
+        if getattr(self.call, "is_over", lambda: False)():
             return False
         for identity, value in zip(self.identities, args, strict=True):
             if isinstance(identity, weakref.ref):
@@ -135,10 +131,6 @@ class Variant:
             elif identity is not None and identity != _identity(value):
                 return False
         return True
-
-
-def _never() -> bool:
-    return False
 
 
 def _identity(value: object) -> Any:

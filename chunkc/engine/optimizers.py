@@ -133,8 +133,8 @@ def make_optimizer(
     common["update_on"] = found.update_on or update_on
     decay = found.weight_decay
     if isinstance(found, _Formats):
-        common["moments_dtype"] = found.moments_dtype if found.moments_dtype == "int8" else _dtype(found.moments_dtype)
-        common |= found.model_dump(include={"undoable", "master_weights", "stochastic_rounding", "rounding_seed"})
+        formats = {"moments_dtype", "master_weights", "stochastic_rounding", "rounding_seed"}
+        common |= found.model_dump(include={"undoable", *formats})
     if isinstance(found, _Adam):
         decoupled = name == "adamw" or (True if found.adam_w_mode is None else found.adam_w_mode)
         if is_patrickstars and name == "adam" and found.adam_w_mode is None and decay:
@@ -163,10 +163,6 @@ def make_optimizer(
         weight_decay=decay or 0.0,
         **common,
     )
-
-
-def _dtype(name: str) -> torch.dtype:
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[name]
 
 
 def _of_torch(kind: str, params: Mapping[str, Any], parameters: Iterable[Any]) -> Optimizer:

@@ -281,16 +281,13 @@ class _Recorder:
         self.graphs.append(OfflineGraph(capture, tuple(movable), tuple(fixed), checkpointed, _sizes(gm), fraction))
         return call
 
-    def _is_free(self, name: str) -> bool:
-        return name not in self._own_names.values()
-
     def _name(self, inputs: Sequence[Any], names: Sequence[str]) -> list[str | None]:
         """Return a unique name per input that is a parameter, as a new session names it; None for other inputs."""
         unique: list[str | None] = []
         for value, name in zip(inputs, names, strict=True):
             if isinstance(value, nn.Parameter):
                 if id(value) not in self._own_names:
-                    self._own_names[id(value)] = unique_name(name, self._is_free)
+                    self._own_names[id(value)] = unique_name(name, lambda new: new not in self._own_names.values())
                 unique.append(self._own_names[id(value)])
             else:
                 unique.append(None)

@@ -85,9 +85,9 @@ def save_over_ranks(
     firsts = together(transport, _PHASE, lambda: _firsts(found), CheckpointError)[0]
     sent = sorted(set(firsts))
     if not is_writer:  # collectives in the order of rank 0's: `_map_tensors`, each tensor, `_written`
-        together(transport, _PHASE, _nothing, CheckpointError)
+        together(transport, _PHASE, lambda: None, CheckpointError)
         send_to_first([found[at] for at in sent], transport)
-        together(transport, _PHASE, _nothing, CheckpointError)
+        together(transport, _PHASE, lambda: None, CheckpointError)
         return
     mapped: dict[int, torch.Tensor] = {}
     distinct = {at: found[at] for at in sent}
@@ -97,10 +97,6 @@ def save_over_ranks(
         drop_pages(tensor)
     whole = _replaced(checkpoint, iter([mapped[first] for first in firsts]))
     together(transport, _PHASE, lambda: _written(write, whole, path), CheckpointError)
-
-
-def _nothing() -> None:
-    """Do nothing: the action of a rank that does not write."""
 
 
 def _written(write: Callable[[dict[str, Any]], None], checkpoint: dict[str, Any], path: Any) -> None:

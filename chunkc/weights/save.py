@@ -78,30 +78,19 @@ def save(model: nn.Module, path: str | os.PathLike[str], *, max_shard_size: int 
         with all_entered(sessions):
             for session in sessions:
                 session.store.updates.finish()
-            found = _entries_of(module)
+            entries = module.state_dict().items()
+            found = {plain(name): safetensors.check_storable(name, value) for name, value in entries}
             tensors = _tensors_of(module, found)
             shards = [tensors] if is_file else _sharded(tensors, limit)
             names = together(transport, SAVE, lambda: list(map(safetensors.in_order, shards)), FileError)[0]
             if transport is not None and transport.rank != 0:
                 send_to_first([found[name] for shard in names for name in shard], transport)
-            together(transport, SAVE, write if transport is None or transport.rank == 0 else _nothing, FileError)
+            is_writer = transport is None or transport.rank == 0
+            together(transport, SAVE, write if is_writer else lambda: None, FileError)
     except OSError as error:
         raise FileError(
             f"cannot save to {path}: {error.strerror or error}; weights that were saved there before are unchanged"
         ) from error
-
-
-def _nothing() -> None:
-    """Do nothing: the action of a rank that does not write."""
-
-
-def _entries_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Collect the entries of the `state_dict`, by plain name.
-
-    Raises:
-        UnsupportedError: a safetensors file cannot hold an entry.
-    """
-    return {plain(name): safetensors.check_storable(name, value) for name, value in module.state_dict().items()}
 
 
 def _tensors_of(module: nn.Module, found: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -16,7 +16,8 @@ def resident_data_nbytes(layout: ChunkLayout, resident: Collection[int]) -> int:
 
     It is the overhead, all step counters, small parameters, residents and replicated data.
     """
-    total_nbytes, transient = layout.overhead_nbytes, _transient(layout)
+    total_nbytes = layout.overhead_nbytes
+    transient = {s.spec.name for index in layout.transient for s in layout.groups[index].slices}
     for spec, is_resident in _specs(layout, resident):
         total_nbytes += STEP_NBYTES if spec.trainable else 0
         if is_resident:
@@ -64,10 +65,6 @@ class ResidentGradients:
         spec = self._specs[name]
         nbytes = spec.numel * spec.dtype.itemsize
         self.nbytes += times * -(-nbytes // spec.granule_nbytes) * spec.granule_nbytes
-
-
-def _transient(layout: ChunkLayout) -> frozenset[str]:
-    return frozenset(s.spec.name for index in layout.transient for s in layout.groups[index].slices)
 
 
 def _whole_nbytes(group: ChunkGroup) -> int:
