@@ -45,6 +45,7 @@ def _compute_nothing_for_logs() -> None:
 
 
 _compute_nothing_for_logs()
+gc.disable()  # until all is collected: what is imported stays
 os.environ["CHUNKC_VERIFY_PASSES"] = "1"  # of processes that tests start, too
 
 
@@ -130,6 +131,7 @@ def pytest_collection_finish() -> None:
     """Leave what has been imported out of garbage collections: there are many, in the tests and in what they test, and
     a third of their time went into looking at modules."""
     _leave_out_of_collections()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -6,11 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NUM_BARS = 50
@@ -109,5 +111,7 @@ def draw_memory(path: Path, moments: Sequence[MeasuredMoment], *, budget_nbytes:
 
 
 def _figure() -> tuple[Figure, Axes]:
+    from matplotlib.figure import Figure  # takes a second, which only what draws needs
+
     figure = Figure(figsize=(10, 5), dpi=120, layout="constrained")
     return figure, figure.subplots()

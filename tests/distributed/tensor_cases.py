@@ -30,7 +30,7 @@ from torch.utils.checkpoint import checkpoint
 sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
-from rank_cases import HUGE, Result, adamw, arrays, batches, bits, compiled
+from rank_cases import HUGE, Result, adamw, arrays, batches, bits, compiled, mean
 
 import chunkc
 from chunkc.runtime.device import cpu_allocator
@@ -113,12 +113,6 @@ def own(batch: Tensor) -> Tensor:
     """The part of a batch of this rank and the other one that computes its layers."""
     each = len(batch) // (dist.get_world_size() // 2)
     return batch[dist.get_rank() // 2 * each :][:each]
-
-
-def mean(loss: Tensor) -> float:
-    total = loss.detach().clone()
-    dist.all_reduce(total)
-    return float(total / dist.get_world_size())
 
 
 def train(run: Any, model: nn.Module, optimizer: Any, steps: range, clip: str = "torch") -> list[float]:

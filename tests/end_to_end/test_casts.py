@@ -140,7 +140,7 @@ def test_a_chunk_of_which_one_parameter_is_used_as_it_is_travels_as_it_is() -> N
     assert f"param_bf16:{first_of_last_layer + 1}" in text
 
 
-@pytest.mark.quick(2, second=0)
+@pytest.mark.quick(1, second=2)
 @pytest.mark.parametrize("home", ["cpu", "disk"])
 @pytest.mark.parametrize("share", [0, 0.5, 100], ids=["smallest", "some stay", "all stay"])
 def test_what_the_user_writes_into_a_parameter_is_cast(home: str, share: float) -> None:

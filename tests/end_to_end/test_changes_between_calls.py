@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness import HUGE, adamw, array, compile_case, differences, gradients, segmented, session_of, take_step, weights
+from harness import HUGE, adamw, array, compile_case, differences, segmented, session_of, take_step, weights
 from scripts import (
     CASE,
     backward,
@@ -182,31 +182,6 @@ def test_what_nothing_sees_between_backward_and_step_counts(model: nn.Module, ca
 
 
 # ---------------------------------------------------------------- gradients
-
-
-@pytest.mark.quick(4)
-@slowly_on_disks
-@pytest.mark.parametrize("home", ["cpu", "disk"])
-@pytest.mark.parametrize("view", ["detach", "view", "numpy", "grad"])
-def test_views_of_a_gradient_keep_their_values(view: str, home: str) -> None:
-    take = {
-        "detach": lambda g: g.detach(),
-        "view": lambda g: g.view(-1),
-        "numpy": lambda g: g.numpy(),
-        "grad": lambda g: g,
-    }[view]
-    model, compiled = compile_small(home)
-    optimizer = adamw(model.parameters())
-    for step in range(3):
-        backward(compiled, step)
-        kept = {name: take(p.grad) for name, p in model.named_parameters()}
-        before = {name: array(torch.as_tensor(value)) for name, value in kept.items()}
-        optimizer.step()
-        optimizer.zero_grad()
-        backward(compiled, step + 1)
-        assert differences(before, {n: g.reshape(before[n].shape) for n, g in gradients(model).items()})
-        assert not differences(before, {name: array(torch.as_tensor(value)) for name, value in kept.items()})
-        optimizer.zero_grad()
 
 
 @slowly_on_disks

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import product, starmap
+from itertools import cycle, product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +98,14 @@ def own_gradients(model: nn.Sequential, call: Call, optimizer: torch.optim.Optim
 
 
 def kept_views(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    """Of each kind, beyond a step and the next backward."""
     loss_of(call).backward()
-    kept = [p.grad.detach() for p in model.parameters() if p.grad is not None]
+    takes = cycle([lambda g: g.detach(), lambda g: g.view(-1), lambda g: g.numpy(), lambda g: g])
+    kept = [take(p.grad) for p, take in zip(sorted(model.parameters(), key=Tensor.dim), takes) if p.grad is not None]
+    optimizer.step()
     optimizer.zero_grad()
     loss_of(call, 1).backward()
-    seen = [array(view) for view in kept] + [gradients(model)]
+    seen = [array(torch.as_tensor(view)) for view in kept] + [gradients(model)]
     optimizer.zero_grad()
     return seen
 

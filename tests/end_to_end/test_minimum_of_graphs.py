@@ -372,7 +372,7 @@ def went_on(
     ("name", "traced"),
     [
         ("unrolled", True),
-        ("unrolled", False),
+        pytest.param("unrolled", False, marks=SECOND),
         pytest.param("recurrent", True, marks=SECOND),
         *(pytest.param(name, True, marks=SLOW) for name in ("loop", "idle experts")),
     ],
@@ -406,7 +406,7 @@ def test_refused_the_model_is_as_it_was_and_goes_on_with_what_errors_name(
     assert not differences(found, uninterrupted(name))
 
 
-@pytest.mark.quick(2, second=0)
+@pytest.mark.quick(1, second=2)
 @pytest.mark.parametrize("share", [1.0, 0.9, 0.8, 0.7], ids=str)
 def test_a_refused_step_holds_nothing_once_its_error_is_gone(share: float) -> None:
     """Whichever graph refuses, when it is compiled or when it runs."""

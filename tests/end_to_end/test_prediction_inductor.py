@@ -6,10 +6,15 @@ ever predicted too small. Convolutions, and what else is not within 1 %, are bou
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from ladder import describe, is_exception, rungs
-from memory_curves import PhaseCurve, step_curves
-from zoo import LADDER
+import torch
+from ladder import describe, inexact, is_exception, resized, rungs
+from memory_curves import PhaseCurve, curves_at, step_curves
+from torch import Tensor, nn
+from torch.nn import functional as F
+from zoo import LADDER, Case, floats
 
 from chunkc.passes.memory.scratch.exceptions import BEYOND_OPERATORS
 from chunkc.torch_private import onednn
@@ -90,6 +95,51 @@ def test_peaks_within_one_percent(name: str) -> None:
 def test_every_segment_within_one_percent(name: str) -> None:
     """Cut into segments, so that the curve has a reading before and during each of them."""
     check(name, "never")
+
+
+# --- sizes that change ---
+
+
+class Apart(nn.Module):
+    """Operators that Inductor leaves to ATen, between sums that it fuses; views, what may be empty, what is padded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(1, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        rows = x[2:] * self.scale
+        ordered = torch.sort(rows.sum(-1) * 2, dim=-1)[0]
+        sums = torch.cumsum(ordered, 0) * 3 + torch.logsumexp(rows, -1)
+        return sums, F.pad(rows, (1, 2)).sum(0), torch.cat([rows, rows[:1] * 2]), x.new_zeros(0, len(x))
+
+
+class Summed(Case):
+    @staticmethod
+    def loss(output: Any) -> Tensor:
+        return sum(part.square().sum() for part in output)
+
+
+SIZES = [(7, 5), (4, 2), (3, 31), (17, 4), (8, 13)]
+APART = Summed("apart", Apart, lambda seed: {"x": floats(seed, (9, 5, 6))})
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("whole_graph", ["auto", pytest.param("never", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", rungs(["apart", "short_gpt", "llama"], ["apart"]))
+def test_every_kernel_to_the_byte_at_every_size(name: str, whole_graph: str) -> None:
+    """Compiled once, for symbols: what it takes at a size is what the allocator reads there."""
+    torch.set_num_threads(1)
+    if name == "apart":
+        case, batches = APART, [{"x": floats(rows, (rows + 2, length, 6))} for rows, length in SIZES]
+    else:
+        case, batches = LADDER[name], [resized(LADDER[name].batch(0), *size) for size in SIZES]
+    for curves in curves_at(case, batches, "inductor", whole_graph=whole_graph):
+        assert [curve.phase for curve in curves] == ["forward", "backward"]
+        for curve in curves:
+            wrong = inexact(curve.moments)
+            assert not wrong, describe(wrong)
+            assert any(moment.op.startswith("cpp_fused") for moment in curve.moments)
 
 
 def test_the_ladder_has_what_it_must_have() -> None:

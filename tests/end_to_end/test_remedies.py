@@ -57,7 +57,10 @@ def changed(remedy: str, tokens: torch.Tensor) -> tuple[torch.Tensor, dict[str, 
     ("vocabulary", "batch_size", "activations", "chunk_size", "names"),
     [
         (64, 4, "keep", "1MiB", {"half the batch or sequence length", "activations", "chunk_size"}),
-        (2048, 16, "auto", "auto", {"half the batch or sequence length", "loss_tile_rows"}),
+        pytest.param(
+            *(2048, 16, "auto", "auto", {"half the batch or sequence length", "loss_tile_rows"}),
+            marks=pytest.mark.second_tier,
+        ),
     ],
 )
 def test_each_remedy_needs_what_it_says(

@@ -236,13 +236,6 @@ def test_behind_a_gpu_only_states_are_on_disk() -> None:
     assert on_cpu.disk_nbytes == disk.disk_nbytes
 
 
-def test_home_against_the_host() -> None:
-    machine = dataclasses.replace(load_hardware("rtx3090"), host_memory_nbytes=2**20)
-    budget = MLP_NBYTES + overhead_on(machine)
-    ram = explain("frozen_mlp", memory_budget=budget, hardware=machine)
-    assert (ram.fits, ram.host_fits) == (True, False)
-
-
 # --- what is handed out ---
 
 

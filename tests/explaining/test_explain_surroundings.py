@@ -67,8 +67,9 @@ def test_on_a_cpu_home_and_peak_must_fit_together() -> None:
 def test_a_gpus_memory_is_its_own() -> None:
     found = explain(hardware="rtx3090")
     assert not found.device_is_host
-    machine = dataclasses.replace(load_hardware("rtx3090"), host_memory_nbytes=found.home_nbytes)
-    assert explain(hardware=machine).host_fits
+    for host_nbytes, fits in ((found.home_nbytes, True), (2**20, False)):
+        machine = dataclasses.replace(load_hardware("rtx3090"), host_memory_nbytes=host_nbytes)
+        assert explain(hardware=machine).host_fits == fits
 
 
 def test_the_text_adds_both_up() -> None:

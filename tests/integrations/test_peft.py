@@ -9,7 +9,6 @@ import pytest
 import torch
 from harness import differences, limited, session_of, weights
 from loops import assert_close, assert_moved, batches, gpt, tokens
-from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 
 import chunkc
@@ -19,7 +18,9 @@ BUDGET = 1_200_000
 """Bytes: the base has 0.8 MB, activations take 0.4 MB."""
 
 
-def with_adapters(base: nn.Module, **settings: Any) -> PeftModel:
+def with_adapters(base: nn.Module, **settings: Any) -> Any:
+    from peft import LoraConfig, get_peft_model  # takes seconds: not in every collection
+
     torch.manual_seed(5)
     config = LoraConfig(r=4, lora_alpha=8, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, **settings)
     return get_peft_model(base, config)
@@ -59,6 +60,8 @@ def test_lora_trains_as_without_chunkc_and_the_frozen_base_only_comes(
     tmp_path: Path, dtype: torch.dtype, budget: int
 ) -> None:
     """With a base in bf16 and adapters in fp32, as QLoRA has them, beside the other."""
+    from peft import PeftModel
+
     plain = with_adapters(gpt(num_layers=4).to(dtype))
     expected = train(plain, torch.optim.AdamW(trainable(plain), lr=1e-2))
 

@@ -7,17 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import trl
-from datasets import Dataset
 from harness import limited
 from loops import LENGTH, VOCAB, WIDTH, assert_close
-from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import chunkc
-import chunkc.trl
 from chunkc.session.session import owner
 
 pytestmark = pytest.mark.slow
@@ -28,8 +22,11 @@ LOSS_NBYTES = 64 * 1024
 TEXTS = [f"the step {i} moves {7 * i % 11} chunks before the {i % 5} th wait" for i in range(24)]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer() -> Any:
     """Of words of `TEXTS`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     made = Tokenizer(models.WordLevel(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     made.train_from_iterator(
@@ -39,6 +36,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(
         vocab_size=VOCAB, hidden_size=WIDTH, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -47,6 +46,9 @@ def llama() -> nn.Module:
 
 
 def tuned(folder: Path, trainer: Any, config: Any, lora: bool, **settings: Any) -> Any:
+    from datasets import Dataset
+    from peft import LoraConfig
+
     torch._dynamo.reset()
     arguments = config(
         output_dir=str(folder), max_steps=4, per_device_train_batch_size=2, logging_steps=1, report_to="none",
@@ -72,6 +74,10 @@ def losses(trainer: Any) -> list[float]:
 @pytest.mark.parametrize("lora", [False, True])
 def test_supervised_fine_tuning(tmp_path: Path, lora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengths vary from batch to batch, so the graph becomes symbolic at the second."""
+    import trl  # with the others, takes seconds: not in every collection
+
+    import chunkc.trl
+
     monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", VOCAB)  # its loss takes tiles as wide
     plain = tuned(tmp_path / "plain", trl.SFTTrainer, trl.SFTConfig, lora)
     options = {"memory_budget": 1_500_000, "backend_options": {"codegen": "eager", "whole_graph": "never"}}

@@ -11,7 +11,6 @@ import lamb_reference
 import pytest
 import torch
 from interpreting import interpret, needs_gpu, needs_triton
-from torch import Tensor
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels import lamb_cpu, lamb_triton
@@ -40,25 +39,6 @@ def make_slots(fmt: AdamFormat, num_elements: int = NUM_ELEMENTS, seed: int = 0)
     return adam_cases.make_slots(fmt, num_elements, seed)
 
 
-class StraightforwardLamb:
-    """Algorithm 2 of arXiv:1904.00962 (phi the identity), a tensor at a time in double precision."""
-
-    def __init__(self, values: list[Tensor]) -> None:
-        self.values = [value.double() for value in values]
-        self.exp_avgs = [torch.zeros_like(value) for value in self.values]
-        self.exp_avg_sqs = [torch.zeros_like(value) for value in self.values]
-
-    def step(self, grads: list[Tensor], hypers: list[LambHyper]) -> None:
-        for w, m, v, g, h in zip(self.values, self.exp_avgs, self.exp_avg_sqs, grads, hypers, strict=True):
-            g = g.double() * (-1 if h.maximize else 1)
-            m.mul_(h.beta1).add_(g, alpha=1 - h.beta1)
-            v.mul_(h.beta2).addcmul_(g, g, value=1 - h.beta2)
-            r = (m / (1 - h.beta1**h.step)) / ((v / (1 - h.beta2**h.step)).sqrt() + h.eps) + h.weight_decay * w
-            norms = float(w.norm()), float(r.norm())
-            ratio = min(max(norms[0] / norms[1], h.min_coeff), h.max_coeff) if h.adapt and min(norms) > 0 else 1.0
-            w.sub_(r, alpha=h.lr * ratio)
-
-
 @kernels
 @formats
 @pytest.mark.parametrize("limits", [{}, {"min_coeff": 3.0}, {"max_coeff": 0.3}], ids=["none", "least", "most"])
@@ -70,7 +50,7 @@ def test_follows_the_paper(fmt, kernel, limits):
     tensors = [*TENSORS[:2], TENSORS[2]._replace(group=1), TENSORS[3]._replace(group=2)]
     adam_cases.target_of(fmt, slots)[:100] = 0
     parts = [slice(run.begin, run.end) for run in tensors]
-    expected = StraightforwardLamb([adam_cases.target_of(fmt, slots)[part] for part in parts])
+    expected = lamb_reference.StraightforwardLamb([adam_cases.target_of(fmt, slots)[part] for part in parts])
     (work,) = lamb_work(tensors, [(0, NUM_ELEMENTS)])
     before = adam_cases.on(slots, "cpu")
     for step in range(1, 9):

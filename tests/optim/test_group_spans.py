@@ -14,7 +14,7 @@ from plain_modules import Stack
 import chunkc
 from chunkc.ir.layout import Chunk
 from chunkc.ir.states import DEFAULT_STATES
-from chunkc.optim.group_updates import flat_home, spans_of
+from chunkc.optim.group_updates import spans_of
 from chunkc.optim.states import initialise
 from chunkc.optim.update_task import Task
 from chunkc.runtime.store.parameter_views import ParameterViews
@@ -83,19 +83,6 @@ def test_neighbours_with_equal_hyper_parameters_are_one_run(
     assert list(spans) == [(begin * NUMEL, end * NUMEL, rate) for begin, end, rate in expected]
 
 
-def test_states_are_made_at_home_once() -> None:
-    session, model = placed()
-    optimizer = Steps()
-    for step in (1, 2):
-        spans_of(optimizer, session, 0, tasks_of(model, {1: 1.0}))
-        state = optimizer.states[model.get_parameter("layers.1.weight")]
-        assert int(state["step"]) == len(optimizer.begun) == step
-        for kind in ("exp_avg", "exp_avg_sq"):
-            flat_home(session, 0)[kind][NUMEL : 2 * NUMEL].fill_(step)
-            assert (state[kind] == step).all()
-            assert state[kind].shape == (64, 64)
-
-
 def test_views_of_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     session, model = placed()
     optimizer, tasks = Steps(), {0: 1.0, 1: 1.0, 2: 1.0}
@@ -113,21 +100,6 @@ def test_views_of_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spans_of(optimizer, session, 0, tasks_of(model, tasks))
     assert sorted(made) == ["exp_avg"] * 3 + ["exp_avg_sq"] * 3
     assert all(state["exp_avg"] is not before[p]["exp_avg"] for p, state in optimizer.states.items())
-
-
-def test_states_from_elsewhere_go_home() -> None:
-    session, model = placed()
-    optimizer = Steps()
-    weight = model.get_parameter("layers.1.weight")
-    former = {kind: torch.full((64, 64), 0.5) for kind in ("exp_avg", "exp_avg_sq")}
-    optimizer.states[weight] = {"step": torch.tensor(7.0), **former}
-    spans_of(optimizer, session, 0, tasks_of(model, {1: 1.0}))
-    assert float(optimizer.states[weight]["step"]) == 8.0
-    home = flat_home(session, 0)
-    for kind in former:
-        assert (home[kind][NUMEL : 2 * NUMEL] == 0.5).all()
-        assert not home[kind][:NUMEL].any()
-        assert optimizer.states[weight][kind].data_ptr() == home[kind][NUMEL:].data_ptr()
 
 
 def test_home_s_zeros_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,18 +126,6 @@ def test_home_s_zeros_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> 
     optimizer.states.clear()
     spans_of(optimizer, session, 0, tasks_of(model, {1: 1.0}))
     assert len(written) == 6  # new room again
-
-
-def test_a_master_is_written_into_new_room() -> None:
-    torch.manual_seed(0)
-    model = Stack(3, bias=False, dtype=torch.bfloat16)
-    chunkc.optim.AdamW(model.parameters(), master_weights="float32")
-    chunkc.place(model)
-    session, optimizer = session_of(model), Steps()
-    session.store.reserve_states(0)
-    spans_of(optimizer, session, 0, tasks_of(model, {0: 1.0}))
-    (state,) = optimizer.states.values()
-    assert torch.equal(state["master"], model.get_parameter("layers.0.weight").float())
 
 
 @pytest.mark.parametrize("access", ["view", "host_view", "writer", "reader"])

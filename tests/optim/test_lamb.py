@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from harness import HUGE, TINY, compile_case, differences, take_step
+from lamb_reference import StraightforwardLamb
 from optim_models import results
 from plain_modules import Stack
-from torch import Tensor, nn
+from torch import nn
 from zoo import Case, floats
 
 import chunkc
+from chunkc.kernels.lamb_formats import LambHyper
 from chunkc.passes.planning import updates as update_planning
 
 WIDTH = 160
@@ -70,42 +71,27 @@ def test_tiles_in_wrong_places_would_change_bits(monkeypatch: pytest.MonkeyPatch
     assert differences(run(minimum()), expected)
 
 
-def textbook(parameter: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-    """Algorithm 2 of arXiv:1904.00962 in double precision, with decoupled weight decay and bias corrections."""
-    beta1, beta2 = group["betas"]
-    grad = parameter.grad.double()  # type: ignore[union-attr]
-    state["t"] = state.get("t", 0) + 1
-    state["m"] = beta1 * state.get("m", 0) + (1 - beta1) * grad
-    state["v"] = beta2 * state.get("v", 0) + (1 - beta2) * grad * grad
-    direction = state["m"] / (1 - beta1 ** state["t"])
-    direction = direction / ((state["v"] / (1 - beta2 ** state["t"])).sqrt() + group["eps"])
-    direction = direction + group["weight_decay"] * parameter.double()
-    ratio = parameter.double().norm() / direction.norm()
-    if not (group["weight_decay"] or group["always_adapt"]) or not ratio.isfinite() or ratio == 0:
-        ratio = torch.ones((), dtype=torch.float64)
-    with torch.no_grad():
-        parameter.copy_(parameter.double() - group["lr"] * ratio * direction)
+def hyper(group: dict[str, Any], step: int) -> LambHyper:
+    (beta1, beta2), decay = group["betas"], group["weight_decay"]
+    return LambHyper(group["lr"], beta1, beta2, group["eps"], decay, step, adapt=bool(decay or group["always_adapt"]))
 
 
 def test_a_hundred_steps_follow_the_paper() -> None:
     of = case()
     model, compiled = compile_case(of, memory_budget=minimum(), **OPTIONS)
-    shadow = copy.deepcopy(of.build())
-    optimizer, states = lamb(model), {}
-    for step in range(100):
+    optimizer, parameters = lamb(model), list(model.parameters())
+    expected = StraightforwardLamb([p.detach() for p in parameters])
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    for step in range(1, 101):
         compiled(**of.batch(step)).backward()
-        for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
-            q.grad = p.grad.detach().clone()
-        before = [q.detach().clone() for q in shadow.parameters()]
-        by_parameter = {p: group for group in optimizer.param_groups for p in group["params"]}
-        for p, q in zip(model.parameters(), shadow.parameters(), strict=True):
-            textbook(q, states.setdefault(q, {}), by_parameter[p])
+        before = [value.clone() for value in expected.values]
+        hypers = [hyper(group_of[p], step) for p in parameters]
+        expected.step([p.grad for p in parameters if p.grad is not None], hypers)
         optimizer.step()
         optimizer.zero_grad()
-        for p, q, b in zip(model.parameters(), shadow.parameters(), before, strict=True):
-            torch.testing.assert_close(p, q, rtol=0, atol=1e-6)
-            if step == 0:
-                assert not torch.equal(q, b)
+        for p, value, old in zip(parameters, expected.values, before, strict=True):
+            torch.testing.assert_close(p.double(), value, rtol=0, atol=1e-6)
+            assert not torch.equal(value, old)
 
 
 def test_schedulers_and_groups_are_torch_s() -> None:

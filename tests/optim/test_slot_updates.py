@@ -31,13 +31,6 @@ from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 pytestmark = pytest.mark.timeout(120)
 
 
-def test_the_backward_updates_with_the_same_bits() -> None:
-    found, made = trained("backward")
-    assert not differences(found, trained("none")[0])
-    made.backward(4)
-    assert made.used == made.moving
-
-
 def test_copies_are_those_of_states_and_of_parameters_once() -> None:
     """In a step, beside the forward's and the backward's own fetches: states both ways, parameters home."""
     made = Subject("backward")

@@ -11,8 +11,27 @@ from torch import Tensor
 from chunkc.kernels.arithmetic import exact_root
 from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
 from chunkc.kernels.lamb import LAMB_APPLY, LAMB_MOMENTS
-from chunkc.kernels.lamb_formats import LambPiece, LambScalars, LambWork, new_partials
+from chunkc.kernels.lamb_formats import LambHyper, LambPiece, LambScalars, LambWork, new_partials
 from chunkc.kernels.lamb_host import apply_stage, moments_stage
+
+
+class StraightforwardLamb:
+    """Algorithm 2 of arXiv:1904.00962 (phi the identity), a tensor at a time in double precision."""
+
+    def __init__(self, values: list[Tensor]) -> None:
+        self.values = [value.double() for value in values]
+        self.exp_avgs = [torch.zeros_like(value) for value in self.values]
+        self.exp_avg_sqs = [torch.zeros_like(value) for value in self.values]
+
+    def step(self, grads: list[Tensor], hypers: list[LambHyper]) -> None:
+        for w, m, v, g, h in zip(self.values, self.exp_avgs, self.exp_avg_sqs, grads, hypers, strict=True):
+            g = g.double() * (-1 if h.maximize else 1)
+            m.mul_(h.beta1).add_(g, alpha=1 - h.beta1)
+            v.mul_(h.beta2).addcmul_(g, g, value=1 - h.beta2)
+            r = (m / (1 - h.beta1**h.step)) / ((v / (1 - h.beta2**h.step)).sqrt() + h.eps) + h.weight_decay * w
+            norms = float(w.norm()), float(r.norm())
+            ratio = min(max(norms[0] / norms[1], h.min_coeff), h.max_coeff) if h.adapt and min(norms) > 0 else 1.0
+            w.sub_(r, alpha=h.lr * ratio)
 
 
 def on(work: LambWork, device: torch.device | str) -> LambWork:

@@ -156,14 +156,19 @@ class MeasuringOutput:
 
 @dataclass
 class _Calls:
-    """Calls of an Inductor segment's wrapper: per call its name and the last of its steps in `memory`."""
+    """Calls of an Inductor segment's wrapper: per call its name and the last of its steps, of which `places` has
+    names and positions."""
 
-    memory: SegmentMemory
+    places: list[tuple[str, int | None]]
     calls: list[tuple[str, int]]
 
     def peaks(self, inside: Sequence[int]) -> list[tuple[str, int]]:
         """Per call, the bytes while it runs, buffers taken for it included."""
         return [(op, inside[end]) for op, end in self.calls]
+
+
+def _places(memory: SegmentMemory) -> list[tuple[str, int | None]]:
+    return [(step.op, step.position) for step in memory.steps]
 
 
 @contextmanager
@@ -182,7 +187,7 @@ def _noting_calls() -> Iterator[list[_Calls]]:
 
     def noting_memory(*args: Any, **kwargs: Any) -> SegmentMemory:
         memory = describe(*args, **kwargs)
-        found.append(_Calls(memory, calls[:]))
+        found.append(_Calls(_places(memory), calls[:]))
         return memory
 
     with (
@@ -251,18 +256,18 @@ def step_curves(case: Case, codegen: str, *, steps: int = 2, **options: Any) -> 
     return [_curve(run, calls) for run in runs]
 
 
-def curves_at(case: Case, batches: Sequence[Batch], **options: Any) -> list[list[PhaseCurve]]:
+def curves_at(case: Case, batches: Sequence[Batch], codegen: str = "eager", **options: Any) -> list[list[PhaseCurve]]:
     """The curves of one training step with each batch after the first, by one model of dynamic shapes."""
     cpu_allocator.install()
     found = []
-    with _measuring() as runs:
-        _, compiled = compile_case(case, memory_budget=HUGE, codegen="eager", place=False, **options)
+    with _measuring() as runs, _noting_calls() as calls:
+        _, compiled = compile_case(case, memory_budget=HUGE, codegen=codegen, place=False, **options)
         for batch in batches:
             runs.clear()
             gc.collect()
             output = compiled(**batch)
             case.loss(output).backward()
-            found.append([_curve(run, []) for run in runs])
+            found.append([_curve(run, calls) for run in runs])
             del output
     return found[1:]
 
@@ -284,7 +289,7 @@ def _curve(run: _PhaseRun, calls: Sequence[_Calls]) -> PhaseCurve:
         moments.append(Moment(call.name, "start", call.module, start, readings.start_nbytes - base))
         steps = memories[call.segment].steps
         if readings.ops:
-            noted = next(noted for noted in calls if noted.memory is memories[call.segment])
+            noted = next(noted for noted in calls if noted.places == _places(memories[call.segment]))
             found = [
                 ((op, call.module), predicted, measured)
                 for op, predicted, measured in _aligned(noted.peaks(inside), readings)

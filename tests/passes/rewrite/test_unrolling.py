@@ -298,6 +298,7 @@ def test_where_the_partitioner_makes_layers_differ_it_sees_all(
     assert few < others[0] == others[1]
 
 
+@pytest.mark.second_tier
 def test_passes_of_the_user_see_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[int] = []
     with torch._inductor.config.patch(joint_custom_post_pass=lambda graph: found.append(len(graph.nodes))):

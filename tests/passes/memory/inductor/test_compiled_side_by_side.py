@@ -106,11 +106,10 @@ def test_kernels_of_different_segments_are_compiled_at_the_same_time_and_once(bu
     two = threading.Barrier(2)
     found = builds(lambda name: two.wait(WAIT_S))  # nobody compiles unless two do
     x = torch.randn(64)
-    runs = compiled(segments())
-    assert sorted(found.kernels) == ["cos", "exp", "sin", "tanh"]
+    runs = compiled(segments()[:2])
+    assert sorted(found.kernels) == ["cos", "sin"]
     assert not found.in_main
-    functions = (torch.sin, torch.cos, torch.exp, torch.tanh)
-    for run, function in zip(runs, functions, strict=True):
+    for run, function in zip(runs, (torch.sin, torch.cos), strict=True):
         torch.testing.assert_close(run.run([x])[0], function(x))
 
 
@@ -139,14 +138,14 @@ def test_each_segment_is_lowered_once_and_while_others_compile(
 
     def counted(lowering: GraphLowering) -> object:
         lowered.append(str(lowering))
-        if len(lowered) == 4:
+        if len(lowered) == 3:
             all_lowered.set()
         return generate(lowering)
 
     generate = GraphLowering.codegen
     monkeypatch.setattr(GraphLowering, "codegen", counted)
-    compiled(segments())
-    assert len(lowered) == len(found.kernels) == 4
+    compiled(segments()[:3])
+    assert len(lowered) == len(found.kernels) == 3
 
 
 @pytest.mark.slow
