@@ -15,7 +15,8 @@ import torch
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.layout import ChunkGroup
 from chunkc.optim.memory_checks import check_in_place
-from chunkc.optim.update_task import SteppingOptimizer, Task, Where, tasks_of
+from chunkc.optim.stepping import SteppingOptimizer
+from chunkc.optim.update_task import Task, Where
 from chunkc.runtime.store.consumed_gradients import gradient_of
 from chunkc.session.declared_states import declared
 from chunkc.session.session import Session
@@ -86,7 +87,7 @@ class Eligibility(BoundToSession):
         """Return the parameters of a group that the next backward may update there; none: it may not."""
         self.follow()
         optimizer, session, tasks = self._optimizer, self._session, self.of_group(index)
-        if not self._may_be(index, where) or optimizer.scheduler.accumulating:
+        if not self._may_be(index, where) or optimizer.is_accumulating:
             return ()
         if where is Where.HOME:  # parameters without a gradient may be left out
             due = [task for task in tasks if task.parameter.grad is not None]
@@ -125,7 +126,7 @@ class Eligibility(BoundToSession):
             return
         self._groups, self._tasks_of = groups, tasks_of_now
         self._tasks, self.numbers, group_of = {}, {}, layout.group_of()
-        for number, (owned_by, task) in enumerate(tasks_of(self._optimizer)):
+        for number, (owned_by, task) in enumerate(self._optimizer.tasks()):
             self.numbers[task.parameter] = number
             if owned_by is session and (index := group_of.get(task.name)) is not None:
                 self._tasks.setdefault(index, []).append(task)

@@ -21,7 +21,8 @@ from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.over_ranks import sums_of_group
 from chunkc.optim.rule import GroupWork, ResidentTensor, Spans, TileUpdate
 from chunkc.optim.states import initialise
-from chunkc.optim.update_task import SteppingOptimizer, Task, UpdateTask
+from chunkc.optim.stepping import SteppingOptimizer
+from chunkc.optim.update_task import Task, UpdateTask
 from chunkc.runtime.store.shards import local_shards_in
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.session import Session

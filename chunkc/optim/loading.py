@@ -4,30 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.states import MASTER, MASTER_LOW, StateFormat, is_scale, num_entries, scale_of
 from chunkc.ir.strides import dense_strides, is_dense, overlaps_itself
-from chunkc.optim.memory_checks import title_of
 from chunkc.optim.over_ranks import of_this_rank
 from chunkc.optim.rule import plain, shown
 from chunkc.optim.split_masters import NotedContents
 from chunkc.optim.split_masters import load as load_master
 from chunkc.optim.states import converted, empty_state
-from chunkc.optim.update_task import SteppingOptimizer
+from chunkc.optim.stepping import SteppingOptimizer
 from chunkc.runtime.storage.maps import drop_pages, evict_pages
 from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES, unassigned_memory_of_parameter
 from chunkc.runtime.store.shards import local_shards_in
 from chunkc.session.session import managing
-
-
-class LoadingOptimizer(SteppingOptimizer, Protocol):
-    """An optimizer as loading sees it."""
-
-    defaults: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -44,7 +37,7 @@ class LoadedState:
     tensors: Mapping[str, torch.Tensor]
 
 
-def checked_state_dict(optimizer: LoadingOptimizer, state_dict: Mapping[str, Any]) -> list[LoadedState]:
+def checked_state_dict(optimizer: SteppingOptimizer, state_dict: Mapping[str, Any]) -> list[LoadedState]:
     """Return the states of a state dict in the order of the optimizer's parameters; nothing is changed.
 
     Raises:
@@ -132,7 +125,7 @@ def put_aside(loaded: LoadedState, written: Mapping[int, tuple[torch.Tensor, str
     return replace(loaded, tensors=tensors)
 
 
-def _checked_groups(optimizer: LoadingOptimizer, loaded: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+def _checked_groups(optimizer: SteppingOptimizer, loaded: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     own = optimizer.param_groups
     if len(loaded) != len(own):
         raise OptionsError(f"the loaded state has {len(loaded)} parameter groups, the optimizer has {len(own)}")
@@ -155,16 +148,16 @@ def _checked_groups(optimizer: LoadingOptimizer, loaded: Sequence[Mapping[str, A
 
 
 def _checked(
-    optimizer: LoadingOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
+    optimizer: SteppingOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
 ) -> LoadedState:
     try:
         return _checked_state(optimizer, parameter, loaded, group)
     except OptionsError as error:
-        raise OptionsError(f"the loaded state of {title_of(optimizer, parameter)}: {error}") from None
+        raise OptionsError(f"the loaded state of {optimizer.title_of(parameter)}: {error}") from None
 
 
 def _checked_state(
-    optimizer: LoadingOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
+    optimizer: SteppingOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
 ) -> LoadedState:
     if not isinstance(loaded, Mapping):
         raise OptionsError(f"it is {shown(loaded)}, not a dict")

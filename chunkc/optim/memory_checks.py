@@ -11,27 +11,13 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.states import is_scale
 from chunkc.ir.strides import is_dense, overlaps_itself, share_memory, span_of
 from chunkc.kernels.hyperparameters import takes_gradients
-from chunkc.optim.update_task import ParameterGroups, SteppingOptimizer
+from chunkc.optim.stepping import SteppingOptimizer
 from chunkc.runtime.store.consumed_gradients import gradient_of, without_memory
-from chunkc.session.session import owner
 
 _SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
-def title_of(optimizer: ParameterGroups, parameter: torch.Tensor) -> str:
-    """Return a parameter's title for messages: its name in a model or the optimizer, else its number."""
-    _, name = owner(parameter) or (None, "")
-    if name:
-        return f"the parameter {name}"
-    for number, group in enumerate(optimizer.param_groups):
-        for index, other in enumerate(group["params"]):
-            if other is parameter:
-                names = group.get("param_names")
-                return f"the parameter {names[index]}" if names else f"parameter {index} of parameter group {number}"
-    return "a parameter"
-
-
-def check_memory(optimizer: ParameterGroups, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+def check_memory(optimizer: SteppingOptimizer, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     """Refuse memory that kernels cannot read: they take one pointer and strides.
 
     Raises:
@@ -40,14 +26,14 @@ def check_memory(optimizer: ParameterGroups, parameter: torch.Tensor, gradient: 
     if gradient.layout in _SPARSE:
         raise UnsupportedError(
             f"{type(optimizer).__name__} does not support sparse gradients, as that of "
-            f"{title_of(optimizer, parameter)}; make the embedding with sparse=False"
+            f"{optimizer.title_of(parameter)}; make the embedding with sparse=False"
         )
     readable = gradient_of(parameter)
     tensors = [("", parameter), *([] if readable is None else [("the gradient of ", readable)])]
     for prefix, tensor in tensors:
         if (reason := without_memory(tensor)) is not None:
             raise UnsupportedError(
-                f"{prefix}{title_of(optimizer, parameter)} {reason}; {type(optimizer).__name__} updates dense tensors "
+                f"{prefix}{optimizer.title_of(parameter)} {reason}; {type(optimizer).__name__} updates dense tensors "
                 "in the memory of a CPU or a GPU"
             )
 
@@ -61,14 +47,14 @@ def check_in_place(optimizer: SteppingOptimizer, parameter: torch.Tensor, gradie
     """
     if overlaps_itself(parameter):
         raise UnsupportedError(
-            f"{title_of(optimizer, parameter)} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has "
+            f"{optimizer.title_of(parameter)} of shape {tuple(parameter.shape)} and strides {parameter.stride()} has "
             "several elements at one place in memory (as after expand): make it of a clone(), or train what was "
             "expanded"
         )
     for kind, state in optimizer.kept_states_of(parameter).items():
         if kind != "step" and not is_scale(kind) and state.shape != parameter.shape:
             raise UnsupportedError(
-                f"{title_of(optimizer, parameter)} has the shape {tuple(parameter.shape)}, its states have "
+                f"{optimizer.title_of(parameter)} has the shape {tuple(parameter.shape)}, its states have "
                 f"{tuple(state.shape)}: make a new optimizer"
             )
     dtypes = parameter.dtype, gradient.dtype
@@ -76,12 +62,12 @@ def check_in_place(optimizer: SteppingOptimizer, parameter: torch.Tensor, gradie
         dtypes = parameter.dtype.to_real(), gradient.dtype.to_real()
     if not takes_gradients(*dtypes):
         raise UnsupportedError(
-            f"the gradient of {title_of(optimizer, parameter)} is {gradient.dtype}; {type(optimizer).__name__} takes "
+            f"the gradient of {optimizer.title_of(parameter)} is {gradient.dtype}; {type(optimizer).__name__} takes "
             f"fp32, bf16 and fp16{', and the dtype of the parameter' if parameter.dtype.itemsize > 4 else ''}"
         )
 
 
-def aliased_by_gradients(optimizer: ParameterGroups, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def aliased_by_gradients(optimizer: SteppingOptimizer, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters with a gradient that is their own memory, element by element or in another order.
 
     Args:
@@ -101,8 +87,8 @@ def aliased_by_gradients(optimizer: ParameterGroups, parameters: Sequence[torch.
             continue
         if any(other is not parameter for other in sharing) or not _same_memory(parameter, gradient):
             raise UnsupportedError(
-                f"the gradient of {title_of(optimizer, parameter)} shares memory with "
-                f"{title_of(optimizer, sharing[0])}, which this step changes: give it a clone() as its .grad"
+                f"the gradient of {optimizer.title_of(parameter)} shares memory with "
+                f"{optimizer.title_of(sharing[0])}, which this step changes: give it a clone() as its .grad"
             )
         aliased.append(parameter)
     return aliased

@@ -9,7 +9,6 @@ updated in place. On a GPU updates are Triton's and the host waits for none; `st
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,48 +18,37 @@ import torch
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.kernels.formats import NO_SCALE, GradScale
-from chunkc.optim import on_device
 from chunkc.optim import pending_steps as pending_steps
 from chunkc.optim.clipping import CHANGED, EPS, SAME, Clipped, ClippedGradient, kept_value
-from chunkc.optim.grad_scale import AssumedScale, inverted, is_skipped, on_the_cpu
+from chunkc.optim.grad_scale import inverted, is_skipped, on_the_cpu
 from chunkc.optim.group_updates import update_in_place
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, put_aside
-from chunkc.optim.memory_checks import check_memory, title_of
+from chunkc.optim.memory_checks import check_memory
 from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
 from chunkc.optim.over_ranks import agree_on_overflow, as_saved, no_exchange
-from chunkc.optim.rule import DIFFERENTIABLE, MAXIMIZE, WITHOUT_EFFECT, Rule, Updater
-from chunkc.optim.split_masters import NotedContents, has_master
-from chunkc.optim.states import Dtypes, has_states, make_states_on_tier, names_at_home
+from chunkc.optim.rule import MAXIMIZE, Rule
+from chunkc.optim.split_masters import has_master
+from chunkc.optim.states import names_at_home
 from chunkc.optim.step import Due, prepare_step, take_over_changes, update_chunks
+from chunkc.optim.stepping import SteppingOptimizer
 from chunkc.optim.update_mode import AUTO, DEVICE, UpdateMode
 from chunkc.optim.update_scheduler import UpdateScheduler
 from chunkc.runtime.store.consumed_gradients import GradientPlaceholder
-from chunkc.runtime.store.gradient_sums import clock, request_sums
+from chunkc.runtime.store.gradient_sums import request_sums
 from chunkc.runtime.store.shards import leaf_of, local_shard_of, local_shards_in
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.runtime.store.watched_gradients import unwatched
 from chunkc.session.declared_states import declare_states, declared_states
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.protocols import Starter
-from chunkc.session.session import Session, lay_out_states, managing, session_with, sessions_of, stepping
-
-logger = logging.getLogger(__name__)
-
-_told: set[str] = set()
-"""Arguments without effect that have been logged."""
+from chunkc.session.session import Session, managing, session_with, sessions_of, stepping
 
 
-class ChunkedOptimizer(torch.optim.Optimizer):
+class ChunkedOptimizer(SteppingOptimizer):
     """The base of all of chunkc's optimizers: everything except the rule.
 
     Attributes:
-        rule: how elements change.
-        states: the format in which states of these parameters are kept.
-        overlap: when and where updates run.
         scheduler: updates that begin before a step, or go on after it.
-        pending_steps: steps of which only the device knows whether they happened.
-        contents: the contents of each parameter that its master belongs to.
-        assumed_scale: the scale of gradients with which updates in a backward begin that can be undone.
         grad_scale, found_inf: set by a `GradScaler`: the divisor of gradients; no step is made if not 0.
     """
 
@@ -68,7 +56,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     found_inf: torch.Tensor | None
     _step_supports_amp_scaling = True
     _clipped: Clipped | None = None
-    _groups_read_at: int = 0
     _norm_requested: bool = False
 
     def __init__(
@@ -96,11 +83,8 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         self._lay_out_states(self._parameters())
 
     def _begin(self, overlap: UpdateMode) -> None:
-        """Begin with no update running, no step pending and no contents noted."""
-        self.overlap = overlap
-        self.assumed_scale, self.scheduler = AssumedScale(), UpdateScheduler(self)
-        self.pending_steps, self.contents = pending_steps.PendingSteps(), NotedContents()
-        self._updaters: dict[tuple[torch.device, bool], Updater] = {}
+        super()._begin(overlap)
+        self.scheduler = UpdateScheduler(self)  # no update is running
 
     def __getstate__(self) -> dict[str, Any]:
         self.pending_steps.resolve(wait=True)
@@ -122,8 +106,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
             if has_master(states):
                 self.contents.loaded(parameter, changed=False)
 
-    # --- used by updates (see `group_updates.SteppingOptimizer`) ---
-
     @property
     def state(self) -> Any:
         """The states by parameter, as in `torch.optim`; waits for running updates. `step()` undoes staged ones then."""
@@ -135,115 +117,9 @@ class ChunkedOptimizer(torch.optim.Optimizer):
     def state(self, state: Any) -> None:
         self.__dict__["state"] = state
 
-    def states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return a parameter's states, without waiting for running updates; the parameter has some from now on."""
-        return self.__dict__["state"][leaf_of(parameter)]
-
-    def kept_states_of(self, parameter: torch.Tensor) -> dict[str, Any]:
-        """Return a parameter's states, empty if it has none."""
-        return self.__dict__["state"].get(leaf_of(parameter), {})
-
     def starter_in(self, store: ChunkStore) -> Starter | None:
-        """Return this optimizer's updates in the backwards of the session with this store; None: it makes none."""
         updates = self.scheduler.in_session(session_with(store))
         return updates if updates.in_backward else None
-
-    def dtypes_of(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> Dtypes:
-        """Return the kinds of states that an update of a parameter of a group needs or finds, with their dtypes."""
-        dtypes = self.states.dtypes(parameter.dtype)
-        if not (idle := self.rule.idle(group)):
-            return dtypes
-        kept = self.kept_states_of(parameter)
-        return {kind: dtype for kind, dtype in dtypes.items() if kind not in idle or kind in kept}
-
-    def state_on_tier(self, parameter: torch.Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin the update of a parameter that does not move, and return its state, made if need be."""
-        dtypes, state = self.dtypes_of(parameter, group), self.states_of(parameter)
-        if not has_states(state, parameter, dtypes):
-            self.begin_states(state, dtypes)
-            make_states_on_tier(state, parameter, dtypes)
-        self.begin_update_of(parameter, state)
-        return state
-
-    def begin_states(self, state: Mapping[str, Any], kinds: Iterable[str]) -> None:
-        """Count a parameter's steps anew, once all are known, if all its moments are about to be made."""
-        moments = set(self.states.kinds).intersection(kinds)
-        if "step" in state and moments and moments.isdisjoint(state):
-            self.pending_steps.resolve(wait=True)
-            state["step"].zero_()
-
-    def begin_update_of(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
-        """Begin the update of a parameter; all its states exist.
-
-        Kernels see other tensors over its memory, with version counters of their own. So its own counter is
-        incremented here: autograd then refuses a backward for which it was saved.
-        """
-        self.contents.begin(parameter, state)
-        torch.autograd.graph.increment_version(leaf_of(parameter))
-
-    def hyper_at(self, group: Mapping[str, Any], step: int) -> Any:
-        """Return the hyperparameters of one update.
-
-        Raises:
-            OptionsError: one is out of range.
-        """
-        try:
-            return self.rule.hyper(group, step)
-        except ValueError as error:
-            raise OptionsError(str(error)) from error
-
-    def hyper_now(self, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
-        """Return the hyperparameters of the parameter's latest step, as its group has them now."""
-        return self.hyper_at(group, int(self.states_of(parameter)["step"]))
-
-    def next_hyper(self, parameter: torch.Tensor, at: Callable[[int], Any]) -> Any:
-        """Count a step of a parameter and return its hyperparameters: all candidates, if steps before are pending.
-
-        Allocates no tensor: in a backward, the compute tier may be full.
-        """
-        step = self.states_of(parameter)["step"]
-        number = int(step) + 1
-        step.fill_(number)
-        return self.pending_steps.hyper(parameter, number, at)
-
-    def updater(self, device: torch.device, *, by_triton: bool | None = None) -> Updater:
-        """Return the rule's updates on a device, by Triton where that computes."""
-        by_triton = on_device.computes_by_triton(device) if by_triton is None else by_triton
-        if (device, by_triton) not in self._updaters:
-            self._updaters[device, by_triton] = self.rule.updater(device, by_triton=by_triton)
-        return self._updaters[device, by_triton]
-
-    def _parameters(self) -> list[torch.Tensor]:
-        return list(local_shards_in(self.param_groups))
-
-    def lay_out(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Make sure that chunks of these parameters have room for the states that this optimizer keeps.
-
-        Raises:
-            OptionsError: they cannot have it.
-        """
-        if any(declared_states(p) != self.states.seen_by(p.dtype) for p in parameters):
-            self._lay_out_states(self._parameters())
-
-    def follow(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Keep the states that parameters in these groups need, too. Return whether these are more than before.
-
-        Raises:
-            OptionsError: chunks cannot have room for them; nothing has changed.
-        """
-        before, wanted = self.states, self.rule.states(groups)
-        if set(wanted.kinds) <= set(before.kinds):
-            return False
-        self.states = wanted
-        try:
-            self._lay_out_states(self._parameters())
-        except OptionsError:
-            self.states = before
-            raise
-        return True
-
-    def _lay_out_states(self, parameters: Sequence[torch.Tensor]) -> None:
-        lay_out_states(parameters, self.states, self.rule.num_stages, weakref.ref(self))
 
     # --- called by users ---
 
@@ -267,8 +143,12 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         With `overlap="backward"` or `"both"` no backward begins updates, and ranks of a model with `zero_stage=1`
         exchange nothing.
         """
-        with self.scheduler.announced(), no_exchange(self._parameters()):
-            yield
+        before, self.is_accumulating = self.is_accumulating, True
+        try:
+            with no_exchange(self._parameters()):
+                yield
+        finally:
+            self.is_accumulating = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as in `torch.optim`. Before they become zeros, wait for updates that still read them."""
@@ -303,39 +183,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
                 self.param_groups.pop()
                 raise
         self.scheduler.forget(loaded=False)
-
-    def check_dtype(self, parameter: torch.Tensor, name: str = "") -> None:
-        """Refuse a parameter with a dtype that no update takes.
-
-        Raises:
-            OptionsError, UnsupportedError: no update takes it with these options, or with any.
-        """
-        try:
-            self.rule.check_dtype(parameter.dtype, type(self).__name__)
-        except (OptionsError, UnsupportedError) as error:
-            title = (
-                f"the parameter {name}" if name else f"{title_of(self, parameter)} of shape {tuple(parameter.shape)}"
-            )
-            raise type(error)(f"{error} ({title})") from None
-
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """Refuse values of a parameter group that are out of range.
-
-        Raises:
-            OptionsError: one is.
-        """
-        self._check_supported(group)
-        self.hyper_at(group, 1)
-
-    def _check_supported(self, group: Mapping[str, Any]) -> None:
-        unknown = {"amsgrad", "capturable"}.difference(self.rule.optional)
-        for name in (DIFFERENTIABLE, *sorted(unknown)):
-            if group.get(name):
-                raise OptionsError(f"{type(self).__name__} does not support {name}=True")
-        for name, reason in WITHOUT_EFFECT.items():
-            if group.get(name) and name not in _told:
-                _told.add(name)
-                logger.info("%s=True has no effect in chunkc.optim: %s", name, reason)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in `torch.optim`'s format, with fp32 masters.
@@ -415,29 +262,6 @@ class ChunkedOptimizer(torch.optim.Optimizer):
         return [put_aside(loaded, written) for loaded in states]
 
     # --- clipping: gradients are multiplied inside the updates, without traffic ---
-
-    @property
-    def param_groups(self) -> Any:
-        """The parameter groups, as in `torch.optim`.
-
-        Code that reads them may change gradients without a count, as `torch.amp.GradScaler.unscale_` does. So sums of
-        gradients that were taken before are not used any more.
-        """
-        if (
-            "param_groups" not in self.__dict__
-        ):  # a wrapper, as Lightning's, which then asks the optimizer that it wraps
-            raise AttributeError("param_groups")
-        self._groups_read_at = next(clock)
-        return self.__dict__["param_groups"]
-
-    @param_groups.setter
-    def param_groups(self, groups: Any) -> None:
-        self.__dict__["param_groups"] = groups
-
-    @property
-    def own_groups(self) -> Any:
-        """The parameter groups, for code of chunkc, which changes no gradient: does not count as reading them."""
-        return self.__dict__["param_groups"]
 
     @torch.compiler.disable
     @torch.no_grad()

@@ -17,7 +17,7 @@ from chunkc.ir.states import INT8
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.rule import OverRanks
 from chunkc.optim.split_masters import NotedContents, put_masters_together
-from chunkc.optim.update_task import ParameterGroups, SteppingOptimizer
+from chunkc.optim.stepping import SteppingOptimizer
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.store.consumed_gradients import LocalGradient
 from chunkc.runtime.store.shards import LocalShard, block_of, leaf_of, local_shard_of, local_shards_in, shard_like
@@ -57,7 +57,7 @@ def note_step(optimizer: SteppingOptimizer) -> None:
             transport.steps = hashed(f"{transport.steps} {type(optimizer).__name__} {hyper}")
 
 
-def _parts_of(optimizer: ParameterGroups) -> list[LocalShard]:
+def _parts_of(optimizer: SteppingOptimizer) -> list[LocalShard]:
     return [part for part in local_shards_in(optimizer.param_groups) if isinstance(part, LocalShard)]
 
 
@@ -156,7 +156,7 @@ def _blocks(part: LocalShard, ranks: Iterable[int]) -> list[Block]:
     return [block_of(whole, rank) for rank in ranks]
 
 
-def agree_on_overflow(optimizer: ParameterGroups, scale: GradScale) -> None:
+def agree_on_overflow(optimizer: SteppingOptimizer, scale: GradScale) -> None:
     """Compare over all ranks whether a gradient overflowed, if a `GradScaler` may have asked this rank only.
 
     PyTorch asks all ranks along those mesh dimensions over which the first of an optimizer's gradients is cut.

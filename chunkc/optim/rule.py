@@ -1,6 +1,6 @@
 """Define what differs between optimizers: the rule, its hyperparameters, and the rule's updates on one device.
 
-Everything else is in `optimizer`: parameter groups, states, the step, its plan, the schedule of updates, `state_dict`.
+Everything else is in `stepping` and `optimizer`: parameter groups, states, the step, its schedule, `state_dict`.
 A new rule is a `Rule` and an `Updater`, kernels, and a class with a constructor. One that changes each element by
 itself has only its arithmetic, for which `elementwise` has the updater: see `lion`.
 """

@@ -22,8 +22,9 @@ from chunkc.optim.group_updates import home_update, slot_update, spans_of, updat
 from chunkc.optim.memory_checks import aliased_by_gradients, check_in_place, check_memory
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms
 from chunkc.optim.rule import TileUpdate
+from chunkc.optim.stepping import SteppingOptimizer
 from chunkc.optim.update_scheduler import UpdateScheduler
-from chunkc.optim.update_task import SteppingOptimizer, Task, UpdateTask, Where, tasks_of
+from chunkc.optim.update_task import Task, UpdateTask, Where
 from chunkc.policy.decide import decide
 from chunkc.policy.needs import Needs
 from chunkc.policy.plans import UpdatePlan, update_plan
@@ -62,7 +63,7 @@ def due_of(optimizer: SteppingOptimizer) -> Due:
     due = Due({}, [], [], [])
     tasks: list[Task] = []
     checked: set[torch.dtype] = set()
-    for session, task in tasks_of(optimizer):
+    for session, task in optimizer.tasks():
         parameter = task.parameter
         if parameter.grad is None:
             continue

@@ -22,7 +22,8 @@ from chunkc.kernels import row_sums_cpu, row_sums_triton
 from chunkc.kernels.row_sums import MIXED_WORD
 from chunkc.optim.group_updates import flat_home
 from chunkc.optim.on_device import computes_by_triton
-from chunkc.optim.update_task import SteppingOptimizer, UpdateTask, Where
+from chunkc.optim.stepping import SteppingOptimizer
+from chunkc.optim.update_task import UpdateTask, Where
 from chunkc.runtime.store.checksums import KINDS, SAMPLED, words_of
 from chunkc.runtime.store.gradients import has_external_views
 from chunkc.runtime.store.shards import leaf_of

@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Container, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
 
 import torch
@@ -47,9 +46,10 @@ from chunkc.optim.group_updates import (
     update_tile,
 )
 from chunkc.optim.pauses import Pauses
+from chunkc.optim.stepping import SteppingOptimizer
 from chunkc.optim.unseen_writes import has_other_readers, note_slots, noted_states, noting_home, written_groups
 from chunkc.optim.update_mode import AUTO, UpdateMode, resolved
-from chunkc.optim.update_task import NotedParameter, SteppingOptimizer, Task, UpdateTask, Where
+from chunkc.optim.update_task import NotedParameter, Task, UpdateTask, Where
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 from chunkc.runtime.store.watched_gradients import unwatched, watch
@@ -503,16 +503,11 @@ class SessionUpdates(BoundToSession):
 
 
 class UpdateScheduler:
-    """The updates of one optimizer that run outside of its step, in all sessions that have its parameters.
-
-    Attributes:
-        accumulating: whether more gradients will be added, so that no update may begin in a backward.
-    """
+    """The updates of one optimizer that run outside of its step, in all sessions that have its parameters."""
 
     def __init__(self, optimizer: SteppingOptimizer) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._mode = optimizer.overlap
-        self.accumulating = False
         self._sessions: weakref.WeakKeyDictionary[Session, SessionUpdates] = weakref.WeakKeyDictionary()
 
     def in_session(self, session: Session) -> SessionUpdates:
@@ -535,15 +530,6 @@ class UpdateScheduler:
 
     def _items(self) -> list[tuple[Session, SessionUpdates]]:
         return list(self._sessions.items())  # keeps the sessions alive meanwhile
-
-    @contextmanager
-    def announced(self) -> Iterator[None]:
-        """Begin no update in backwards inside: more gradients will be added to theirs."""
-        before, self.accumulating = self.accumulating, True
-        try:
-            yield
-        finally:
-            self.accumulating = before
 
     def forget(self, *, loaded: bool) -> None:
         """Forget groups of all sessions, since parameter groups or states have changed (see `SessionUpdates`)."""

@@ -26,8 +26,7 @@ from optim_models import (
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.optim import Lion
-from chunkc.optim import optimizer as chunked_optimizer
+from chunkc.optim import Lion, stepping
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -311,7 +310,7 @@ def test_an_adam_s_state_makes_no_adam_of_adamw() -> None:
 
 
 def test_arguments_without_effect_are_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
-    monkeypatch.setattr(chunked_optimizer, "_told", set())
+    monkeypatch.setattr(stepping, "_told", set())
     with caplog.at_level(logging.INFO, logger="chunkc"):
         for _ in range(2):
             optimizer = chunkc.optim.AdamW([nn.Parameter(torch.ones(3))], capturable=True, fused=True)
