@@ -7,7 +7,6 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,9 +23,10 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
 @dataclass(frozen=True)
-class Entry:
-    """A tensor in a file; `offset_nbytes` counts from the beginning of the file."""
+class Mapped:
+    """A tensor in a mapped file; `offset_nbytes` counts from the beginning of the file."""
 
+    memory: mmap.mmap
     dtype: torch.dtype
     shape: tuple[int, ...]
     offset_nbytes: int
@@ -35,9 +35,23 @@ class Entry:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor over the file's pages, or a copy if it is not aligned to its elements.
 
-class MappedFile:
-    """A safetensors file as tensors over its pages: pages are read when used, and writes to tensors stay in memory.
+        Pages are read when used, and writes to the tensor stay in memory.
+        """
+        if self.nbytes == 0:
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        flat = torch.frombuffer(self.memory, dtype=torch.uint8, count=self.nbytes, offset=self.offset_nbytes)
+        if self.offset_nbytes % self.dtype.itemsize:
+            room = host_empty((self.nbytes,), torch.uint8)
+            np.copyto(room.numpy(), flat.numpy())
+            flat = room
+        return flat.view(self.dtype).view(self.shape)
+
+
+def mapped(fd: int, title: str) -> dict[str, Mapped]:
+    """Map the tensors of a safetensors file, by name.
 
     Args:
         fd: of a regular file; may be closed afterwards.
@@ -46,66 +60,28 @@ class MappedFile:
     Raises:
         CheckpointError: it is not a safetensors file, or its tensors do not fill it exactly.
     """
-
-    def __init__(self, fd: int, title: str) -> None:
-        nbytes = os.fstat(fd).st_size
-        if nbytes < 8:
-            raise CheckpointError(f"{title} has {nbytes} bytes, which is no safetensors file")
-        self._memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
-        try:
-            self.entries = _entries(self._memory, nbytes)
-        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-            raise CheckpointError(f"{title} has a header that is none of a safetensors file: {error}") from error
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor over the file's pages, or a copy if it is not aligned to its elements.
-
-        Raises:
-            CheckpointError: the file has no tensor of that name.
-        """
-        entry = self.entries.get(name)
-        if entry is None:
-            raise CheckpointError(f"the checkpoint has no {name}")
-        if entry.nbytes == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
-        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=entry.nbytes, offset=entry.offset_nbytes)
-        if entry.offset_nbytes % entry.dtype.itemsize:
-            room = host_empty((entry.nbytes,), torch.uint8)
-            np.copyto(room.numpy(), flat.numpy())
-            flat = room
-        return flat.view(entry.dtype).view(entry.shape)
+    nbytes = os.fstat(fd).st_size
+    if nbytes < 8:
+        raise CheckpointError(f"{title} has {nbytes} bytes, which is no safetensors file")
+    memory = mmap.mmap(fd, nbytes, access=mmap.ACCESS_COPY)
+    try:
+        return _entries(memory, nbytes)
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointError(f"{title} has a header that is none of a safetensors file: {error}") from error
 
 
-class Overlaid:
-    """Several files as one; of tensors with the same name, that of the last file counts."""
-
-    def __init__(self, files: Sequence[MappedFile]) -> None:
-        self._of = {key: file for file in files for key in file.entries}
-        self.entries = {key: file.entries[key] for key, file in self._of.items()}
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """Return a tensor as `MappedFile.tensor` does.
-
-        Raises:
-            CheckpointError: no file has a tensor of that name.
-        """
-        if name not in self._of:
-            raise CheckpointError(f"the checkpoint has no {name}")
-        return self._of[name].tensor(name)
-
-
-def _entries(memory: mmap.mmap, nbytes: int) -> dict[str, Entry]:
+def _entries(memory: mmap.mmap, nbytes: int) -> dict[str, Mapped]:
     (header_nbytes,) = struct.unpack("<Q", memory[:8])
     if header_nbytes > min(_MAX_HEADER_NBYTES, nbytes - 8):
         raise ValueError(f"it would be {header_nbytes} bytes long")
     content = json.loads(memory[8 : 8 + header_nbytes])
-    found: dict[str, Entry] = {}
+    found: dict[str, Mapped] = {}
     end_nbytes = begin_nbytes = 8 + header_nbytes
     for name, about in content.items():
         if name == "__metadata__":
             continue
         first, last = about["data_offsets"]  # in bytes after the header; `last` is exclusive
-        entry = Entry(_DTYPES[about["dtype"]], tuple(about["shape"]), begin_nbytes + first)
+        entry = Mapped(memory, _DTYPES[about["dtype"]], tuple(about["shape"]), begin_nbytes + first)
         if entry.offset_nbytes != end_nbytes or last - first != entry.nbytes or min(entry.shape, default=0) < 0:
             raise ValueError(f"{name} would lie at {first} to {last}")
         end_nbytes += entry.nbytes

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from chunkc.checkpoint.data import Json, decoded
 from chunkc.checkpoint.manifest import Manifest, opened, read_manifest, verify
-from chunkc.checkpoint.mapped import MappedFile, Overlaid
+from chunkc.checkpoint.mapped import Mapped, mapped
 from chunkc.checkpoint.placement import is_of_a_rank, of_rank
 from chunkc.checkpoint.random_state import set_random_state
 from chunkc.checkpoint.snapshot import (
@@ -37,20 +37,23 @@ from chunkc.torch_private.dtensor import DTensor, local_of, with_local
 _SUFFIX = ".safetensors"
 _MAX_SHOWN = 5
 
+Files = Mapping[str, Mapping[str, Mapped]]
+"""A file's name -> its tensors by name."""
+
 
 @dataclass(frozen=True)
 class Saved:
     """A verified checkpoint, as one rank loads it.
 
     Attributes:
-        files: by the names that rank 0 has for them; a rank's own file is laid over that of rank 0.
+        files: by the names that rank 0 has for them; a rank's own tensors are laid over those of rank 0.
         has_generators: whether the random generators in `document` are this rank's. A rank that did not exist when the
             checkpoint was saved takes all else from rank 0 and keeps its generators. With tensor parallelism, a new
             rank of a layer takes all from the layer's first rank, which has the same data.
     """
 
     step: int
-    files: Mapping[str, Overlaid]
+    files: Files
     document: Json
     has_generators: bool
 
@@ -73,10 +76,11 @@ def read(folder_fd: int, step: int, rank: int, num_ranks: int, ranks_of_a_layer:
     has_own = of_rank(number, STATE_JSON) in manifest.files
     prefix = of_rank(number, "") if has_own else ""
     plain = [name for name in manifest.files if name.endswith(_SUFFIX) and not is_of_a_rank(name)]
-    files = {}
+    files: dict[str, dict[str, Mapped]] = {}
     for name in plain:
-        own = [prefix + name] if prefix and prefix + name in manifest.files else []
-        files[name] = Overlaid([_mapped(folder_fd, found) for found in (name, *own)])
+        files[name] = _mapped(folder_fd, name)
+        if prefix and prefix + name in manifest.files:
+            files[name] |= _mapped(folder_fd, prefix + name)
     return Saved(step, files, _document(folder_fd, manifest, prefix + STATE_JSON), has_own)
 
 
@@ -126,7 +130,7 @@ def prepared(saved: Saved, parts: Parts) -> Callable[[], None]:
 
     def load() -> None:
         for (file, key), tensor in targets.items():
-            _fill(tensor, saved.files[file].tensor(key))
+            _fill(tensor, saved.files[file][key].tensor())
         for name, model in parts.models.items():
             _set_extra(model, owns[name], extra[name])
         for name, optimizer in parts.optimizers.items():
@@ -140,9 +144,9 @@ def prepared(saved: Saved, parts: Parts) -> Callable[[], None]:
     return load
 
 
-def _mapped(folder_fd: int, name: str) -> MappedFile:
+def _mapped(folder_fd: int, name: str) -> dict[str, Mapped]:
     with opened(folder_fd, name) as fd:
-        return MappedFile(fd, name)
+        return mapped(fd, name)
 
 
 def _document(folder_fd: int, manifest: Manifest, name: str) -> Json:
@@ -156,9 +160,15 @@ def _document(folder_fd: int, manifest: Manifest, name: str) -> Json:
         raise CheckpointError(f"{name} is damaged ({type(error).__name__})") from error
 
 
-def _loose(files: Mapping[str, Overlaid]) -> Callable[[str], torch.Tensor]:
+def _loose(files: Files) -> Callable[[str], torch.Tensor]:
     """Return a look-up of the tensors in JSON values; it copies them, so that they do not keep the file mapped."""
-    return lambda key: files[STATE_FILE].tensor(key).clone()
+
+    def loose(key: str) -> torch.Tensor:
+        if key not in files[STATE_FILE]:
+            raise CheckpointError(f"the checkpoint has no {key}")
+        return files[STATE_FILE][key].tensor().clone()
+
+    return loose
 
 
 def _same(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
@@ -167,15 +177,13 @@ def _same(what: str, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{what} are {shown[0]} in the checkpoint and {shown[1]} here ('': one without a name)")
 
 
-def _targets(
-    file: str, own: OwnTensors, document: Json, files: Mapping[str, Overlaid]
-) -> dict[tuple[str, str], torch.Tensor]:
+def _targets(file: str, own: OwnTensors, document: Json, files: Files) -> dict[tuple[str, str], torch.Tensor]:
     """Map the file and key of each saved tensor to the model's tensor.
 
     Raises:
         CheckpointError: keys, shapes, dtypes or ties of the model and the checkpoint differ.
     """
-    entries, aliases = files[file].entries if file in files else {}, document["aliases"]
+    entries, aliases = files.get(file, {}), document["aliases"]
     there = {**{key: key for key in entries}, **aliases}
     here = {**{key: key for key in own.tensors}, **own.aliases}
     _refuse(f"{file} lacks", [key for key in here if key not in there])
@@ -206,7 +214,7 @@ def _refuse(what: str, keys: Sequence[str]) -> None:
 
 
 def _state_dict(
-    name: str, optimizer: Optimizer, document: Json, names: Mapping[int, str], files: Mapping[str, Overlaid]
+    name: str, optimizer: Optimizer, document: Json, names: Mapping[int, str], files: Files
 ) -> dict[str, Any]:
     """Build the argument of an optimizer's `load_state_dict`.
 
@@ -231,8 +239,8 @@ def _state_dict(
     }
 
     def state_of(value: Json, parameter: torch.Tensor) -> Any:
-        if isinstance(value, dict) and "$tensor" in value and file in files and value["$tensor"] in files[file].entries:
-            tensor = files[file].tensor(value["$tensor"])
+        if isinstance(value, dict) and "$tensor" in value and value["$tensor"] in files.get(file, {}):
+            tensor = files[file][value["$tensor"]].tensor()
             if "strides" in value and (tensor.dtype == torch.uint8 or not is_chunked):  # 8-bit: blocks in memory order
                 laid_out = torch.empty_strided(tensor.shape, value["strides"], dtype=tensor.dtype, device="cpu")
                 return laid_out.copy_(tensor)

@@ -219,48 +219,33 @@ def _optimizer(
         raise UnsupportedError(
             f"{label} has a parameter with a name that begins with #, which cannot be told from others"
         )
+    is_chunked = isinstance(optimizer, ChunkedOptimizer)
+
+    def saved(kind: str, parameter: torch.Tensor, value: Any, key: str) -> Json:
+        if not isinstance(value, torch.Tensor):
+            return encoded(value, f"{file}.{key}", loose)
+        if is_chunked and kind == MASTER_LOW:
+            # Lower bits of other values of the parameter, which was written to since, are left out: see `master_of`.
+            lower = value if optimizer.contents.belong(local_shard_of(parameter)) else None  # type: ignore[attr-defined]
+            sources.append(master_of(file, key, parameter, lower))
+        else:
+            if is_chunked and isinstance(parameter, DTensor) and kind != "step":
+                value = with_local(parameter, value)
+            sources.append(source_of(file, key, value, is_guarded=True))
+        if value.dtype == torch.uint8 and not value.is_contiguous():  # 8-bit scales are of blocks in memory order
+            return {"$tensor": key, "strides": list(value.stride())}
+        return {"$tensor": key}
+
     states: dict[str, Json] = {}
     for parameter, state in list(optimizer.state.items()):
         title = titles.get(id(parameter))
         if title is None:
             raise UnsupportedError(f"{label} has a state of something that is none of its parameters")
-        states[title] = {
-            kind: _state(file, title, kind, parameter, value, optimizer, sources, loose)
-            for kind, value in _as_in_torch(state).items()
-        }
+        states[title] = {}
+        for kind, value in state.items():
+            name_in_file = MASTER if kind == MASTER_LOW else kind  # joined with the parameter: the whole fp32 master
+            states[title][name_in_file] = saved(kind, parameter, value, f"{title}.{name_in_file}")
     return {"groups": groups, "states": states}
-
-
-def _as_in_torch(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the lower bits of a split master: they are saved joined with the parameter, as the whole fp32 master."""
-    return {MASTER if kind == MASTER_LOW else kind: value for kind, value in state.items()}
-
-
-def _state(
-    file: str,
-    title: str,
-    kind: str,
-    parameter: torch.Tensor,
-    value: Any,
-    optimizer: Optimizer,
-    sources: list[Source],
-    loose: Tensors,
-) -> Json:
-    key = f"{title}.{kind}"
-    if not isinstance(value, torch.Tensor):
-        return encoded(value, f"{file}.{key}", loose)
-    is_chunked = isinstance(optimizer, ChunkedOptimizer)
-    if kind == MASTER and value.dtype == torch.int16 and is_chunked:
-        # Lower bits of other values of the parameter, which was written to since, are left out: see `master_of`.
-        lower = value if optimizer.contents.belong(local_shard_of(parameter)) else None  # type: ignore[attr-defined]
-        sources.append(master_of(file, key, parameter, lower))
-    else:
-        if is_chunked and isinstance(parameter, DTensor) and kind != "step":
-            value = with_local(parameter, value)
-        sources.append(source_of(file, key, value, is_guarded=True))
-    if value.dtype == torch.uint8 and not value.is_contiguous():  # 8-bit scales are of blocks in memory order
-        return {"$tensor": key, "strides": list(value.stride())}
-    return {"$tensor": key}
 
 
 def named(kind: str, given: Any, check: type | tuple[type, ...] | None = None) -> dict[str, Any]:

@@ -7,7 +7,6 @@ been. Both are added up in rows (see `chunkc.ir.sums`), so the norm has the same
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,18 +23,8 @@ from chunkc.optim.states import flat, real_parts
 from chunkc.runtime.store.shards import LocalShard
 from chunkc.session.session import managing, owner
 
-
-@dataclass(frozen=True)
-class Gradients:
-    """An optimizer's gradients, in its order.
-
-    Attributes:
-        pairs: parameters with their gradients.
-        since: sums that are older are invalid (see `chunkc.runtime.store.gradient_sums.clock`).
-    """
-
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    since: int
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Parameters with their gradients, in an optimizer's order."""
 
 
 def summing_on(device: torch.device) -> SumSquares:
@@ -44,48 +33,48 @@ def summing_on(device: torch.device) -> SumSquares:
 
 
 @torch.no_grad()
-def sum_of_squares(gradients: Gradients) -> torch.Tensor:
+def sum_of_squares(pairs: Pairs, since: int) -> torch.Tensor:
     """Add up the squares of all elements: 0-dim fp64, finite if and only if every element is. Waits for no device.
 
     The result is on a device if a gradient is on one. Each rank calls this: of parameters that are cut over ranks, all
     ranks' shards count. Of copies of a shard the first counts, and likewise of parameters that the ranks of tensor
     parallelism have alike.
+
+    Args:
+        since: sums that are older are invalid (see `chunkc.runtime.store.gradient_sums.clock`).
     """
-    counted = Gradients(
-        [(p, g) for p, g in gradients.pairs if not isinstance(p, LocalShard) or (p.shards.copy == 0 and p.is_first)],
-        gradients.since,
-    )
-    owners = (owner(parameter) for parameter, _ in gradients.pairs)
+    counted = [(p, g) for p, g in pairs if not isinstance(p, LocalShard) or (p.shards.copy == 0 and p.is_first)]
+    owners = (owner(parameter) for parameter, _ in pairs)
     session = next((owned[0] for owned in owners if owned is not None), None)
     sums: list[torch.Tensor] = []
 
     def compute() -> None:
-        sums.append(_local_sum(counted))
+        sums.append(_local_sum(counted, since))
 
     if session is None:
         compute()
     else:
         session.store.tier.enqueue(compute)
         session.store.tier.materialise()
-    return _over_ranks(sums[0], [parameter for parameter, _ in gradients.pairs])
+    return _over_ranks(sums[0], [parameter for parameter, _ in pairs])
 
 
-def _local_sum(gradients: Gradients) -> torch.Tensor:
+def _local_sum(pairs: Pairs, since: int) -> torch.Tensor:
     """Add up this rank's squares."""
     rows: list[torch.Tensor | None] = []
     unread: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, (parameter, gradient) in enumerate(gradients.pairs):
+    for index, (parameter, gradient) in enumerate(pairs):
         taken = None
         if (home := managing(parameter)) is not None:
             session, name = home
-            taken = session.store.sums.of(name, gradient, since=gradients.since)
+            taken = session.store.sums.of(name, gradient, since=since)
             if taken is None:
                 session.store.sums.read_nbytes += gradient.nbytes
         rows.append(taken)
         if taken is None and gradient.numel():
             unread.setdefault((gradient.device, gradient.dtype), []).append(index)
     for (device, _), indices in unread.items():
-        read = _read([gradients.pairs[index][1] for index in indices], device)
+        read = _read([pairs[index][1] for index in indices], device)
         for index, of_gradient in zip(indices, read, strict=True):
             rows[index] = of_gradient
     by_device: dict[torch.device, list[torch.Tensor]] = {}

@@ -24,7 +24,7 @@ from chunkc.optim.grad_scale import inverted, is_skipped, on_the_cpu
 from chunkc.optim.group_updates import update_in_place
 from chunkc.optim.loading import LoadedState, checked_state_dict, load, put_aside
 from chunkc.optim.memory_checks import check_memory
-from chunkc.optim.norms import Gradients, sum_of_squares, summing_on
+from chunkc.optim.norms import sum_of_squares, summing_on
 from chunkc.optim.over_ranks import agree_on_overflow, as_saved, no_exchange
 from chunkc.optim.rule import MAXIMIZE, Rule
 from chunkc.optim.split_masters import has_master
@@ -338,7 +338,7 @@ class ChunkedOptimizer(SteppingOptimizer):
         self._norm_requested = True
         for session in sessions_of(self._all_parameters()):
             request_sums(self, [session.store.sums], summing_on(session.device))
-        return sum_of_squares(Gradients(gradients, self._groups_read_at)).sqrt()
+        return sum_of_squares(gradients, self._groups_read_at).sqrt()
 
     @torch.no_grad()
     @unwatched()

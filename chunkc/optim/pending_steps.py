@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -18,16 +18,9 @@ MAX_PENDING = 8
 """Maximum number of pending steps; above it the host waits for the oldest."""
 
 
-class Answer(Protocol):
+class Answer:
     """A device's number on its way to the host."""
 
-    def arrived(self) -> bool: ...
-
-    def read(self) -> float:
-        """Return the number, once it has arrived."""
-
-
-class _DeviceAnswer:
     def __init__(self, number: torch.Tensor) -> None:
         self._host = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
         self._host.copy_(number, non_blocking=True)
@@ -38,6 +31,7 @@ class _DeviceAnswer:
         return self._event.query()
 
     def read(self) -> float:
+        """Return the number, once it has arrived."""
         self._event.synchronize()
         return float(self._host)
 
@@ -45,11 +39,6 @@ class _DeviceAnswer:
 def is_remote(number: torch.Tensor) -> bool:
     """Whether the host would have to wait to see a number."""
     return number.device.type != "cpu"
-
-
-def ask(number: torch.Tensor) -> Answer:
-    """Start a copy of a device's number to the host."""
-    return _DeviceAnswer(number)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +79,7 @@ class PendingSteps:
 
     def add(self, found_inf: torch.Tensor, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
         """Add a step that was just enqueued."""
-        self._pending.append(PendingStep(found_inf.clone(), ask(found_inf), states))
+        self._pending.append(PendingStep(found_inf.clone(), Answer(found_inf), states))
 
     def resolve(self, *, wait: bool = False) -> None:
         """Correct the counters for all answers that have arrived; with `wait`, for all pending steps."""
@@ -102,11 +91,7 @@ class PendingSteps:
 
     def hyper(self, parameter: torch.Tensor, step: int, at: Callable[[int], Any]) -> Any:
         """Return a parameter's hyperparameters at a step: `at(step)`, or all candidates if steps before are pending."""
-        pending_steps = (
-            tuple(pending_step for pending_step in self._pending if parameter in pending_step.states)
-            if self._pending
-            else ()
-        )
+        pending_steps = tuple(pending_step for pending_step in self._pending if parameter in pending_step.states)
         if not pending_steps:
             return at(step)
         return PendingHyper(

@@ -192,21 +192,11 @@ class Captured:
 
     def returning(self, parameters: frozenset[str]) -> Captured:
         """Return the form that returns these parameters' gradients to autograd instead of sinking them."""
-        if not parameters or self.backward is None:
-            return self
-        backward = self.backward
-        return self._remembered(
-            ("returning", parameters), lambda: replace(self, backward=backward.returning(parameters))
-        )
+        return self._with_backward(PhaseProgram.returning, parameters)
 
     def leaving_out(self, parameters: frozenset[str]) -> Captured:
         """Return the form that drops these parameters' gradients as soon as they are made."""
-        if not parameters or self.backward is None:
-            return self
-        backward = self.backward
-        return self._remembered(
-            ("leaving out", parameters), lambda: replace(self, backward=backward.leaving_out(parameters))
-        )
+        return self._with_backward(PhaseProgram.leaving_out, parameters)
 
     def with_sizes(self, nbytes: Callable[[int], int], cost_s: Callable[[float], float]) -> Captured:
         """Return the graph with `nbytes` applied to every number of bytes and `cost_s` to every call's seconds."""
@@ -231,10 +221,16 @@ class Captured:
 
     def holding(self, tangents: frozenset[str]) -> Captured:
         """Return the form in which the caller keeps these of the backward's tangents alive."""
-        if not tangents or self.backward is None:
-            return self
+        return self._with_backward(PhaseProgram.holding, tangents)
+
+    def _with_backward(
+        self, changed: Callable[[PhaseProgram, frozenset[str]], PhaseProgram], names: frozenset[str]
+    ) -> Captured:
+        """Return the form with a backward that is changed for these names, or the graph itself if there are none."""
         backward = self.backward
-        return self._remembered(("holding", tangents), lambda: replace(self, backward=backward.holding(tangents)))
+        if not names or backward is None:
+            return self
+        return self._remembered((changed.__name__, names), lambda: replace(self, backward=changed(backward, names)))
 
     def _remembered(self, form: tuple[str, Hashable], make: Callable[[], Captured]) -> Captured:
         """Return a form of the graph from the cache, or make it."""

@@ -13,13 +13,12 @@ from chunkc.policy.captured_step import Captured
 class HostFull(Exception):
     """Copies of saved values do not fit into the host's memory, so that the plan that needs them is ruled out.
 
-    Attributes:
+    Args:
         copied_nbytes: of the copies.
         room_nbytes: of the host's memory, without homes.
     """
 
     def __init__(self, copied_nbytes: int, room_nbytes: int) -> None:
-        self.copied_nbytes, self.room_nbytes = copied_nbytes, room_nbytes
         super().__init__(
             f"A plan that copies {format_nbytes(copied_nbytes)} of saved values home would fit, but the host's memory "
             f"has only {format_nbytes(max(0, room_nbytes))} left for them."

@@ -57,11 +57,9 @@ class LiveValues(ABC, Generic[V]):
 
     def external_to_forward(self, captured: Captured, inputs: Sequence[V]) -> ExternalBytes:
         """Return the external bytes for a graph that is about to run its forward with these inputs."""
-        values = ExternalBytes.of(captured, self.nbytes(leaving_out=inputs), self.given_nbytes(inputs))
-        constants_nbytes = self.constants_nbytes()
-        return ExternalBytes(
-            values.forward_nbytes + constants_nbytes, values.backward_nbytes + constants_nbytes, constants_nbytes
-        )
+        live_nbytes, constants_nbytes = self.nbytes(leaving_out=inputs), self.constants_nbytes()
+        nbytes = captured.external_in_forward(live_nbytes, self.given_nbytes(inputs)) + constants_nbytes
+        return ExternalBytes(nbytes, nbytes + min(live_nbytes, captured.loss_nbytes), constants_nbytes)
 
     def forward_ran(self, captured: Captured, inputs: Sequence[V], outputs: Sequence[V]) -> None:
         """Watch a forward's inputs, and its outputs with storages of their own."""

@@ -106,12 +106,6 @@ class ExternalBytes:
     backward_nbytes: int
     always_nbytes: int = 0
 
-    @staticmethod
-    def of(captured: Captured, live_nbytes: int, given_nbytes: int) -> ExternalBytes:
-        """Count them before a graph's forward; arguments as for `Captured.external_in_forward`."""
-        forward_nbytes = captured.external_in_forward(live_nbytes, given_nbytes)
-        return ExternalBytes(forward_nbytes, forward_nbytes + min(live_nbytes, captured.loss_nbytes))
-
 
 class StepNeeds:
     """The most that a step has needed so far, in its form and in segments.

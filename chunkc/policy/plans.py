@@ -31,7 +31,6 @@ from chunkc.utils.garbage import no_automatic_collection
 class StepPlan:
     """The plan of a step, and its phases' graphs with the plan's chunk nodes."""
 
-    request: StepRequest
     plan: Plan
     graphs: Mapping[str, fx.GraphModule]
 
@@ -66,7 +65,7 @@ def step_plan(
         verify(
             captured, plan, graphs, layout, external_nbytes=request.external_nbytes, source=source, undoable=undoable
         )
-    return StepPlan(request, plan, graphs)
+    return StepPlan(plan, graphs)
 
 
 def backward_positions(captured: Captured, request: StepRequest, hardware: Hardware) -> tuple[Position, ...]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from chunkc.distributed.agreement import agree
 from chunkc.ir.errors import BudgetError, UnsupportedError
@@ -39,7 +38,7 @@ from chunkc.runtime.execution.saved import SavedValues, saved_values
 from chunkc.runtime.store.shards import leaf_of
 from chunkc.session.changes import detect_changes, forget_gradients, gradients_left_to_autograd
 from chunkc.session.logs import log_plan
-from chunkc.session.rank_phases import Code, before_layers, phase_of_ranks
+from chunkc.session.rank_phases import Code, PhaseOfRanks, before_layers
 from chunkc.session.residency import stay
 from chunkc.session.session import Session
 from chunkc.torch_private.engine import (
@@ -62,20 +61,12 @@ def _leave_alone(group: int) -> None:
 
 
 @dataclass(frozen=True)
-class PlannedPhase:
-    """A phase under one plan: the rewritten graph, and its instructions."""
-
-    graph: fx.GraphModule
-    executable: Executable
-
-
-@dataclass(frozen=True)
 class PlannedStep:
-    """A step under the requested plan, with `external_nbytes` of external values."""
+    """A step under the requested plan, with `external_nbytes` of external values, and each phase's instructions."""
 
     request: StepRequest
     plan: Plan
-    phases: Mapping[str, PlannedPhase]
+    phases: Mapping[str, Executable]
     external_nbytes: int
 
 
@@ -89,7 +80,7 @@ def planned_step(session: Session, captured: Captured, request: StepRequest) -> 
     made = step_plan(captured, request, session.hardware, marks_complete=marks_complete, verified=options.verify)
     log_plan(made.plan, made.graphs)
     runs = {name: segment.run for name, segment in captured.segments.items()}
-    phases = {name: PlannedPhase(graph, lower(graph.graph, runs)) for name, graph in made.graphs.items()}
+    phases = {name: lower(graph.graph, runs) for name, graph in made.graphs.items()}
     return PlannedStep(request, made.plan, phases, request.external_nbytes)
 
 
@@ -177,7 +168,10 @@ class CompiledGraph:
             VerificationError: a bug in the planner; nothing has run.
         """
         session = self.session
-        shared = phase_of_ranks(session, self._title(phase), self._groups, self.code, step, context, external_now)
+        shared = None
+        if session.transport is not None and self.code is not None and self._groups:
+            title, transport = self._title(phase), session.transport
+            shared = PhaseOfRanks(session, transport, title, self._groups, self.code, step, context, external_now)
         if shared is None:
             external_nbytes = external_now()
         else:
@@ -504,7 +498,7 @@ class CompiledGraph:
             session.store.reserve_gradients(session.store.layout.groups_of(sunk) - consumed)
         update = session.in_backward.updating(tiles.values()) if tiles else None
         run = Run(session.store, measurement, update, gradients_complete, saved)
-        outputs = planned.phases[phase].executable(arguments, run)
+        outputs = planned.phases[phase](arguments, run)
         session.records.note(phase, plan, measurement)
         return outputs
 

@@ -45,7 +45,7 @@ class Code:
 
 @dataclass
 class PhaseOfRanks:
-    """A phase that all ranks are about to begin.
+    """A phase in which ranks exchange data, and that all of them are about to begin.
 
     Attributes:
         name: the phase's, as messages show it.
@@ -144,21 +144,6 @@ def whole_on_all(session: Session, layout: ChunkLayout, *, is_new: bool) -> froz
         return session.store.layout.replicated_by_choice
     chosen = together(session.transport, "compilation", lambda: layout.replicated_by_choice, DistributedError)
     return frozenset.intersection(*chosen)
-
-
-def phase_of_ranks(
-    session: Session,
-    name: str,
-    groups: Collection[int],
-    code: Code | None,
-    step: SizedStep,
-    context: PhaseContext,
-    own_external: Callable[[], int],
-) -> PhaseOfRanks | None:
-    """Return a phase at this rank's sizes, in which ranks exchange data; None: it is of this process alone."""
-    if session.transport is None or code is None or not groups:
-        return None
-    return PhaseOfRanks(session, session.transport, name, groups, code, step, context, own_external)
 
 
 @contextmanager

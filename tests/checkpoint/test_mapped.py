@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chunkc.checkpoint.mapped import MappedFile
+from chunkc.checkpoint import mapped as mapped_files
+from chunkc.checkpoint.mapped import Mapped
 from chunkc.checkpoint.sources import pieces_of
 from chunkc.ir.errors import CheckpointError, UnsupportedError
 from chunkc.weights.safetensors import header_of
@@ -38,10 +39,10 @@ def written(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
     return path
 
 
-def mapped(path: Path) -> MappedFile:
+def mapped(path: Path) -> dict[str, Mapped]:
     fd = os.open(path, os.O_RDONLY)
     try:
-        return MappedFile(fd, path.name)
+        return mapped_files.mapped(fd, path.name)
     finally:
         os.close(fd)
 
@@ -69,8 +70,8 @@ def test_what_the_package_writes_is_read(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "b.safetensors")
     for path in (tmp_path / "b.safetensors", written(tmp_path / "c.safetensors", TENSORS)):
         found = mapped(path)
-        assert set(found.entries) == set(TENSORS)
-        assert all(same(flat(found.tensor(name)), flat(tensor)) for name, tensor in TENSORS.items())
+        assert set(found) == set(TENSORS)
+        assert all(same(flat(found[name].tensor()), flat(tensor)) for name, tensor in TENSORS.items())
 
 
 def test_a_dtype_that_files_have_no_word_for() -> None:

@@ -201,8 +201,8 @@ class LateAnswer:
 
 def skipping(make: Callable[[Subject], Any], remote: bool) -> tuple[list[Any], list[float]]:
     """Steps 1 and 2 of 6 overflow; one parameter has no gradient in step 2. Only the device knows, if `remote`."""
-    former = chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.ask
-    chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.ask = (lambda number: remote), LateAnswer
+    former = chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.Answer
+    chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.Answer = (lambda number: remote), LateAnswer
     try:
         with on_fake_gpu():
             subject = Subject(case(), budget(case(), 0))
@@ -224,7 +224,7 @@ def skipping(make: Callable[[Subject], Any], remote: bool) -> tuple[list[Any], l
             found = [array(state[kind]) for state in states.values() for kind in sorted(state)]
             return [*found, *(array(p) for p in subject.model.parameters())], counted
     finally:
-        chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.ask = former
+        chunkc.optim.pending_steps.is_remote, chunkc.optim.pending_steps.Answer = former
 
 
 def test_nobody_waits_to_know_whether_a_step_overflowed() -> None:

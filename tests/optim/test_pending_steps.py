@@ -29,7 +29,7 @@ def test_the_device_takes_the_number_that_the_host_is_told_later(
     monkeypatch: pytest.MonkeyPatch, skipped: tuple[float, ...]
 ) -> None:
     """The second parameter has no gradient in the second step."""
-    monkeypatch.setattr(pending_steps, "ask", Unanswered)
+    monkeypatch.setattr(pending_steps, "Answer", Unanswered)
     pending, parameters = PendingSteps(), [torch.zeros(1), torch.zeros(1)]
     states = {parameter: {"step": torch.zeros(())} for parameter in parameters}
 
