@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -298,12 +298,13 @@ def choose(context: CompileContext) -> None:
     except BudgetError as error:
         called_with = context.inputs if context.arguments is None else context.arguments
         external = _external_bytes_now(session, captured, called_with)
-        form = leanest_form(captured, context.options.activations, layout)
-        needs = needs_of_step(form, session.trained, layout, external)
-        num_graphs, trained = session.num_graphs + 1, session.trained | captured.trained
-        activations = context.options.activations
-        named = session.known.named(error, layout, activations, needs, num_graphs, trained, begins=True)
-        raise explained(named, form, trained, layout, external, activations) from None
+        before = session.planner_state
+        form = leanest_form(captured, before.activations, layout)
+        needs = needs_of_step(form, before.trained, layout, external)
+        num_graphs, trained = before.num_graphs + 1, before.trained | captured.trained
+        with_graph = replace(before, layout=layout, num_graphs=num_graphs, trained=trained)
+        named = session.known.named(error, with_graph, needs, begins=True)
+        raise explained(named, form, with_graph, external) from None
 
 
 def plan_and_verify(context: CompileContext) -> None:

@@ -141,10 +141,7 @@ def prepare_updates(session: Session, groups: Iterable[int], *, num_stages: int 
         try:
             decision = decide(planner_state, UpdateDue(in_order, external_nbytes, num_stages, transient))
         except BudgetError as error:
-            now = planner_state
-            raise session.known.named(
-                error, now.layout, now.activations, Needs(), now.num_graphs, now.trained
-            ) from None
+            raise session.known.named(error, planner_state, Needs()) from None
         if decision.request is None:
             stay(session, decision.planner_state)
             raise ResidentsLeft

@@ -86,7 +86,7 @@ class SearchSpace:
         external_nbytes: of the budget, taken by external bytes.
         hardware: its host's memory has the copies.
         consumed, with_shadow_copies: see `check_copies`.
-        step_fits: as of a `PhaseContext`.
+        may_keep: whether the graph may keep saved values (see `may_keep`).
 
     Attributes:
         recompute_regions: their number, the most that can be recomputed.
@@ -103,9 +103,9 @@ class SearchSpace:
         *,
         consumed: Collection[int] = (),
         with_shadow_copies: bool = False,
-        step_fits: bool = False,
+        may_keep: bool = True,
     ) -> None:
-        self._step_fits = step_fits
+        self.may_keep = may_keep
         self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes - external_nbytes
         self._allowed, self._recompute_regions = evenly_spread(allowed), _recompute_regions(captured, layout)
         self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
@@ -132,11 +132,6 @@ class SearchSpace:
         captured, layout = self._captured, self._layout
         calls_s = sum(position.cost_s for position in profile(captured, layout).passes)
         return MORE * (calls_s + update_arithmetic_s(layout, layout.groups_of(captured.trained), self._hardware))
-
-    @cached_property
-    def may_keep(self) -> bool:
-        """Whether the graph may keep saved values (see `may_keep`)."""
-        return self._step_fits or may_keep(self._captured, self._layout, self._whole_budget_nbytes)
 
     def _most_resident(self, needed: Callable[[frozenset[int]], int]) -> int:
         """Return how many groups can be resident, given the bytes that the graph needs in addition to them."""
@@ -208,10 +203,6 @@ class SearchSpace:
             consumed,
             self._with_shadow_copies,
         )
-
-    def is_best(self, activation_plan: ActivationPlan, resident: frozenset[int]) -> bool:
-        """Whether no plan can be quicker: all values are kept, and all allowed groups are resident."""
-        return not activation_plan and resident == frozenset(self._allowed)
 
     def check_host(self, activation_plan: ActivationPlan, resident: frozenset[int]) -> None:
         """Check that the host has room for the copies.
@@ -291,15 +282,14 @@ def first_or_quickest(
             return seconds(decision, most_s), (activation_plan, decision)
         return None
 
-    may_keep = space is None or space.may_keep
-    tried = plans if may_keep else tuple(filter(None, plans)) or plans
+    tried = plans if space is None or space.may_keep else tuple(filter(None, plans)) or plans
     try:
-        activation_plan, first = first_that_fits(tried, lambda candidate: (candidate, checked(candidate)))
+        first = first_that_fits(tried, checked)
     except BudgetError as error:
         if space is None or not error.elsewhere or (best := quickest(space, timed)) is None:
             raise
         return best[1][1]  # fewer copies, for which the host has room
-    if space is None or not may_keep or not any(plans) or space.is_best(activation_plan, resident(first)):
+    if space is None or not space.may_keep or not any(plans):
         return first
     if (earlier := space.earlier_search) is not None:
         repeated = timed(earlier.activation_plan, most_s := earlier.seconds * BARELY_MORE)

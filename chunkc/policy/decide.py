@@ -185,7 +185,8 @@ def _choose_activations(
     step_fits, context = context.step_fits, replace(context, step_fits=False)
     layout, hardware, space = replace(now.layout, transient=context.transient), now.hardware, None
     kept: StepDecision | None = None
-    if now.activations == "auto" and (step_fits or may_keep(captured, layout, now.budget_nbytes)):
+    keeps = now.activations == "auto" and (step_fits or may_keep(captured, layout, now.budget_nbytes))
+    if keeps:
         with suppress(BudgetError):
             kept = decision(replace(context, activation_plan=KEEP_ALL))
             if kept.planner_state.resident == allowed:  # no other plan can be quicker: none is made
@@ -201,7 +202,7 @@ def _choose_activations(
             hardware,
             consumed=consumed,
             with_shadow_copies=with_shadow_copies,
-            step_fits=step_fits,
+            may_keep=keeps,
         )
 
     def decided(activation_plan: ActivationPlan) -> StepDecision:

@@ -7,7 +7,7 @@ earlier ones have saved, and brings parameters that stay on the compute tier in 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.ir.errors import BudgetError
@@ -19,7 +19,7 @@ from chunkc.passes.planning.residency import everything, fixed_nbytes, needed_nb
 from chunkc.passes.planning.updates import smallest_tiles, update_positions
 from chunkc.policy.activation_search import leanest_form
 from chunkc.policy.captured_step import Captured, profile
-from chunkc.policy.state import PhaseContext
+from chunkc.policy.state import PhaseContext, PlannerState
 
 
 @dataclass(frozen=True)
@@ -188,27 +188,24 @@ class SessionNeeds:
     def named(
         self,
         error: BudgetError,
-        layout: ChunkLayout,
-        activations: Activations,
+        planner_state: PlannerState,
         needs: Needs,
-        num_graphs: int,
-        trained: Collection[str],
         *,
         begins: bool = False,
     ) -> BudgetError:
         """Return the error to raise: its minimum covers all steps so far, and is no less than an earlier error's.
 
         Args:
+            planner_state: with the graph that lacks room.
             needs: of the phase that lacks room, cut into segments, with all external bytes.
-            num_graphs: compiled so far, including the one that lacks room.
-            trained: parameters that get gradients from these graphs.
             begins: a forward lacks room.
         """
+        layout, num_graphs = planner_state.layout, planner_state.num_graphs
         for step in self._steps:
-            most = step.most(layout, activations)
+            most = step.most(layout, planner_state.activations)
             needs |= Needs(0, most.all_resident_nbytes) if step.whole else most
         self._named_nbytes = max(self._named_nbytes, error.minimum_nbytes, needs.minimum_nbytes(layout))
-        evaluates = not trained and any(spec.trainable for spec in layout.specs().values())
+        evaluates = not planner_state.trained and any(spec.trainable for spec in layout.specs().values())
         grown = begins and any(step.has_run(BACKWARD) for step in self._steps)
         covers = ""
         if self.more_graphs_may_follow or num_graphs > 1:

@@ -10,49 +10,38 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from chunkc.ir.errors import BudgetError
-from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.text import is_of_a_loss
 from chunkc.ir.units import short_nbytes
-from chunkc.options import MIN_CHUNK_NBYTES, Activations
+from chunkc.options import MIN_CHUNK_NBYTES
 from chunkc.passes.memory.profile import call_steps
 from chunkc.policy.activation_search import leanest_form
 from chunkc.policy.captured_step import Captured
 from chunkc.policy.needs import ExternalBytes, Needs, needs_of_step
+from chunkc.policy.state import PlannerState
 
 
-def explained(
-    error: BudgetError,
-    form: Captured,
-    trained: frozenset[str],
-    layout: ChunkLayout,
-    external: ExternalBytes,
-    activations: Activations,
-) -> BudgetError:
+def explained(error: BudgetError, form: Captured, planner_state: PlannerState, external: ExternalBytes) -> BudgetError:
     """Return the error with what fills its peak and, if no other step needs as much, with what would need less.
 
     Args:
         form: of the graph that lacks room, with its leanest activation plan.
-        trained: parameters that get gradients from all graphs.
+        planner_state: with the graph that lacks room.
     """
     operations = (step.op for memory in form.memories.values() for step in memory.steps)
     error = replace(error, values=_values_at(form, error), has_loss=any(map(is_of_a_loss, operations)))
-    needs = needs_of_step(form, trained, layout, external)
-    if needs.minimum_nbytes(layout) < error.minimum_nbytes:
+    needs = needs_of_step(form, planner_state.trained, planner_state.layout, external)
+    if needs.minimum_nbytes(planner_state.layout) < error.minimum_nbytes:
         return error
-    return error.with_remedies(_remedies(needs, form, trained, layout, external, activations))
+    return error.with_remedies(_remedies(needs, form, planner_state, external))
 
 
 def _remedies(
-    needs: Needs,
-    form: Captured,
-    trained: frozenset[str],
-    layout: ChunkLayout,
-    external: ExternalBytes,
-    activations: Activations,
+    needs: Needs, form: Captured, planner_state: PlannerState, external: ExternalBytes
 ) -> Iterator[tuple[str, int]]:
+    layout, trained = planner_state.layout, planner_state.trained
     halved = needs_of_step(form, trained, layout, external, values=0.5)
     yield "half the batch or sequence length", halved.minimum_nbytes(layout)
-    if activations == "keep" and not layout.cut:  # ranks that train together have no other choice
+    if planner_state.activations == "keep" and not layout.cut:  # ranks that train together have no other choice
         leanest = needs_of_step(leanest_form(form, "auto", layout), trained, layout, external)
         yield 'activations="auto", the default', leanest.minimum_nbytes(layout)
     largest_nbytes = max((s.spec.nbytes for group in layout.groups for s in group.slices), default=0)

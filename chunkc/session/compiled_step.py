@@ -253,10 +253,8 @@ class CompiledGraph:
         form = leanest_form(in_segments, planner_state.activations, planner_state.layout)
         planned_form = context.applied_to(form if context.activation_plan is None else in_segments)
         needs = needs_of_step(planned_form, planner_state.trained, planner_state.layout, external)
-        num_graphs, trained, begins = planner_state.num_graphs, planner_state.trained, phase == FORWARD
-        layout, activations = planner_state.layout, planner_state.activations
-        named = self.session.known.named(error, layout, activations, needs, num_graphs, trained, begins=begins)
-        return explained(named, planned_form, trained, layout, external, activations)
+        named = self.session.known.named(error, planner_state, needs, begins=phase == FORWARD)
+        return explained(named, planned_form, planner_state, external)
 
     # --- running ---
 

@@ -15,8 +15,8 @@ from chunkc.ir.items import ActivationPlan
 from chunkc.passes.planning.recompute_search import RecomputeRegions
 from chunkc.passes.planning.residency import SLACK_CHUNKS, evenly_spread, fixed_nbytes, needed_nbytes
 from chunkc.policy import activation_search as activation_plans
-from chunkc.policy.activation_search import SearchSpace, first_or_quickest, quickest
-from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.activation_search import SearchSpace, first_or_quickest, may_keep, quickest
+from chunkc.policy.captured_step import profile
 
 CAPTURED = captured_step()
 
@@ -102,17 +102,13 @@ def test_stretches_are_looked_for_once_for_each_layout(monkeypatch: pytest.Monke
 
 
 def test_a_part_of_a_model_keeps_values_only_where_the_others_could_too() -> None:
-    part, groups = replace(CAPTURED, graph_fraction=0.25), evenly_spread(range(NUM_LAYERS))
+    part = replace(CAPTURED, graph_fraction=0.25)
     assert CAPTURED.other_graphs_nbytes == 0
     assert part.other_graphs_nbytes == 3 * part.saved_nbytes > 0
     kept = fixed_nbytes(LAYOUT, frozenset()) + needed_nbytes(profile(CAPTURED, LAYOUT).passes, LAYOUT)
-
-    def may_keep(captured: Captured, budget_nbytes: int) -> bool:
-        return SearchSpace(captured, LAYOUT, groups, budget_nbytes, 0, HARDWARE).may_keep
-
-    assert may_keep(part, kept + part.other_graphs_nbytes)
-    assert not may_keep(part, kept + part.other_graphs_nbytes - 1)
-    assert may_keep(CAPTURED, 0)
+    assert may_keep(part, LAYOUT, kept + part.other_graphs_nbytes)
+    assert not may_keep(part, LAYOUT, kept + part.other_graphs_nbytes - 1)
+    assert may_keep(CAPTURED, LAYOUT, 0)
 
 
 def test_where_values_may_not_stay_nothing_is_searched_for() -> None:

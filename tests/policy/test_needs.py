@@ -19,7 +19,7 @@ from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended
 from chunkc.passes.planning.residency import check_minimum
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.needs import Needs, SessionNeeds, StepNeeds
-from chunkc.policy.state import EMPTY_CONTEXT
+from chunkc.policy.state import EMPTY_CONTEXT, PlannerState
 
 
 def spec(name: str, numel: int) -> ParamSpec:
@@ -44,6 +44,10 @@ POSITIONS = (position(100, 0), position(50, 0, 1), position(3000))
 
 def refused(nbytes: int) -> BudgetError:
     return BudgetError(minimum_nbytes=nbytes, budget_nbytes=1, moment="aten.mm", module="a", contents=[])
+
+
+def named(known: SessionNeeds, error: BudgetError, needs: Needs, num_graphs: int) -> BudgetError:
+    return known.named(error, PlannerState(1, LAYOUT, num_graphs=num_graphs, trained=frozenset(TRAINED)), needs)
 
 
 def never_described() -> Captured:
@@ -87,25 +91,20 @@ def test_an_error_names_all_that_is_known_and_no_less_than_one_before() -> None:
     noted.add(Needs.of(POSITIONS, LAYOUT, 5000))
     known.note(noted)
     most = known.minimum_nbytes(LAYOUT, "keep")
-    first = known.named(refused(10), LAYOUT, "keep", Needs(), num_graphs=1, trained=TRAINED)
+    first = named(known, refused(10), Needs(), 1)
     assert (first.minimum_nbytes, first.covers) == (most, "")
-    second = known.named(refused(most + 7), LAYOUT, "keep", Needs(), num_graphs=2, trained=TRAINED)
+    second = named(known, refused(most + 7), Needs(), 2)
     assert (second.minimum_nbytes, second.covers) == (most + 7, "the 2 graphs compiled so far")
-    third = known.named(
-        refused(most + 1), LAYOUT, "keep", Needs.of(POSITIONS, LAYOUT, 2), num_graphs=2, trained=TRAINED
-    )
+    third = named(known, refused(most + 1), Needs.of(POSITIONS, LAYOUT, 2), 2)
     assert third.minimum_nbytes == most + 7 == known.minimum_nbytes(LAYOUT, "keep")
-    fourth = known.named(refused(10), LAYOUT, "keep", Needs.of(POSITIONS, LAYOUT, 9000), num_graphs=2, trained=TRAINED)
+    fourth = named(known, refused(10), Needs.of(POSITIONS, LAYOUT, 9000), 2)
     assert fourth.minimum_nbytes == most + 4000
 
 
 def test_a_first_graph_that_is_a_part_says_so() -> None:
     known = SessionNeeds()
     known.more_graphs_may_follow = True
-    assert (
-        known.named(refused(10), LAYOUT, "keep", Needs(), num_graphs=1, trained=TRAINED).covers
-        == "the graph compiled so far"
-    )
+    assert named(known, refused(10), Needs(), 1).covers == "the graph compiled so far"
 
 
 def test_a_whole_graph_may_need_less_than_all_its_chunks_at_once() -> None:
@@ -118,7 +117,7 @@ def test_a_whole_graph_may_need_less_than_all_its_chunks_at_once() -> None:
         known, noted = SessionNeeds(), StepNeeds(None, never_described if is_whole else None)
         noted.add(Needs.of(positions, LAYOUT))
         known.note(noted)
-        error = known.named(refused(1), LAYOUT, "keep", Needs.of(cut, LAYOUT), num_graphs=1, trained=TRAINED)
+        error = named(known, refused(1), Needs.of(cut, LAYOUT), 1)
         assert error.minimum_nbytes == check_minimum(cut, LAYOUT, 1 << 40, 0)
 
 
