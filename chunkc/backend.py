@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from chunkc import recompile_limit
 from chunkc.compile import NotForAnyShapes, compile_graph
 from chunkc.distributed.agreement import refuse
-from chunkc.distributed.whole_parameters import has_own_meshes, with_own_meshes, with_whole_parameters
+from chunkc.distributed.whole_parameters import compiled_whole, has_own_meshes
 from chunkc.explaining.whole_step import completed
 from chunkc.ir.errors import ChunkcError, InternalError, OptionsError, UnsupportedError
 from chunkc.options import Options, parse_options
@@ -96,28 +95,20 @@ def _compiled(
         logger.info("a graph that updates parameters or gradients runs operator by operator, outside of any plan")
         return gm.forward
     is_part = _is_part(gm)
-    if any(isinstance(value, DeviceMesh) for value in example_inputs):
-        try:
-            own, left = with_own_meshes(gm, example_inputs)
-        except UnsupportedError as error:
-            return _refusing(error, example_inputs)
-        call = _served(own, [example_inputs[at] for at in left], settings, options, is_part=is_part)
-        return lambda *args: call(*(args[at] for at in left))
-    return _served(gm, example_inputs, settings, options, is_part=is_part)
+    try:
+        return compiled_whole(gm, example_inputs, partial(_served, settings=settings, options=options, is_part=is_part))
+    except UnsupportedError as error:
+        return _refusing(error, example_inputs)
 
 
 def _served(
     gm: fx.GraphModule,
     example_inputs: Sequence[Any],
+    *,
     settings: Options,
     options: dict[str, Any] | None,
-    *,
     is_part: bool,
 ) -> Callable[..., Any]:
-    try:
-        gm = with_whole_parameters(gm, example_inputs)
-    except UnsupportedError as error:
-        return _refusing(error, example_inputs)
     names = GraphNames(gm)
     traces = Traces(MAX_TRACES)
 

@@ -114,16 +114,17 @@ def _with_whole_inputs(gm: fx.GraphModule, cut: Sequence[bool]) -> fx.GraphModul
     return made
 
 
-def with_own_meshes(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.GraphModule, list[int]]:
-    """Copy a graph with its inputs that are meshes, as with tensor parallelism, as attributes instead.
-
-    Returns:
-        The copy, and the positions of the other inputs.
+def compiled_whole(
+    gm: fx.GraphModule, inputs: Sequence[Any], compiled: Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Return what `compiled` makes of a graph with whole parameters, and with meshes as attributes, and of its inputs.
 
     Raises:
-        UnsupportedError: the model returns a `DTensor`.
+        UnsupportedError: as `with_whole_parameters`; or the model returns a `DTensor`.
     """
     left = [at for at, value in enumerate(inputs) if not isinstance(value, DeviceMesh)]
+    if len(left) == len(inputs):
+        return compiled(with_whole_parameters(gm, inputs), inputs)
     graph = copy_of(gm.graph)
     made = LazyGraphModule(gm, graph)
     for at, node in enumerate(placeholders(graph)):
@@ -138,11 +139,12 @@ def with_own_meshes(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[fx.Graph
                 "the model returns a DTensor: return its to_local() or full_tensor(), or let the plan of "
                 "parallelize_module do that (output_layouts=Replicate())"
             )
-    return made, left
+    call = compiled_whole(made, [inputs[at] for at in left], compiled)
+    return lambda *args: call(*(args[at] for at in left))
 
 
 def has_own_meshes(gm: fx.GraphModule) -> bool:
-    """Whether `with_own_meshes` has made meshes attributes of the graph."""
+    """Whether `compiled_whole` has made meshes attributes of the graph."""
     return any(isinstance(value, DeviceMesh) for value in vars(gm).values())
 
 

@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from chunkc.distributed.whole_parameters import with_own_meshes, with_whole_parameters
+from chunkc.distributed.whole_parameters import compiled_whole
 from chunkc.explaining.error_attribution import MODEL_CALL, module_that_raises
 from chunkc.explaining.fake_copies import FakeCopy, fake, fake_copy, may_move, mode_of, values_by_fake
 from chunkc.explaining.offline_calls import CallLog, PhaseCall
@@ -232,21 +231,13 @@ class _Recorder:
 
     def backend(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Capture a graph as the backend of training does."""
-        call = self._captured(gm, inputs)
+        call = compiled_whole(gm, inputs, self._served)
         if len(self.graphs) == 1 and self.ends_with is not None and is_all_of(gm, self.ends_with):
             self.log.add_unrun(0, FORWARD, self.graphs[0].phase(FORWARD))
             raise _OneGraph
         return call
 
-    def _captured(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        if not any(isinstance(value, DeviceMesh) for value in inputs):
-            return self._served(gm, inputs)
-        own, left = with_own_meshes(gm, inputs)
-        call = self._served(own, [inputs[at] for at in left])
-        return lambda *args: call(*(args[at] for at in left))
-
     def _served(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        gm = with_whole_parameters(gm, inputs)
         names = GraphNames(gm)
         variants = Variants(lambda values: self._capture(gm, values, names))
         variants.compile(inputs, any_shapes=True)  # Dynamo guards shapes, and no comparison may fix symbols
