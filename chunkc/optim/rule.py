@@ -16,12 +16,13 @@ from typing import Any, ClassVar
 import torch
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
+from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.plan import Tile
 from chunkc.ir.states import MOMENTS, StateFormat
 from chunkc.ir.text import short
 from chunkc.kernels.formats import GradScale
 from chunkc.kernels.hyperparameters import GRAD_DTYPES
-from chunkc.optim.states import flats_of, place_in_group
+from chunkc.optim.states import flat, flat_like, place_in_group, real_parts
 
 MAXIMIZE = "maximize"
 DIFFERENTIABLE = "differentiable"
@@ -80,8 +81,12 @@ class ResidentTensor:
         return Extent(*(place_in_group(self.parameter) or (-1 - self.number, 0)))
 
     def flats(self) -> dict[str, torch.Tensor]:
-        """Return all that the update needs, as flat tensors; `put_back` the parameter's afterwards."""
-        return flats_of(self.parameter, self.states)
+        """Return all that the update needs, as flat real tensors; `put_back` the parameter's afterwards."""
+        parameter, gradient = self.parameter, self.parameter.grad
+        assert gradient is not None
+        flats = {PARAM: flat_like(parameter, parameter), GRAD: flat_like(gradient, parameter)}
+        flats |= {kind: flat(state) for kind, state in self.states.items()}
+        return {kind: real_parts(tensor) for kind, tensor in flats.items()}
 
 
 @dataclass(frozen=True)

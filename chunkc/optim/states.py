@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.states import MASTER, MASTER_LOW, UNSIGNED, is_scale, num_entries, scale_of
 from chunkc.ir.strides import dense_strides
 from chunkc.kernels.quant import dequantise, quantise
@@ -118,13 +117,6 @@ def flat_like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def real_parts(elements: torch.Tensor) -> torch.Tensor:
     """View complex elements of a flat tensor as twice as many real ones; return others as they are."""
     return torch.view_as_real(elements).view(-1) if elements.is_complex() else elements
-
-
-def flats_of(parameter: torch.Tensor, states: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return all that an update of a parameter needs, as flat real tensors; `put_back` the parameter's after it."""
-    assert parameter.grad is not None
-    flats = {PARAM: flat_like(parameter, parameter), GRAD: flat_like(parameter.grad, parameter)}
-    return {kind: real_parts(tensor) for kind, tensor in (flats | {k: flat(s) for k, s in states.items()}).items()}
 
 
 def put_back(elements: torch.Tensor, parameter: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ import torch
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.layout import GRAD, Chunk
+from chunkc.ir.strides import span_of
 from chunkc.ir.units import format_nbytes
 from chunkc.session.logs import logger
 from chunkc.session.movable import is_shared_memory, shares_memory
@@ -85,8 +86,10 @@ def _check_replacement(session: Session, name: str) -> None:
             "training it would leave that memory. Send copies (`{k: v.clone() for k, v in model.state_dict().items()}`)"
             "; to go on, give the parameter memory of its own: `p.data = p.data.clone()`"
         )
+    begin, end = span_of(data)
     for other, parameter in store.views.parameters().items():
-        if other != name and _overlap(data, parameter.data):
+        other_begin, other_end = span_of(parameter.data)
+        if other != name and begin < other_end and other_begin < end:
             raise UnsupportedError(
                 f"the data of {name} and of {other} lie in the same memory now: assign the parameter itself "
                 "(`b.weight = a.weight`) to tie two modules, or give each data of its own"
@@ -110,17 +113,6 @@ def _check_views(session: Session, replaced: frozenset[str]) -> None:
 
 def _described(dtype: torch.dtype, shape: Iterable[int], device: torch.device) -> str:
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
-
-
-def _overlap(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two tensors have bytes in common, as far as their spans say."""
-    (first, first_end), (second, second_end) = _span(left), _span(right)
-    return first < second_end and second < first_end
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    num = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
-    return tensor.data_ptr(), tensor.data_ptr() + num * tensor.itemsize
 
 
 def end_where_laid_out_otherwise(parameters: Iterable[torch.Tensor]) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from chunkc.ir.errors import HomeError
+from chunkc.ir.strides import span_of
 from chunkc.ir.units import format_nbytes
 
 _WORTH_A_LOOK_NBYTES = 1 << 18
@@ -131,14 +132,8 @@ def _unmap(address: int, nbytes: int, file: NamelessFile, pid: int) -> None:
 def drop_pages(tensor: torch.Tensor) -> None:
     """Drop the RAM behind a tensor over a disk home; its bytes stay in the file. Does nothing for other tensors."""
     if tensor.device.type == "cpu" and tensor.numel():
-        drop_span(tensor.data_ptr(), _span_nbytes(tensor))
-
-
-def _span_nbytes(tensor: torch.Tensor) -> int:
-    """Count bytes from a tensor's first element to its last."""
-    return (1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))) * (
-        tensor.itemsize
-    )
+        begin, end = span_of(tensor)
+        drop_span(begin, end - begin)
 
 
 def drop_span(address: int, nbytes: int) -> None:
@@ -158,8 +153,8 @@ def evict_pages(tensor: torch.Tensor) -> None:
     """
     if tensor.device.type != "cpu" or tensor.nbytes < _WORTH_A_LOOK_NBYTES:
         return
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + _span_nbytes(tensor)) // mmap.PAGESIZE * mmap.PAGESIZE
+    first, last = span_of(tensor)
+    begin, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
     if _is_of_a_file(begin, end):
         _libc.madvise(begin, end - begin, _MADV_PAGEOUT)
 
