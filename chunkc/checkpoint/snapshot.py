@@ -219,17 +219,16 @@ def _optimizer(
         raise UnsupportedError(
             f"{label} has a parameter with a name that begins with #, which cannot be told from others"
         )
-    is_chunked = isinstance(optimizer, ChunkedOptimizer)
 
     def saved(kind: str, parameter: torch.Tensor, value: Any, key: str) -> Json:
         if not isinstance(value, torch.Tensor):
             return encoded(value, f"{file}.{key}", loose)
-        if is_chunked and kind == MASTER_LOW:
+        if isinstance(optimizer, ChunkedOptimizer) and kind == MASTER_LOW:
             # Lower bits of other values of the parameter, which was written to since, are left out: see `master_of`.
-            lower = value if optimizer.contents.belong(local_shard_of(parameter)) else None  # type: ignore[attr-defined]
+            lower = value if optimizer.contents.belong(local_shard_of(parameter)) else None
             sources.append(master_of(file, key, parameter, lower))
         else:
-            if is_chunked and isinstance(parameter, DTensor) and kind != "step":
+            if isinstance(optimizer, ChunkedOptimizer) and isinstance(parameter, DTensor) and kind != "step":
                 value = with_local(parameter, value)
             sources.append(source_of(file, key, value, is_guarded=True))
         if value.dtype == torch.uint8 and not value.is_contiguous():  # 8-bit scales are of blocks in memory order
