@@ -112,8 +112,8 @@ class Training:
         """
         if not self.updates.mode.in_backward:
             return ()
-        in_slots, _ = self.updated(planner_state)
-        updatable = {*in_slots, *self._without_gradients(planner_state, present)}
+        in_slots = self.updates.mode.in_backward_of(self.updated(planner_state)[0])
+        updatable = in_slots | self._without_gradients(planner_state, present)
         return tuple((group, self.updates.num_stages) for group in sorted(updatable) if group in groups)
 
     def transient(

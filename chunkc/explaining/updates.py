@@ -65,7 +65,8 @@ class Updates:
         """Return the home bytes for the kinds of data that count, with shadow copies if updates can be undone."""
         layout, resident = step.layout, step.resident
         if self.mode.undoable:
-            return home_nbytes(layout, resident, counts=counts) + shadow_copies_nbytes(layout, resident, counts)
+            copied = self.mode.shadow_copied(layout, resident)
+            return home_nbytes(layout, resident, counts=counts) + shadow_copies_nbytes(layout, copied, counts)
         consumed = {group.index for group in layout.groups} - step.gradients_at_home
         return home_nbytes(layout, resident, consumed, counts)
 
@@ -116,10 +117,11 @@ class Updates:
                 + (f", and {num_resident} that stay" if num_resident else "")
             )
         if self.mode.undoable:
-            more = shadow_copies_nbytes(step.layout, step.resident)
+            copied = self.mode.shadow_copied(step.layout, step.resident)
+            of = "" if self.mode.groups is None else f" of {len(copied)} of {len(step.layout.groups)} chunks"
             yield (
-                "no update is undone; home has room for parameters and states twice, "
-                f'{format_nbytes(more)} more than with overlap="none"'
+                f"no update is undone; home has room for parameters and states{of} twice, "
+                f'{format_nbytes(shadow_copies_nbytes(step.layout, copied))} more than with overlap="none"'
             )
         if step.cpu_updated:
             yield f"the CPU updates {len(step.cpu_updated)} of {len(step.layout.groups)} chunks at home"

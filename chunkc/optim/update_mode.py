@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import ChunkGroup, ChunkLayout
 from chunkc.ir.states import StateFormat
+from chunkc.passes.planning.residency import evenly_spread
 from chunkc.passes.planning.update_placement import can_update_resident, groups_for_cpu
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
@@ -30,6 +31,7 @@ class UpdateMode:
             model has a mode of its own (see `resolved`).
         update_on: one of `UPDATE_ON`: where the optimizer updates chunks.
         undoable: whether `step()` can undo what the backward has updated (see `update_scheduler`).
+        groups: chunk groups that a backward may update, by index; None: all.
 
     Raises:
         OptionsError: an argument has no such value, no update by the CPU could go on after `step()`, or no update in
@@ -39,6 +41,7 @@ class UpdateMode:
     mode: str = NONE
     update_on: str = DEVICE
     undoable: bool = False
+    groups: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("update_on", self.update_on, UPDATE_ON), ("overlap", self.mode, OVERLAP)):
@@ -114,9 +117,18 @@ class UpdateMode:
         Raises:
             OptionsError: as `at_home`.
         """
-        moving = frozenset(group.index for group in groups)
+        moving = self.in_backward_of(group.index for group in groups)
         in_slots = moving - self.at_home(groups, hardware, home=home, num_stages=num_stages)
         return in_slots, self.consumed(groups, num_stages)
+
+    def shadow_copied(self, layout: ChunkLayout, resident: frozenset[int]) -> frozenset[int]:
+        """Return the groups of a layout that have shadow copies, so that their updates can be undone."""
+        groups = self.in_backward_of(group.index for group in layout.trainable_groups)
+        return groups - resident if self.undoable else frozenset()
+
+    def in_backward_of(self, groups: Iterable[int]) -> frozenset[int]:
+        """Return those of the groups that a backward may update, as far as `groups` says."""
+        return frozenset(groups) if self.groups is None else self.groups.intersection(groups)
 
 
 def resolved(
@@ -124,16 +136,34 @@ def resolved(
 ) -> UpdateMode:
     """Return the mode of a model's updates: `overlap="auto"` becomes "backward", so that all can be undone, or "none".
 
-    The backward updates if a GPU computes and updates, one process trains the model, homes are in the host's memory,
-    and half of that has room for parameters and states twice. The other half is for saved values, for batches and for
-    the system. A model with homes that the host does not even have room for once is planned for a host that has, and so
-    is one on a machine that does not state its memory.
+    The backward updates if a GPU computes and updates, one process trains the model, and homes are in the host's
+    memory. Shadow copies get half of what homes leave there; the other half is for saved values, for batches and for
+    the system. Groups without room for theirs are updated by `step()`. A model with homes that the host does not even
+    have room for once is planned for a host that has, and so is one on a machine that does not state its memory.
     """
     if mode.mode != AUTO:
         return mode
     is_alone = hardware.kind == "cuda" and not over_ranks
     can = is_alone and home == "cpu" and mode.update_on == DEVICE and num_stages == 1
-    host_nbytes, once_nbytes = hardware.host_memory_nbytes, home_nbytes(layout, frozenset())
-    twice_nbytes = once_nbytes + shadow_copies_nbytes(layout, frozenset())
-    has_room = can and (host_nbytes is None or twice_nbytes <= host_nbytes // 2 or once_nbytes > host_nbytes)
-    return replace(mode, mode=BACKWARD, undoable=True) if has_room else replace(mode, mode=NONE)
+    if not can:
+        return replace(mode, mode=NONE)
+    staged = replace(mode, mode=BACKWARD, undoable=True)
+    if hardware.host_memory_nbytes is None:
+        return staged
+    room_nbytes = hardware.host_memory_nbytes - home_nbytes(layout, frozenset())
+    if room_nbytes < 0:
+        return staged
+    groups = _with_room_for_copies(layout, room_nbytes // 2)
+    if len(groups) == len(layout.trainable_groups):
+        return staged
+    return replace(staged, groups=groups) if groups else replace(mode, mode=NONE)
+
+
+def _with_room_for_copies(layout: ChunkLayout, room_nbytes: int) -> frozenset[int]:
+    """Return as many groups as have room for shadow copies, spread over the layout, likely residents last."""
+    groups = []
+    for group in reversed(evenly_spread(group.index for group in layout.trainable_groups)):
+        room_nbytes -= shadow_copies_nbytes(layout, [group])
+        if room_nbytes >= 0:
+            groups.append(group)
+    return frozenset(groups)

@@ -127,7 +127,7 @@ class SessionUpdates(BoundToSession):
         return self.in_backward and (self._optimizer.overlap.mode != AUTO or self._pauses.may_try)
 
     def reserve_shadow_copies(self, groups: Sequence[int]) -> None:
-        """Allocate shadow copies of these groups if their updates can be undone.
+        """Allocate shadow copies of these groups, as far as the mode has any, if their updates can be undone.
 
         With overlap="auto" nothing is updated in backwards any more where the host has no room for them.
 
@@ -137,6 +137,7 @@ class SessionUpdates(BoundToSession):
         store = self._session.store
         if not (self.in_backward and self.mode.undoable):
             return
+        groups = sorted(self.mode.shadow_copied(store.layout, store.resident).intersection(groups))
         try:
             store.shadow_copies.reserve(store.layout, groups)
             store.checksums.reserve(store.layout.groups[index] for index in groups)
@@ -174,7 +175,9 @@ class SessionUpdates(BoundToSession):
 
     def expects(self, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
         """Return the stages of an update, the groups of these to update in slots, and those to update as residents."""
-        return self._optimizer.rule.num_stages, *self._eligibility.expected(groups)
+        session, num_stages = self._session, self._optimizer.rule.num_stages
+        found = self.mode.expected(groups, session.hardware, home=session.options.home, num_stages=num_stages)
+        return num_stages, *found
 
     def stages_in_slots(self, group: int) -> int:
         """Return the stages of a group's update if the next backward may run it, in slots or resident, else 0."""

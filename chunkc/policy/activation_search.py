@@ -85,7 +85,7 @@ class SearchSpace:
         allowed: groups that may be resident.
         external_nbytes: of the budget, taken by external bytes.
         hardware: its host's memory has the copies.
-        consumed, with_shadow_copies: see `check_copies`.
+        consumed, shadow_copied: see `check_copies`.
         may_keep: whether the graph may keep saved values (see `may_keep`).
 
     Attributes:
@@ -102,14 +102,14 @@ class SearchSpace:
         hardware: Hardware,
         *,
         consumed: Collection[int] = (),
-        with_shadow_copies: bool = False,
+        shadow_copied: Collection[int] = (),
         may_keep: bool = True,
     ) -> None:
         self.may_keep = may_keep
         self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes - external_nbytes
         self._allowed, self._recompute_regions = evenly_spread(allowed), _recompute_regions(captured, layout)
         self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
-        self._consumed, self._with_shadow_copies = consumed, with_shadow_copies
+        self._consumed, self._shadow_copied = consumed, frozenset(shadow_copied)
         self._least_nbytes_of: dict[frozenset[int], int] = {}
         self.recompute_regions = 0 if self._recompute_regions is None else len(self._recompute_regions.ends) + 1
 
@@ -201,7 +201,7 @@ class SearchSpace:
             len(layout.groups),
             layout.replicated_by_choice,
             consumed,
-            self._with_shadow_copies,
+            self._shadow_copied,
         )
 
     def check_host(self, activation_plan: ActivationPlan, resident: frozenset[int]) -> None:
@@ -212,7 +212,7 @@ class SearchSpace:
         """
         form, sizes = self._captured.following(activation_plan), (self._hardware, self._whole_budget_nbytes)
         check_copies(
-            form, self._layout, resident, *sizes, consumed=self._consumed, with_shadow_copies=self._with_shadow_copies
+            form, self._layout, resident, *sizes, consumed=self._consumed, shadow_copied=self._shadow_copied
         )
 
     def _to_offload(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:

@@ -192,16 +192,18 @@ def _choose_activations(
             if kept.planner_state.resident == allowed:  # no other plan can be quicker: none is made
                 return kept
     if now.activations == "auto" and hardware is not None:
-        sizes, with_shadow_copies = (now.budget_nbytes, external_nbytes), bool(context.undoable)
+        # Groups that other graphs train are taken to have shadow copies if any of this graph's have.
+        others = {group.index for group in layout.trainable_groups} - layout.groups_of(captured.trained)
         consumed = frozenset(group for group, _ in context.updates) - context.undoable - layout.cut
         space = SearchSpace(
             captured,
             layout,
             allowed,
-            *sizes,
+            now.budget_nbytes,
+            external_nbytes,
             hardware,
             consumed=consumed,
-            with_shadow_copies=with_shadow_copies,
+            shadow_copied=context.undoable and context.undoable | others,
             may_keep=keeps,
         )
 

@@ -45,11 +45,11 @@ def home_nbytes(
 
 
 def shadow_copies_nbytes(
-    layout: ChunkLayout, resident: frozenset[int], counts: Callable[[str], bool] = lambda kind: True
+    layout: ChunkLayout, groups: Collection[int], counts: Callable[[str], bool] = lambda kind: True
 ) -> int:
-    """Return the bytes of the shadow copies (`chunkc.runtime.store.shadow_copies`) of all trained groups that move."""
-    without = resident.union(group.index for group in layout.groups if not group.trainable)
-    return home_nbytes(layout, without, counts=lambda kind: kind != GRAD and counts(kind))
+    """Return the bytes of these groups' shadow copies (`chunkc.runtime.store.shadow_copies`)."""
+    copied = [layout.groups[index] for index in groups]
+    return sum(group.nbytes(kind) for group in copied for kind in group.update_kinds if kind != GRAD and counts(kind))
 
 
 def check_copies(
@@ -60,7 +60,7 @@ def check_copies(
     budget_nbytes: int,
     *,
     consumed: Collection[int] = (),
-    with_shadow_copies: bool = False,
+    shadow_copied: Collection[int] = (),
 ) -> None:
     """Check that the host's memory, if its size is stated, has room for a graph's offloaded values.
 
@@ -69,7 +69,7 @@ def check_copies(
 
     Args:
         consumed: groups without gradients at home.
-        with_shadow_copies: groups that move have them.
+        shadow_copied: groups with shadow copies, unless they are resident.
 
     Raises:
         HostFull: it has not.
@@ -82,8 +82,7 @@ def check_copies(
         return not layout.is_on_disk(kind)
 
     in_ram_nbytes = home_nbytes(layout, resident, consumed, is_in_ram)
-    if with_shadow_copies:
-        in_ram_nbytes += shadow_copies_nbytes(layout, resident, is_in_ram)
+    in_ram_nbytes += shadow_copies_nbytes(layout, frozenset(shadow_copied) - resident, is_in_ram)
     without_residents_nbytes = home_nbytes(layout, frozenset(), consumed, is_in_ram)
     if hardware.kind != "cpu" and without_residents_nbytes - budget_nbytes > hardware.host_memory_nbytes:
         return  # residents save home at most the budget, so no plan fits the host

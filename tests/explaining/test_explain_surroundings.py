@@ -72,6 +72,22 @@ def test_a_gpus_memory_is_its_own() -> None:
         assert explain(hardware=machine).host_fits == fits
 
 
+def test_what_the_backward_updates_has_room_on_the_host() -> None:
+    """By default on a GPU: shadow copies take half of what homes leave, and all others are updated by `step()`."""
+    budget_nbytes = 49 * 2**19
+    at_once, in_step = (
+        explain(hardware="rtx3090", overlap=overlap, memory_budget=budget_nbytes) for overlap in ("auto", "none")
+    )
+    shadow_nbytes = at_once.home_nbytes - in_step.home_nbytes
+    machine = dataclasses.replace(
+        load_hardware("rtx3090"), host_memory_nbytes=in_step.home_nbytes + shadow_nbytes + shadow_nbytes // 2
+    )
+    some = explain(hardware=machine, memory_budget=budget_nbytes)
+    assert in_step.home_nbytes < some.home_nbytes <= machine.host_memory_nbytes - shadow_nbytes // 2
+    assert at_once.traffic_nbytes.to_device < some.traffic_nbytes.to_device < in_step.traffic_nbytes.to_device
+    assert any("of 3 of 4 chunks twice" in note for note in some.notes)
+
+
 def test_the_text_adds_both_up() -> None:
     text = render_text(on_cpu_with(2**20))
     assert "but home does not fit into the same memory" in text

@@ -95,3 +95,21 @@ def test_no_write_is_lost(act: UserAct) -> None:
         assert undone > 0
     if act is data_of_a_gradient:
         assert begun == [False, True, False, True, True, False]
+
+
+@pytest.mark.parametrize("act", [nothing_but_reading, data_of_a_gradient])
+def test_a_host_with_room_for_one_group_s_copies(act: UserAct, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, *_ = trained("none", act)
+    monkeypatch.setattr("chunkc.optim.update_mode._with_room_for_copies", lambda layout, nbytes: frozenset({1}))
+    staged, begin = set[int](), ShadowCopies.begin
+
+    def noting(shadows: ShadowCopies, group: int) -> None:
+        staged.add(group)
+        begin(shadows, group)
+
+    monkeypatch.setattr(ShadowCopies, "begin", noting)
+    found, begun, undone = trained("auto", act)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert staged == {1}
+    assert begun[:2] == [False, True]
+    assert undone == 0 or act is data_of_a_gradient

@@ -29,7 +29,10 @@ def test_what_updates_run_beside(mode: str, forward: bool, backward: bool) -> No
     assert (found.in_forward, found.in_backward) == (forward, backward)
 
 
-LAYOUT = lay_out([ParamSpec("weight", (1 << 20,), (1,), torch.bfloat16, True)], 1 << 21)
+NUM_GROUPS = 4
+LAYOUT = lay_out(
+    [ParamSpec(f"{place}.weight", (1 << 20,), (1,), torch.bfloat16, True) for place in range(NUM_GROUPS)], 1 << 21
+)
 
 
 def resolved_on(hardware: Hardware, **changed: Any) -> UpdateMode:
@@ -37,16 +40,30 @@ def resolved_on(hardware: Hardware, **changed: Any) -> UpdateMode:
     return resolved(mode, LAYOUT, hardware, **{"home": "cpu", "num_stages": 1, "over_ranks": False, **changed})
 
 
-def test_auto_is_backward_where_half_of_the_host_has_room_twice() -> None:
-    gpu = load_hardware("rtx3090")
-    once, twice = home_nbytes(LAYOUT, frozenset()), shadow_copies_nbytes(LAYOUT, frozenset())
-    enough = 2 * (once + twice)
-    assert 0 < twice < enough
+def test_auto_updates_in_the_backward_what_half_of_the_host_s_room_has_copies_of() -> None:
+    gpu, every = load_hardware("rtx3090"), range(NUM_GROUPS)
+    once, of_one = home_nbytes(LAYOUT, frozenset()), shadow_copies_nbytes(LAYOUT, [0])
+    assert shadow_copies_nbytes(LAYOUT, every) == NUM_GROUPS * of_one > 0
     staged = UpdateMode("backward", undoable=True)
-    assert resolved_on(replace(gpu, host_memory_nbytes=enough)) == staged
-    assert resolved_on(replace(gpu, host_memory_nbytes=enough - 2)) == UpdateMode("none")
+
+    def groups(copied_nbytes: int) -> frozenset[int]:
+        mode = resolved_on(replace(gpu, host_memory_nbytes=once + 2 * copied_nbytes))
+        if mode == UpdateMode("none"):
+            return frozenset()
+        assert (mode.mode, mode.undoable) == ("backward", True)
+        return mode.in_backward_of(every)
+
+    assert [len(groups(num * of_one + rest)) for num in every for rest in (0, of_one - 1)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert groups(2 * of_one) < groups(3 * of_one) < frozenset(every)
+    assert resolved_on(replace(gpu, host_memory_nbytes=once + 2 * NUM_GROUPS * of_one)) == staged
     assert resolved_on(replace(gpu, host_memory_nbytes=once - 1)) == staged  # planned for a host that has room
     assert resolved_on(replace(gpu, host_memory_nbytes=None)) == staged
+
+
+def test_only_what_the_backward_may_update_has_shadow_copies() -> None:
+    assert UpdateMode("backward", undoable=True).shadow_copied(LAYOUT, frozenset({1})) == {0, 2, 3}
+    assert UpdateMode("backward", undoable=True, groups=frozenset({0, 1})).shadow_copied(LAYOUT, frozenset({1})) == {0}
+    assert UpdateMode("backward").shadow_copied(LAYOUT, frozenset()) == frozenset()
 
 
 @pytest.mark.parametrize(
