@@ -150,6 +150,7 @@ class ChunkedOptimizer(SteppingOptimizer):
         finally:
             self.is_accumulating = before
 
+    @torch.compiler.disable
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, as in `torch.optim`. Before they become zeros, wait for updates that still read them."""
         if not set_to_none:
