@@ -1,14 +1,14 @@
 """The simulator against the clock, and other policies on chunkc's own runtime: steps on a CPU, over slow links.
 
-    python bench/plans/clock.py [--small] [--out FILE.json]
+    python bench/plans/clock.py [--small] [--overlap auto|none|backward] [--out FILE.json]
 
 RAM computes, and home is in RAM or on a disk; every copy takes as long as its link says, and no less: the thread
 that copies sleeps for what is left of it. First the machine is calibrated, with one thread. Links are then so slow that
 copying a model's parameters once takes a quarter of a step's arithmetic, or all of it. For each of these, each home and
 each budget, the machine is calibrated anew, as its speed changes from minute to minute; and
 
-- a step is planned as `chunkc explain` does, with `activations="auto"` and `overlap="backward"`, and timed by
-  the simulator; then it trains, and its median step is held against that;
+- a step is planned as `chunkc explain` does, with its defaults, and timed by the simulator; then it trains, and its
+  median step is held against that;
 - the policies of other systems (`policies`) move the chunks of the same model, by the same runtime under the same
   budget, updated in `step()`, as they do it: with all that forwards save kept, with every block recomputed, with
   PyTorch's `activation_memory_budget`, and with the largest saved values at home (`baselines`).
@@ -57,7 +57,7 @@ from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan, 
 from chunkc.ir.program import UPDATE
 from chunkc.ir.simulate import step_time
 from chunkc.machines.calibrate import Sizes, calibrate
-from chunkc.optim.update_mode import BACKWARD, NONE, UpdateMode
+from chunkc.optim.update_mode import AUTO, NONE, UpdateMode
 from chunkc.options import parse_options
 from chunkc.passes.planning import timeline as planner
 from chunkc.passes.planning import updates as update_planning
@@ -266,13 +266,13 @@ def on_paper(size: Size, hardware: Hardware, options: dict[str, Any], overlap: s
     return step_time(predicted.events(predicted.planned(dry_run))).total, predicted.minimum_nbytes(dry_run)
 
 
-def cases(size: Size, measured: Hardware) -> Iterator[tuple[str, float, Hardware, dict[str, Any]]]:
+def cases(size: Size, measured: Hardware, overlap: str) -> Iterator[tuple[str, float, Hardware, dict[str, Any]]]:
     """Home, ratio, machine and options."""
-    huge: dict[str, Any] = {"memory_budget": 1 << 40, "codegen": "eager", "activations": "auto"}
+    huge: dict[str, Any] = {"memory_budget": 1 << 40, "codegen": "eager"}
     model = built(size)
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     arithmetic_s, _ = on_paper(size, measured, huge, NONE)
-    _, least_nbytes = on_paper(size, measured, {**huge, "memory_budget": 1}, BACKWARD)
+    _, least_nbytes = on_paper(size, measured, {**huge, "memory_budget": 1}, overlap)
     all_nbytes = 4 * nbytes
     for home in size.homes:
         for ratio in size.ratios:
@@ -285,15 +285,17 @@ def cases(size: Size, measured: Hardware) -> Iterator[tuple[str, float, Hardware
                 yield home, ratio, replace(measured, links=links), options
 
 
-def find(size: Size, home: str, ratio: float, hardware: Hardware, options: dict[str, Any]) -> Finding:
+def find(
+    size: Size, home: str, ratio: float, hardware: Hardware, options: dict[str, Any], overlap: str
+) -> Finding:
     """Measure a case.
 
     Raises:
         AssertionError: losses are not the same.
     """
-    predicted_s, _ = on_paper(size, hardware, options, BACKWARD)
+    predicted_s, _ = on_paper(size, hardware, options, overlap)
     with slow(hardware):
-        measured_s, losses = trained(size, options, BACKWARD)
+        measured_s, losses = trained(size, options, overlap)
         others: dict[str, float | None] = {}
         for treatment, policy in product(size.treatments, size.policies):
             name = f"{policy.name}{treatment}"
@@ -311,6 +313,7 @@ def find(size: Size, home: str, ratio: float, hardware: Hardware, options: dict[
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="one case, within a minute")
+    parser.add_argument("--overlap", default=AUTO, help="as the optimizer's argument (default: auto)")
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     asked = parser.parse_args(arguments)
     size = SMALL if asked.small else FULL
@@ -321,13 +324,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def measured() -> Hardware:
             return calibrate(device="cpu", directory=folder, sizes=QUICKLY if asked.small else None)
 
-        about = {"hardware": machine.hardware(), "versions": machine.versions(), "measured": []}
-        todo = list(cases(size, measured()))
+        about = {"hardware": machine.hardware(), "versions": machine.versions(), "overlap": asked.overlap, "measured": []}
+        todo = list(cases(size, measured(), asked.overlap))
         task = progress.add_task("cases", total=len(todo))
         for home, ratio, hardware, options in todo:
             now = replace(measured(), links=hardware.links)
             about["measured"].append(asdict(now))
-            found.append(find(size, home, ratio, now, options))
+            found.append(find(size, home, ratio, now, options, asked.overlap))
             progress.advance(task)
             if asked.out is not None:
                 asked.out.write_text(json.dumps({**about, "cases": [asdict(one) for one in found]}, indent=1) + "\n")
