@@ -285,9 +285,7 @@ def cases(size: Size, measured: Hardware, overlap: str) -> Iterator[tuple[str, f
                 yield home, ratio, replace(measured, links=links), options
 
 
-def find(
-    size: Size, home: str, ratio: float, hardware: Hardware, options: dict[str, Any], overlap: str
-) -> Finding:
+def find(size: Size, home: str, ratio: float, hardware: Hardware, options: dict[str, Any], overlap: str) -> Finding:
     """Measure a case.
 
     Raises:
@@ -324,7 +322,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         def measured() -> Hardware:
             return calibrate(device="cpu", directory=folder, sizes=QUICKLY if asked.small else None)
 
-        about = {"hardware": machine.hardware(), "versions": machine.versions(), "overlap": asked.overlap, "measured": []}
+        about = {
+            "hardware": machine.hardware(),
+            "versions": machine.versions(),
+            "overlap": asked.overlap,
+            "measured": [],
+        }
         todo = list(cases(size, measured(), asked.overlap))
         task = progress.add_task("cases", total=len(todo))
         for home, ratio, hardware, options in todo:

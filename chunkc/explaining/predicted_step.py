@@ -62,7 +62,7 @@ class PredictedStep:
             )
             self.graphs.append(PredictedGraph(builder))
         self.layout = layout
-        updates = updates.on(hardware, layout, options.home)
+        updates = updates.on(hardware, layout)
         self.training = Training(self.graphs, step, updates, options.home, hardware, options.activations)
 
     def fitting(self, budget_nbytes: int) -> DryRun:

@@ -42,10 +42,10 @@ class Updates:
         """Return the form in which the optimizer keeps states for a parameter of the model."""
         return self.asked.get(parameter.dtype) or state_format_of(parameter)
 
-    def on(self, hardware: Hardware, layout: ChunkLayout, home: str) -> Updates:
+    def on(self, hardware: Hardware, layout: ChunkLayout) -> Updates:
         """Return the updates of a model with this layout, with what `overlap="auto"` is for it."""
         over_ranks = hardware.num_devices > 1
-        mode = resolved(self.mode, layout, hardware, home=home, num_stages=self.num_stages, over_ranks=over_ranks)
+        mode = resolved(self.mode, layout, hardware, num_stages=self.num_stages, over_ranks=over_ranks)
         return replace(self, mode=mode)
 
     def cpu_updated(self, groups: list[ChunkGroup], home: str, hardware: Hardware) -> frozenset[int]:

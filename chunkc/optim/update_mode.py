@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.layout import ChunkGroup, ChunkLayout
+from chunkc.ir.layout import PARAM, ChunkGroup, ChunkLayout
 from chunkc.ir.states import StateFormat
 from chunkc.passes.planning.residency import evenly_spread
 from chunkc.passes.planning.update_placement import can_update_resident, groups_for_cpu
@@ -132,38 +133,54 @@ class UpdateMode:
 
 
 def resolved(
-    mode: UpdateMode, layout: ChunkLayout, hardware: Hardware, *, home: str, num_stages: int, over_ranks: bool
+    mode: UpdateMode,
+    layout: ChunkLayout,
+    hardware: Hardware,
+    *,
+    num_stages: int,
+    over_ranks: bool,
+    disk_nbytes: int | None = None,
 ) -> UpdateMode:
     """Return the mode of a model's updates: `overlap="auto"` becomes "backward", so that all can be undone, or "none".
 
-    The backward updates if a GPU computes and updates, one process trains the model, and homes are in the host's
-    memory. Shadow copies get half of what homes leave there; the other half is for saved values, for batches and for
-    the system. Groups without room for theirs are updated by `step()`. A model with homes that the host does not even
-    have room for once is planned for a host that has, and so is one on a machine that does not state its memory.
+    The backward updates if a GPU computes and updates, one process trains the model, and its parameters have homes in
+    the host's memory. Shadow copies get half of what homes leave of that, and of a disk with states; the other half is
+    for saved values, for batches and for the system. Groups without room for theirs are updated by `step()`. A model
+    with homes that there is not even room for once is planned for a machine that has it, and so is one on a machine
+    that does not state its memory.
+
+    Args:
+        disk_nbytes: that homes have and could get of a disk; None: unknown.
     """
     if mode.mode != AUTO:
         return mode
     is_alone = hardware.kind == "cuda" and not over_ranks
-    can = is_alone and home == "cpu" and mode.update_on == DEVICE and num_stages == 1
-    if not can:
+    can = is_alone and not layout.is_on_disk(PARAM) and mode.update_on == DEVICE and num_stages == 1
+    groups = _with_room_for_copies(layout, hardware.host_memory_nbytes, disk_nbytes) if can else frozenset()
+    if not groups:
         return replace(mode, mode=NONE)
-    staged = replace(mode, mode=BACKWARD, undoable=True)
-    if hardware.host_memory_nbytes is None:
-        return staged
-    room_nbytes = hardware.host_memory_nbytes - home_nbytes(layout, frozenset())
-    if room_nbytes < 0:
-        return staged
-    groups = _with_room_for_copies(layout, room_nbytes // 2)
-    if len(groups) == len(layout.trainable_groups):
-        return staged
-    return replace(staged, groups=groups) if groups else replace(mode, mode=NONE)
+    is_every = len(groups) == len(layout.trainable_groups)
+    return replace(mode, mode=BACKWARD, undoable=True, groups=None if is_every else groups)
 
 
-def _with_room_for_copies(layout: ChunkLayout, room_nbytes: int) -> frozenset[int]:
+def _with_room_for_copies(layout: ChunkLayout, memory_nbytes: int | None, disk_nbytes: int | None) -> frozenset[int]:
     """Return as many groups as have room for shadow copies, spread over the layout, likely residents last."""
-    groups = []
+
+    def is_in_ram(kind: str) -> bool:
+        return not layout.is_on_disk(kind)
+
+    media = (is_in_ram, memory_nbytes), (layout.is_on_disk, disk_nbytes)
+    rooms = [_room_nbytes(layout, counts, nbytes) for counts, nbytes in media]
+    groups: list[int] = []
     for group in reversed(evenly_spread(group.index for group in layout.trainable_groups)):
-        room_nbytes -= shadow_copies_nbytes(layout, [group])
-        if room_nbytes >= 0:
+        left = [room - shadow_copies_nbytes(layout, [group], counts) for room, (counts, _) in zip(rooms, media)]
+        if min(left) >= 0:
+            rooms = left
             groups.append(group)
     return frozenset(groups)
+
+
+def _room_nbytes(layout: ChunkLayout, counts: Callable[[str], bool], nbytes: int | None) -> float:
+    """Return half of what homes leave of a medium's bytes; infinite: unknown, or there is no room even for homes."""
+    left = math.inf if nbytes is None else nbytes - home_nbytes(layout, frozenset(), counts=counts)
+    return left / 2 if left >= 0 else math.inf

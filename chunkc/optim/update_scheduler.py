@@ -104,9 +104,9 @@ class SessionUpdates(BoundToSession):
                 optimizer.overlap,
                 layout,
                 session.hardware,
-                home=session.options.home,
                 num_stages=optimizer.rule.num_stages,
                 over_ranks=session.transport is not None,
+                disk_nbytes=session.store.arena.disk_nbytes,
             )
             self._mode = layout.version, mode
         return self._mode[1]

@@ -211,9 +211,7 @@ class SearchSpace:
             HostFull: it has not.
         """
         form, sizes = self._captured.following(activation_plan), (self._hardware, self._whole_budget_nbytes)
-        check_copies(
-            form, self._layout, resident, *sizes, consumed=self._consumed, shadow_copied=self._shadow_copied
-        )
+        check_copies(form, self._layout, resident, *sizes, consumed=self._consumed, shadow_copied=self._shadow_copied)
 
     def _to_offload(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
         """Choose the values to offload of a graph that recomputes some others."""

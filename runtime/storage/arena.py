@@ -66,6 +66,15 @@ class Arena:
         )
 
     @property
+    def disk_nbytes(self) -> int | None:
+        """Bytes of a disk that regions have, and that are free there; None: no region is on a disk."""
+        home = self.state_home or self.home
+        if (free_nbytes := home.disk_free_nbytes) is None:
+            return None
+        allocations = (*self._allocations.values(), *self._shadow_copies.values())
+        return free_nbytes + sum(of_chunk.region.nbytes for of_chunk in allocations if of_chunk.home is home)
+
+    @property
     def used_nbytes(self) -> int:
         """Bytes of shadow copies, and of chunks that may be other than zeros: untouched chunks take no RAM."""
         return self._used_nbytes + sum(allocation.region.nbytes for allocation in self._shadow_copies.values())

@@ -156,6 +156,11 @@ class Home(abc.ABC):
         """Zero a region so that it takes no memory until written; return whether this home can do that."""
         return False
 
+    @property
+    def disk_free_nbytes(self) -> int | None:
+        """Bytes that are free on the home's disk; None: it is no disk."""
+        return None
+
     def free(self, region: Region) -> None:
         """Free a region, as soon as no home view and no running copy uses it."""
         with self._lock:
@@ -285,6 +290,14 @@ class DiskHome(Home):
         with self._problems("write", nbytes):
             write_through_cache(mapping.file.fd, mapping.offset + offset_nbytes, flat.numpy().data)
 
+    @property
+    def disk_free_nbytes(self) -> int:
+        try:
+            disk = os.statvfs(self.directory)
+        except OSError:  # the directory is gone, and its files live on without a name
+            return 0
+        return disk.f_bavail * disk.f_frsize
+
     def write_out(self, region: Region, *, forget: bool = False) -> None:
         """Wait until the medium has the file; with `forget`, drop it from the page cache. For measurements.
 
@@ -330,10 +343,9 @@ class DiskHome(Home):
         try:
             mapping = file.map(nbytes)
         except OSError as error:
-            disk = os.statvfs(self.directory)
             message = (
                 f"cannot reserve {format_nbytes(nbytes)} for a disk home in {self.directory}, where "
-                f"{format_nbytes(disk.f_bavail * disk.f_frsize)} are free: {error.strerror}"
+                f"{format_nbytes(self.disk_free_nbytes)} are free: {error.strerror}"
             )
             if self._file() is None:
                 file.close()  # the traceback would keep it

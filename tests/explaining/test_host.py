@@ -51,7 +51,7 @@ def test_behind_a_gpu_the_host_has_home_alone() -> None:
     found, host = explain(hardware="rtx3090", overlap="none")
     assert host.training == found.home_nbytes
     assert host.saving == found.home_nbytes + 2 * MATRIX_NBYTES
-    on_disk, host_of_disk = explain(hardware="rtx3090", home="disk")
+    on_disk, host_of_disk = explain(hardware="rtx3090", home="disk", overlap="none")
     assert on_disk.disk_nbytes == 2 * NUM_LAYERS * MATRIX_NBYTES
     assert host_of_disk.building == host.building
     assert host_of_disk.training == found.home_nbytes - on_disk.disk_nbytes

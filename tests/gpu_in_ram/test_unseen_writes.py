@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import cuda_in_ram
 import pytest
@@ -26,15 +27,16 @@ def both_read_homes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Hardware, "home_read_rates", property(lambda _: (1.0, 1.0)))
 
 
-def options(budget_nbytes: int) -> dict[str, object]:
-    return {"memory_budget": budget_nbytes, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
+def options(budget_nbytes: int, home: str = "cpu") -> dict[str, object]:
+    where = {"memory_budget": budget_nbytes, "home": home}
+    return {"codegen": "eager", "whole_graph": "never", "activations": "keep", **where}
 
 
-def built() -> nn.Module:
+def built(home: str = "cpu") -> nn.Module:
     torch._dynamo.reset()
     torch.manual_seed(0)
     layers = [layer for _ in range(3) for layer in (nn.Linear(128, 128), nn.Tanh())]
-    return chunkc.place(nn.Sequential(*layers).to(torch.bfloat16), device="cuda")
+    return chunkc.place(nn.Sequential(*layers).to(torch.bfloat16), device="cuda", home=home)
 
 
 @cache
@@ -49,10 +51,10 @@ def smallest() -> int:
     return refused.value.minimum_nbytes + (16 << 10)
 
 
-def trained(overlap: str, act: UserAct) -> tuple[list[Tensor], list[bool], int]:
+def trained(overlap: str, act: UserAct, home: str = "cpu") -> tuple[list[Tensor], list[bool], int]:
     """Losses, weights and states; in which steps updates had begun; and how many were rolled back."""
-    model = built()
-    compiled = torch.compile(model, backend="chunkc", options=options(smallest()))
+    model = built(home)
+    compiled = torch.compile(model, backend="chunkc", options=options(smallest(), home))
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, overlap=overlap)
     now, losses, begun, undone = Between(model, optimizer, "2.weight"), [], [], [0]
     roll_back = ShadowCopies.roll_back
@@ -98,9 +100,19 @@ def test_no_write_is_lost(act: UserAct) -> None:
 
 
 @pytest.mark.parametrize("act", [nothing_but_reading, data_of_a_gradient])
+def test_states_on_a_disk(act: UserAct, tmp_path: Path) -> None:
+    home = f"disk:{tmp_path}"
+    expected, *_ = trained("none", act, home)
+    found, begun, undone = trained("auto", act, home)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert begun[:2] == [False, True]
+    assert (undone == 0) == (act is nothing_but_reading)
+
+
+@pytest.mark.parametrize("act", [nothing_but_reading, data_of_a_gradient])
 def test_a_host_with_room_for_one_group_s_copies(act: UserAct, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, *_ = trained("none", act)
-    monkeypatch.setattr("chunkc.optim.update_mode._with_room_for_copies", lambda layout, nbytes: frozenset({1}))
+    monkeypatch.setattr("chunkc.optim.update_mode._with_room_for_copies", lambda *_: frozenset({1}))
     staged, begin = set[int](), ShadowCopies.begin
 
     def noting(shadows: ShadowCopies, group: int) -> None:

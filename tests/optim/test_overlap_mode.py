@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from overlap_cases import case, minimum_nbytes
 
 import chunkc
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.layout import ParamSpec
+from chunkc.ir.layout import ParamSpec, is_state
 from chunkc.machines.presets import load_hardware, preset
 from chunkc.optim.pauses import Pauses
 from chunkc.optim.update_mode import UpdateMode, resolved
@@ -36,8 +37,8 @@ LAYOUT = lay_out(
 
 
 def resolved_on(hardware: Hardware, **changed: Any) -> UpdateMode:
-    mode = UpdateMode("auto", changed.pop("update_on", "device"))
-    return resolved(mode, LAYOUT, hardware, **{"home": "cpu", "num_stages": 1, "over_ranks": False, **changed})
+    mode, layout = UpdateMode("auto", changed.pop("update_on", "device")), changed.pop("layout", LAYOUT)
+    return resolved(mode, layout, hardware, **{"num_stages": 1, "over_ranks": False, **changed})
 
 
 def test_auto_updates_in_the_backward_what_half_of_the_host_s_room_has_copies_of() -> None:
@@ -60,6 +61,25 @@ def test_auto_updates_in_the_backward_what_half_of_the_host_s_room_has_copies_of
     assert resolved_on(replace(gpu, host_memory_nbytes=None)) == staged
 
 
+def test_shadow_copies_take_half_of_what_homes_leave_of_a_disk() -> None:
+    """Of parameters they are in RAM: both have to have room."""
+    gpu, layout = load_hardware("rtx3090"), replace(LAYOUT, disk_holds="states")
+    in_ram, on_disk = (partial(home_nbytes, layout, frozenset(), counts=counts) for counts in (_is_in_ram, is_state))
+    of_one = shadow_copies_nbytes(layout, [0], is_state)
+    assert 0 < of_one < shadow_copies_nbytes(layout, [0])
+    for disk_nbytes, num in ((None, NUM_GROUPS), (on_disk() + 4 * of_one, 2), (on_disk() + of_one, 0)):
+        mode = resolved_on(gpu, layout=layout, disk_nbytes=disk_nbytes)
+        assert len(mode.in_backward_of(range(NUM_GROUPS)) if mode.in_backward else ()) == num
+    small = replace(gpu, host_memory_nbytes=in_ram() + 2 * shadow_copies_nbytes(layout, [0], _is_in_ram))
+    mode = resolved_on(small, layout=layout)
+    assert mode.groups is not None
+    assert len(mode.groups) == 1
+
+
+def _is_in_ram(kind: str) -> bool:
+    return not is_state(kind)
+
+
 def test_only_what_the_backward_may_update_has_shadow_copies() -> None:
     assert UpdateMode("backward", undoable=True).shadow_copied(LAYOUT, frozenset({1})) == {0, 2, 3}
     assert UpdateMode("backward", undoable=True, groups=frozenset({0, 1})).shadow_copied(LAYOUT, frozenset({1})) == {0}
@@ -67,7 +87,13 @@ def test_only_what_the_backward_may_update_has_shadow_copies() -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"home": "disk:/data"}, {"num_stages": 2}, {"over_ranks": True}, {"update_on": "cpu"}]
+    "changed",
+    [
+        {"layout": replace(LAYOUT, disk_holds="everything")},
+        {"num_stages": 2},
+        {"over_ranks": True},
+        {"update_on": "cpu"},
+    ],
 )
 def test_auto_is_none_elsewhere(changed: dict[str, Any]) -> None:
     assert resolved_on(load_hardware("rtx3090")).mode == "backward"
@@ -77,7 +103,7 @@ def test_auto_is_none_elsewhere(changed: dict[str, Any]) -> None:
 
 def test_others_stay_what_they_are() -> None:
     for mode in (UpdateMode("backward"), UpdateMode("both", "cpu", undoable=True), UpdateMode("none")):
-        assert resolved(mode, LAYOUT, load_hardware("rtx3090"), home="cpu", num_stages=1, over_ranks=False) is mode
+        assert resolved(mode, LAYOUT, load_hardware("rtx3090"), num_stages=1, over_ranks=False) is mode
 
 
 def test_pauses_double_as_long_as_each_attempt_is_undone() -> None:
