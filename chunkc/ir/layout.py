@@ -361,6 +361,10 @@ class ChunkLayout:
         """Whether chunks of this kind have their home on a disk."""
         return self.disk_holds == "everything" or (self.disk_holds == "states" and is_state(kind))
 
+    def is_in_ram(self, kind: str) -> bool:
+        """Whether chunks of this kind have their home in RAM."""
+        return not self.is_on_disk(kind)
+
     def links_of(self, kind: str) -> tuple[str, str]:
         """Return the links by which chunks of this kind reach the compute tier, and their home."""
         return (FROM_DISK, TO_DISK) if self.is_on_disk(kind) else (TO_DEVICE, TO_HOME)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.ir.errors import OptionsError
@@ -133,54 +133,41 @@ class UpdateMode:
 
 
 def resolved(
-    mode: UpdateMode,
-    layout: ChunkLayout,
-    hardware: Hardware,
-    *,
-    num_stages: int,
-    over_ranks: bool,
-    disk_nbytes: int | None = None,
+    mode: UpdateMode, layout: ChunkLayout, hardware: Hardware, *, num_stages: int, over_ranks: bool
 ) -> UpdateMode:
     """Return the mode of a model's updates: `overlap="auto"` becomes "backward", so that all can be undone, or "none".
 
     The backward updates if a GPU computes and updates, one process trains the model, and its parameters have homes in
-    the host's memory. Shadow copies get half of what homes leave of that, and of a disk with states; the other half is
-    for saved values, for batches and for the system. Groups without room for theirs are updated by `step()`. A model
-    with homes that there is not even room for once is planned for a machine that has it, and so is one on a machine
-    that does not state its memory.
-
-    Args:
-        disk_nbytes: that homes have and could get of a disk; None: unknown.
+    the host's memory. Shadow copies get half of what homes leave there; the other half is for saved values, for batches
+    and for the system. Groups without room for theirs are updated by `step()`. A model with homes that the host does
+    not even have room for once is planned for a host that has, and so is one on a machine that does not state its
+    memory. Disks are taken to have room.
     """
     if mode.mode != AUTO:
         return mode
     is_alone = hardware.kind == "cuda" and not over_ranks
-    can = is_alone and not layout.is_on_disk(PARAM) and mode.update_on == DEVICE and num_stages == 1
-    groups = _with_room_for_copies(layout, hardware.host_memory_nbytes, disk_nbytes) if can else frozenset()
+    if not is_alone or layout.is_on_disk(PARAM) or mode.update_on != DEVICE or num_stages != 1:
+        return replace(mode, mode=NONE)
+    left_nbytes: float = math.inf
+    if hardware.host_memory_nbytes is not None:
+        left_nbytes = hardware.host_memory_nbytes - home_nbytes(layout, frozenset(), counts=layout.is_in_ram)
+    likely_residents_last = reversed(evenly_spread(group.index for group in layout.trainable_groups))
+    groups = with_room_for_copies(layout, likely_residents_last, left_nbytes / 2 if left_nbytes >= 0 else math.inf)
     if not groups:
         return replace(mode, mode=NONE)
     is_every = len(groups) == len(layout.trainable_groups)
     return replace(mode, mode=BACKWARD, undoable=True, groups=None if is_every else groups)
 
 
-def _with_room_for_copies(layout: ChunkLayout, memory_nbytes: int | None, disk_nbytes: int | None) -> frozenset[int]:
-    """Return as many groups as have room for shadow copies, spread over the layout, likely residents last."""
-
-    def is_in_ram(kind: str) -> bool:
-        return not layout.is_on_disk(kind)
-
-    media = (is_in_ram, memory_nbytes), (layout.is_on_disk, disk_nbytes)
-    rooms = [_room_nbytes(layout, counts, nbytes) for counts, nbytes in media]
-    groups: list[int] = []
-    for group in reversed(evenly_spread(group.index for group in layout.trainable_groups)):
-        left = [room - shadow_copies_nbytes(layout, [group], counts) for room, (counts, _) in zip(rooms, media)]
-        if min(left) >= 0:
-            rooms = left
-            groups.append(group)
-    return frozenset(groups)
-
-
-def _room_nbytes(layout: ChunkLayout, counts: Callable[[str], bool], nbytes: int | None) -> float:
-    """Return half of what homes leave of a medium's bytes; infinite: unknown, or there is no room even for homes."""
-    left = math.inf if nbytes is None else nbytes - home_nbytes(layout, frozenset(), counts=counts)
-    return left / 2 if left >= 0 else math.inf
+def with_room_for_copies(
+    layout: ChunkLayout, groups: Iterable[int], memory_nbytes: float, disk_nbytes: float = math.inf
+) -> frozenset[int]:
+    """Return as many of the groups as have room for shadow copies in so many bytes, the first ones first."""
+    found: list[int] = []
+    for group in groups:
+        memory_left = memory_nbytes - shadow_copies_nbytes(layout, [group], layout.is_in_ram)
+        disk_left = disk_nbytes - shadow_copies_nbytes(layout, [group], layout.is_on_disk)
+        if min(memory_left, disk_left) >= 0:
+            memory_nbytes, disk_nbytes = memory_left, disk_left
+            found.append(group)
+    return frozenset(found)

@@ -24,6 +24,7 @@ for each group when it fetches it.
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Collection, Container, Sequence
 from typing import Any
@@ -35,6 +36,7 @@ from chunkc.ir.errors import HomeError, OptionsError, StreamError, UnsupportedEr
 from chunkc.ir.layout import GRAD, PARAM, ChunkGroup
 from chunkc.ir.plan import Tile
 from chunkc.kernels.formats import NO_SCALE, GradScale
+from chunkc.machines.host import compute_tier_memory
 from chunkc.optim.eligibility import BoundToSession, Eligibility
 from chunkc.optim.grad_scale import is_skipped, on_the_cpu
 from chunkc.optim.group_updates import (
@@ -48,7 +50,7 @@ from chunkc.optim.group_updates import (
 from chunkc.optim.pauses import Pauses
 from chunkc.optim.stepping import SteppingOptimizer
 from chunkc.optim.unseen_writes import has_other_readers, note_slots, noted_states, noting_home, written_groups
-from chunkc.optim.update_mode import AUTO, UpdateMode, resolved
+from chunkc.optim.update_mode import AUTO, UpdateMode, resolved, with_room_for_copies
 from chunkc.optim.update_task import NotedParameter, Task, UpdateTask, Where
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
@@ -90,6 +92,7 @@ class SessionUpdates(BoundToSession):
         self.begun: dict[int, UpdateTask] = {}
         self.states_were_read = False
         self._mode: tuple[object, UpdateMode] | None = None  # with the version of the layout that it is for
+        self._without_room = set[int]()  # groups that found no room for shadow copies
         self._has_no_room = self._has_shadow_copies = False
         self._pauses = Pauses()
         self._has_told = False
@@ -106,9 +109,8 @@ class SessionUpdates(BoundToSession):
                 session.hardware,
                 num_stages=optimizer.rule.num_stages,
                 over_ranks=session.transport is not None,
-                disk_nbytes=session.store.arena.disk_nbytes,
             )
-            self._mode = layout.version, mode
+            self._mode, self._without_room = (layout.version, mode), set()
         return self._mode[1]
 
     @property
@@ -129,7 +131,7 @@ class SessionUpdates(BoundToSession):
     def reserve_shadow_copies(self, groups: Sequence[int]) -> None:
         """Allocate shadow copies of these groups, as far as the mode has any, if their updates can be undone.
 
-        With overlap="auto" nothing is updated in backwards any more where the host has no room for them.
+        With overlap="auto" they take at most half of the memory that is free, and of the disk.
 
         Raises:
             HomeError: the host has no room, and the user asked for `undoable=True`.
@@ -138,6 +140,7 @@ class SessionUpdates(BoundToSession):
         if not (self.in_backward and self.mode.undoable):
             return
         groups = sorted(self.mode.shadow_copied(store.layout, store.resident).intersection(groups))
+        groups = self._with_room(groups) if self._optimizer.overlap.mode == AUTO else groups
         try:
             store.shadow_copies.reserve(store.layout, groups)
             store.checksums.reserve(store.layout.groups[index] for index in groups)
@@ -147,6 +150,24 @@ class SessionUpdates(BoundToSession):
                 raise
             self._has_no_room = True
             logger.info("no update runs in the backward: home has no room for parameters and states twice: %s", error)
+
+    def _with_room(self, groups: Sequence[int]) -> list[int]:
+        """Leave out groups with shadow copies yet to come that half of what is free has no room for, for good."""
+        store = self._session.store
+        lacking = [index for index in groups if not store.shadow_copies.has(store.layout, index)]
+        if new := [index for index in lacking if index not in self._without_room]:
+            _, memory_nbytes = compute_tier_memory()
+            disk_nbytes = store.arena.disk_free_nbytes
+            rooms = memory_nbytes / 2, math.inf if disk_nbytes is None else disk_nbytes / 2
+            if without := set(new) - with_room_for_copies(store.layout, new, *rooms):
+                self._without_room |= without
+                logger.info(
+                    "step() updates %d of %d chunks that the backward could update: half of what is free in the host's "
+                    "memory, or on its disk, has no room for their parameters and states twice",
+                    len(without),
+                    len(groups),
+                )
+        return [index for index in groups if index not in self._without_room]
 
     # --- which groups may be updated in the backward ---
 

@@ -77,13 +77,9 @@ def check_copies(
     if not form.offloaded or hardware.host_memory_nbytes is None or layout.is_on_disk(PARAM):
         return
     copied_nbytes = sum(saved.nbytes for saved in form.offloaded)
-
-    def is_in_ram(kind: str) -> bool:
-        return not layout.is_on_disk(kind)
-
-    in_ram_nbytes = home_nbytes(layout, resident, consumed, is_in_ram)
-    in_ram_nbytes += shadow_copies_nbytes(layout, frozenset(shadow_copied) - resident, is_in_ram)
-    without_residents_nbytes = home_nbytes(layout, frozenset(), consumed, is_in_ram)
+    in_ram_nbytes = home_nbytes(layout, resident, consumed, layout.is_in_ram)
+    in_ram_nbytes += shadow_copies_nbytes(layout, frozenset(shadow_copied) - resident, layout.is_in_ram)
+    without_residents_nbytes = home_nbytes(layout, frozenset(), consumed, layout.is_in_ram)
     if hardware.kind != "cpu" and without_residents_nbytes - budget_nbytes > hardware.host_memory_nbytes:
         return  # residents save home at most the budget, so no plan fits the host
     own_nbytes = budget_nbytes if hardware.kind == "cpu" else 0

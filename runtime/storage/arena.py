@@ -66,13 +66,9 @@ class Arena:
         )
 
     @property
-    def disk_nbytes(self) -> int | None:
-        """Bytes of a disk that regions have, and that are free there; None: no region is on a disk."""
-        home = self.state_home or self.home
-        if (free_nbytes := home.disk_free_nbytes) is None:
-            return None
-        allocations = (*self._allocations.values(), *self._shadow_copies.values())
-        return free_nbytes + sum(of_chunk.region.nbytes for of_chunk in allocations if of_chunk.home is home)
+    def disk_free_nbytes(self) -> int | None:
+        """Bytes that are free on the disk with optimizer states; None: they are on none."""
+        return (self.state_home or self.home).disk_free_nbytes
 
     @property
     def used_nbytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import ParamSpec, is_state
 from chunkc.machines.presets import load_hardware, preset
 from chunkc.optim.pauses import Pauses
-from chunkc.optim.update_mode import UpdateMode, resolved
+from chunkc.optim.update_mode import UpdateMode, resolved, with_room_for_copies
 from chunkc.passes.planning.layout import lay_out
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 
@@ -61,23 +60,17 @@ def test_auto_updates_in_the_backward_what_half_of_the_host_s_room_has_copies_of
     assert resolved_on(replace(gpu, host_memory_nbytes=None)) == staged
 
 
-def test_shadow_copies_take_half_of_what_homes_leave_of_a_disk() -> None:
-    """Of parameters they are in RAM: both have to have room."""
-    gpu, layout = load_hardware("rtx3090"), replace(LAYOUT, disk_holds="states")
-    in_ram, on_disk = (partial(home_nbytes, layout, frozenset(), counts=counts) for counts in (_is_in_ram, is_state))
-    of_one = shadow_copies_nbytes(layout, [0], is_state)
-    assert 0 < of_one < shadow_copies_nbytes(layout, [0])
-    for disk_nbytes, num in ((None, NUM_GROUPS), (on_disk() + 4 * of_one, 2), (on_disk() + of_one, 0)):
-        mode = resolved_on(gpu, layout=layout, disk_nbytes=disk_nbytes)
-        assert len(mode.in_backward_of(range(NUM_GROUPS)) if mode.in_backward else ()) == num
-    small = replace(gpu, host_memory_nbytes=in_ram() + 2 * shadow_copies_nbytes(layout, [0], _is_in_ram))
-    mode = resolved_on(small, layout=layout)
+def test_with_states_on_a_disk_memory_and_disk_have_to_have_room() -> None:
+    layout = replace(LAYOUT, disk_holds="states")
+    in_ram, on_disk = (shadow_copies_nbytes(layout, [0], counts) for counts in (layout.is_in_ram, is_state))
+    assert 0 < in_ram < shadow_copies_nbytes(layout, [0]) == in_ram + on_disk
+    once = home_nbytes(layout, frozenset(), counts=layout.is_in_ram)
+    mode = resolved_on(replace(load_hardware("rtx3090"), host_memory_nbytes=once + 2 * in_ram), layout=layout)
     assert mode.groups is not None
     assert len(mode.groups) == 1
-
-
-def _is_in_ram(kind: str) -> bool:
-    return not is_state(kind)
+    assert with_room_for_copies(layout, range(NUM_GROUPS), 3 * in_ram) == {0, 1, 2}
+    assert with_room_for_copies(layout, [3, 1, 0, 2], 3 * in_ram, 2 * on_disk) == {1, 3}
+    assert with_room_for_copies(layout, range(NUM_GROUPS), 4 * in_ram, on_disk - 1) == frozenset()
 
 
 def test_only_what_the_backward_may_update_has_shadow_copies() -> None:

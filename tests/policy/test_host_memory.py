@@ -154,7 +154,7 @@ def test_what_is_known_of_a_host() -> None:
 def test_gradients_that_stay_away_from_home_take_no_room_there() -> None:
     """So the host has room for this model, and its copies are held against what is left."""
     group = SimpleNamespace(index=0, trainable=True, update_kinds=(PARAM, GRAD), nbytes=lambda kind: 1000)
-    layout: Any = SimpleNamespace(groups=(group,), is_on_disk=lambda kind: False)
+    layout: Any = SimpleNamespace(groups=(group,), is_on_disk=lambda kind: False, is_in_ram=lambda kind: True)
     seen: Any = SimpleNamespace(offloaded=(SimpleNamespace(nbytes=600),))
     hardware = replace(GPU, host_memory_nbytes=1500)
     check_copies(seen, layout, frozenset(), hardware, 100)  # 2000 bytes of homes: no plan fits this host
