@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from chunkc.passes.graphs.graphs import output_node, placeholders, storage_key, tensors_of
+from chunkc.passes.graphs.graphs import copy_of, output_node, placeholders, storage_key, tensors_of
 from chunkc.passes.graphs.origins import origin_of
 from chunkc.passes.rewrite.repeats import LAYER, find_repeats
 from chunkc.passes.rewrite.unrolling import NotAlike, unroll, unroll_phases
@@ -319,7 +319,7 @@ def test_other_sizes_and_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert once == whole
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, second=1)
 @pytest.mark.parametrize(
     ("variant", "hidden"),
     [
@@ -338,7 +338,7 @@ def test_what_is_not_alike_is_traced_whole(
 
 @pytest.mark.second_tier
 def test_two_kinds_of_layers_in_turn_are_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    once, whole, num_alike = both_ways(monkeypatch, Deep(hidden=(32, 16) * 7))
+    once, whole, num_alike = both_ways(monkeypatch, Deep(hidden=(32, 16) * NUM_LAYERS))
     assert num_alike >= 6
     assert once == whole
 
@@ -369,8 +369,8 @@ def test_a_block_that_was_traced_otherwise_is_found(monkeypatch: pytest.MonkeyPa
     assert "read other values" in of_joint
 
 
-@pytest.fixture
-def phases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+@pytest.fixture(scope="module")
+def phases() -> list[Any]:
     """The arguments of `unroll_phases` for a model: forward and backward of few layers, names, repeats, two numbers."""
     found: list[Any] = []
 
@@ -378,8 +378,9 @@ def phases(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.extend(args)
         raise NotAlike("noted")
 
-    monkeypatch.setattr(passes, "unroll_phases", noted)
-    captured(Deep(), TOKENS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "unroll_phases", noted)
+        captured(Deep(), TOKENS)
     return found
 
 
@@ -436,7 +437,7 @@ def describe_otherwise(forward: fx.Graph, backward: fx.Graph) -> None:
 def test_phases_of_another_form_are_not_unrolled(
     phases: list[Any], change: Callable[[fx.Graph, fx.Graph], None], message: str
 ) -> None:
-    forward, backward, *others = phases
+    forward, backward, *others = (copy_of(value) if isinstance(value, fx.Graph) else value for value in phases)
     change(forward, backward)
     with pytest.raises(NotAlike, match=message):
         unroll_phases(forward, backward, *others)

@@ -22,18 +22,28 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 
-@pytest.mark.second_tier
 @pytest.mark.parametrize(
     ("environment", "uses"),
     [
-        ({"DNNL_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "avx2"}, "False False False False"),
-        (
+        pytest.param(
+            {"DNNL_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "avx2"},
+            "False False False False",
+            id="SSE41",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {"ONEDNN_MAX_CPU_ISA": "avx2", "DNNL_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "avx2"},
             "True False False False",
+            id="AVX2",
+            marks=pytest.mark.second_tier,
         ),
-        ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "default"}, "True True False False"),
+        pytest.param(
+            {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE", "ATEN_CPU_CAPABILITY": "default"},
+            "True True False False",
+            id="AVX512_CORE",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["SSE41", "AVX2", "AVX512_CORE"],
 )
 def test_what_the_environment_forbids_is_not_used_and_nothing_predicted_too_low(
     environment: dict[str, str], uses: str
