@@ -154,12 +154,12 @@ class SessionUpdates(BoundToSession):
     def _with_room(self, groups: Sequence[int]) -> list[int]:
         """Leave out groups with shadow copies yet to come that half of what is free has no room for, for good."""
         store = self._session.store
-        lacking = [index for index in groups if not store.shadow_copies.has(store.layout, index)]
-        if new := [index for index in lacking if index not in self._without_room]:
-            _, memory_nbytes = compute_tier_memory()
-            disk_nbytes = store.arena.disk_free_nbytes
-            rooms = memory_nbytes / 2, math.inf if disk_nbytes is None else disk_nbytes / 2
-            if without := set(new) - with_room_for_copies(store.layout, new, *rooms):
+        has, layout = store.shadow_copies.has, store.layout
+        new = [index for index in groups if index not in self._without_room and not has(layout, index)]
+        if new:
+            (_, memory_nbytes), disk_nbytes = compute_tier_memory(), store.arena.disk_free_nbytes
+            disk_room = math.inf if disk_nbytes is None else disk_nbytes / 2
+            if without := set(new) - with_room_for_copies(layout, new, memory_nbytes / 2, disk_room):
                 self._without_room |= without
                 logger.info(
                     "step() updates %d of %d chunks that the backward could update: half of what is free in the host's "
