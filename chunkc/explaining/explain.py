@@ -45,8 +45,8 @@ from chunkc.ir.program import FORWARD
 from chunkc.ir.shards import ZeroStage
 from chunkc.ir.simulate import step_time, traffic
 from chunkc.ir.states import StateFormat
-from chunkc.ir.units import format_nbytes
-from chunkc.machines.presets import load_hardware
+from chunkc.ir.units import format_nbytes, short_nbytes
+from chunkc.machines.presets import load_hardware, usual_host_nbytes
 from chunkc.optim.over_ranks import refuse_over_ranks
 from chunkc.optim.update_mode import AUTO, DEVICE
 from chunkc.options import LossTileRows, Options, parse_options, resolve_budget
@@ -412,3 +412,6 @@ def _notes(step: StepPlans, options: Options, hardware: Hardware, page_table_nby
             f"is at home {page_table_nbytes:,}, counted apart"
         )
     yield f"rates of {hardware.name}: {hardware.source or 'as given'}"
+    if hardware.host_memory_nbytes is not None and hardware.host_memory_nbytes == usual_host_nbytes(hardware.name):
+        nbytes = short_nbytes(hardware.host_memory_nbytes)
+        yield f"a host with {nbytes} of RAM is assumed, as usual for {hardware.name}; --host-memory states another"

@@ -18,6 +18,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -109,6 +110,13 @@ def named_hardware(text: str) -> Hardware:
     if host.name in KNOWN_HOSTS:
         host = replace(host, host_memory_nbytes=KNOWN_HOSTS[host.name])
     return host.on_hosts(num_hosts)
+
+
+def usual_host_nbytes(name: str) -> int | None:
+    """Return the RAM of a host with the machine of this name, as presets have it; None: it is none of theirs."""
+    with suppress(OptionsError):
+        return named_hardware(name).host_memory_nbytes
+    return None
 
 
 def read_hardware(path: Path) -> Hardware:

@@ -72,6 +72,14 @@ def test_a_gpus_memory_is_its_own() -> None:
         assert explain(hardware=machine).host_fits == fits
 
 
+def test_an_assumed_host_is_named() -> None:
+    def said(found: Explanation) -> bool:
+        return "a host with 64.00 GiB of RAM is assumed, as usual for rtx3090" in " ".join(found.notes)
+
+    assert said(explain(hardware="rtx3090"))
+    assert not said(explain(hardware=dataclasses.replace(load_hardware("rtx3090"), host_memory_nbytes=2**37)))
+
+
 def test_what_the_backward_updates_has_room_on_the_host() -> None:
     """By default on a GPU: shadow copies take half of what homes leave, and all others are updated by `step()`."""
     budget_nbytes = 49 * 2**19

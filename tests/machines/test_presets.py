@@ -23,6 +23,7 @@ from chunkc.machines.presets import (
     preset,
     read_hardware,
     save_hardware,
+    usual_host_nbytes,
 )
 
 ALL_REACHED = Efficiency(matrix=1, memory=1, link=1, both_links=1, cpu_update=1, disk=1)
@@ -394,3 +395,10 @@ def test_the_default_path_follows_the_xdg_specification(monkeypatch: pytest.Monk
         assert default_hardware_path() == in_home
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert default_hardware_path() == in_home
+
+
+def test_a_host_is_usual_until_it_is_stated() -> None:
+    gpu, several = load_hardware("rtx3090"), load_hardware("8xv100-32g")
+    assert usual_host_nbytes("rtx3090") == gpu.host_memory_nbytes == 64 * GIB
+    assert usual_host_nbytes("8xv100-32g") == several.host_memory_nbytes
+    assert usual_host_nbytes("my machine") is None
