@@ -98,7 +98,7 @@ def _hooked(model: nn.Module, call: Any, x: Tensor) -> list[Any]:
 ASKS = [_inputs, _parameters, _some_and_inputs, _backward_of_inputs, _backward_of_some, _twice, _hooked]
 
 
-@pytest.mark.quick(10, second=9)
+@pytest.mark.quick(6, second=7)
 @BUDGETS
 @pytest.mark.parametrize("with_gradients", [False, True])
 @pytest.mark.parametrize("ask", ASKS)
@@ -294,6 +294,7 @@ OVERLAPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("overlap", OVERLAPS)
 @pytest.mark.parametrize("ask", [_inputs, _parameters])
 def test_nothing_is_updated_by_it(ask: Ask, overlap: str) -> None:

@@ -119,6 +119,7 @@ ENDS: dict[str, Last] = {
 }
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("last", ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize(
     "make", [_contiguous, _transposed, torch.ones_like, _of_a_larger_tensor], ids=lambda make: make.__name__.strip("_")

@@ -76,6 +76,7 @@ def hyper(group: dict[str, Any], step: int) -> LambHyper:
     return LambHyper(group["lr"], beta1, beta2, group["eps"], decay, step, adapt=bool(decay or group["always_adapt"]))
 
 
+@pytest.mark.second_tier
 def test_a_hundred_steps_follow_the_paper() -> None:
     of = case()
     model, compiled = compile_case(of, memory_budget=minimum(), **OPTIONS)

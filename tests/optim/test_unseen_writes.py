@@ -55,6 +55,7 @@ def left_alone(dtype: torch.dtype) -> list[Any]:
     return trained("none", nothing_but_reading, dtype)[0]
 
 
+@pytest.mark.quick(16)
 @pytest.mark.parametrize("act", WRITES)
 def test_no_write_is_lost(act: UserAct) -> None:
     expected, _ = trained("none", act, torch.float32)

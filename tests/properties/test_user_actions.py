@@ -268,6 +268,7 @@ class UserActions(RuleBasedStateMachine):
             torch._dynamo.reset()
 
 
+@pytest.mark.second_tier
 @pytest.mark.timeout(7200)
 def test_no_sequence_of_user_actions_makes_a_difference() -> None:
     torch._dynamo.reset()

@@ -71,6 +71,7 @@ def with_all_passes() -> list[torch.Tensor]:
     return losses_and_parameters("eager", **SMALL)
 
 
+@pytest.mark.quick(4)
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_a_model_trains_the_same_without_a_pass(

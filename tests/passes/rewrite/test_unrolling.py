@@ -182,7 +182,7 @@ def num_partitioned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2, second=3)
 @pytest.mark.parametrize(
     ("variant", "codegen"),
     [
@@ -203,6 +203,7 @@ def test_graphs_are_those_of_all_layers_traced(
     assert all_layers > 1.3 * few or ((variant, codegen) == ("dropout", "inductor") and few == all_layers)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("variant", ["", "checkpoints"])
 def test_layers_that_were_partitioned_once_train_as_all(
     monkeypatch: pytest.MonkeyPatch, variant: str, num_partitioned: list[int]
@@ -263,6 +264,7 @@ def change_second_layer(graph: fx.Graph) -> None:
         node.args = (node.args[0], node.args[0])
 
 
+@pytest.mark.second_tier
 def test_where_passes_make_layers_differ_all_are_prepared(
     monkeypatch: pytest.MonkeyPatch, num_prepared: list[int]
 ) -> None:

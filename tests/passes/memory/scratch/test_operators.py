@@ -68,6 +68,7 @@ def test_scratch(name: str, dtype: torch.dtype) -> None:
     assert not wrong, "\n".join(wrong[:20])
 
 
+@pytest.mark.quick(22)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_outputs_take_what_fake_tensors_say(name: str, dtype: torch.dtype) -> None:
