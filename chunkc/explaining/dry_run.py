@@ -112,7 +112,7 @@ class Training:
         """
         if not self.updates.mode.in_backward:
             return ()
-        in_slots = self.updates.mode.in_backward_of(self.updated(planner_state)[0])
+        in_slots = self.updates.mode.of_backward(self.updated(planner_state)[0])
         updatable = in_slots | self._without_gradients(planner_state, present)
         return tuple((group, self.updates.num_stages) for group in sorted(updatable) if group in groups)
 

@@ -118,7 +118,7 @@ class Updates:
             )
         if self.mode.undoable:
             copied = self.mode.shadow_copied(step.layout, step.resident)
-            of = "" if self.mode.groups is None else f" of {len(copied)} of {len(step.layout.groups)} chunks"
+            of = "" if self.mode.backward_groups is None else f" of {len(copied)} of {len(step.layout.groups)} chunks"
             yield (
                 f"no update is undone; home has room for parameters and states{of} twice, "
                 f'{format_nbytes(shadow_copies_nbytes(step.layout, copied))} more than with overlap="none"'

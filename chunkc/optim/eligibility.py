@@ -16,6 +16,7 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.layout import ChunkGroup
 from chunkc.optim.memory_checks import check_in_place
 from chunkc.optim.stepping import SteppingOptimizer
+from chunkc.optim.update_mode import UpdateMode
 from chunkc.optim.update_task import Task, Where
 from chunkc.runtime.store.consumed_gradients import gradient_of
 from chunkc.session.declared_states import declared
@@ -76,12 +77,10 @@ class Eligibility(BoundToSession):
         """Return the parameters of a group that are this optimizer's, as `follow` found them."""
         return self._tasks.get(index, ())
 
-    def expected(self, groups: Sequence[ChunkGroup]) -> tuple[frozenset[int], frozenset[int]]:
+    def expected(self, groups: Sequence[ChunkGroup], mode: UpdateMode) -> tuple[frozenset[int], frozenset[int]]:
         """Return the groups of these to update in slots, and those to update as residents, once states exist."""
-        optimizer, session = self._optimizer, self._session
-        return optimizer.overlap.expected(
-            groups, session.hardware, home=session.options.home, num_stages=optimizer.rule.num_stages
-        )
+        session, num_stages = self._session, self._optimizer.rule.num_stages
+        return mode.expected(groups, session.hardware, home=session.options.home, num_stages=num_stages)
 
     def tasks(self, index: int, where: Where) -> Sequence[Task]:
         """Return the parameters of a group that the next backward may update there; none: it may not."""
@@ -164,7 +163,7 @@ class Eligibility(BoundToSession):
             return
         fixed = store.resident | store.layout.cut
         groups = [group for group in store.layout.trainable_groups if group.index not in fixed]
-        self.prepare(self.expected(groups)[0], frozenset())
+        self.prepare(self.expected(groups, optimizer.overlap)[0], frozenset())
         self._looked_up = version
 
     def _have_right_arguments(self, tasks: Sequence[Task]) -> bool:

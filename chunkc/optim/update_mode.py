@@ -12,7 +12,7 @@ from chunkc.ir.layout import PARAM, ChunkGroup, ChunkLayout
 from chunkc.ir.states import StateFormat
 from chunkc.passes.planning.residency import evenly_spread
 from chunkc.passes.planning.update_placement import can_update_resident, groups_for_cpu
-from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
+from chunkc.policy.host_memory import home_nbytes, with_room_for_copies
 
 AUTO = "auto"
 
@@ -32,7 +32,7 @@ class UpdateMode:
             model has a mode of its own (see `resolved`).
         update_on: one of `UPDATE_ON`: where the optimizer updates chunks.
         undoable: whether `step()` can undo what the backward has updated (see `update_scheduler`).
-        groups: chunk groups that a backward may update, by index; None: all.
+        backward_groups: chunk groups that a backward may update, by index; None: all.
 
     Raises:
         OptionsError: an argument has no such value, no update by the CPU could go on after `step()`, or no update in
@@ -42,7 +42,7 @@ class UpdateMode:
     mode: str = NONE
     update_on: str = DEVICE
     undoable: bool = False
-    groups: frozenset[int] | None = None
+    backward_groups: frozenset[int] | None = None
 
     def __post_init__(self) -> None:
         for name, value, allowed in (("update_on", self.update_on, UPDATE_ON), ("overlap", self.mode, OVERLAP)):
@@ -118,18 +118,18 @@ class UpdateMode:
         Raises:
             OptionsError: as `at_home`.
         """
-        moving = self.in_backward_of(group.index for group in groups)
+        moving = self.of_backward(group.index for group in groups)
         in_slots = moving - self.at_home(groups, hardware, home=home, num_stages=num_stages)
         return in_slots, self.consumed(groups, num_stages)
 
     def shadow_copied(self, layout: ChunkLayout, resident: frozenset[int]) -> frozenset[int]:
         """Return the groups of a layout that have shadow copies, so that their updates can be undone."""
-        groups = self.in_backward_of(group.index for group in layout.trainable_groups)
+        groups = self.of_backward(group.index for group in layout.trainable_groups)
         return groups - resident if self.undoable else frozenset()
 
-    def in_backward_of(self, groups: Iterable[int]) -> frozenset[int]:
-        """Return those of the groups that a backward may update, as far as `groups` says."""
-        return frozenset(groups) if self.groups is None else self.groups.intersection(groups)
+    def of_backward(self, groups: Iterable[int]) -> frozenset[int]:
+        """Return those of some groups that a backward may update: all, or those of `backward_groups`."""
+        return frozenset(groups) if self.backward_groups is None else self.backward_groups.intersection(groups)
 
 
 def resolved(
@@ -156,18 +156,4 @@ def resolved(
     if not groups:
         return replace(mode, mode=NONE)
     is_every = len(groups) == len(layout.trainable_groups)
-    return replace(mode, mode=BACKWARD, undoable=True, groups=None if is_every else groups)
-
-
-def with_room_for_copies(
-    layout: ChunkLayout, groups: Iterable[int], memory_nbytes: float, disk_nbytes: float = math.inf
-) -> frozenset[int]:
-    """Return as many of the groups as have room for shadow copies in so many bytes, the first ones first."""
-    found: list[int] = []
-    for group in groups:
-        memory_left = memory_nbytes - shadow_copies_nbytes(layout, [group], layout.is_in_ram)
-        disk_left = disk_nbytes - shadow_copies_nbytes(layout, [group], layout.is_on_disk)
-        if min(memory_left, disk_left) >= 0:
-            memory_nbytes, disk_nbytes = memory_left, disk_left
-            found.append(group)
-    return frozenset(found)
+    return replace(mode, mode=BACKWARD, undoable=True, backward_groups=None if is_every else groups)

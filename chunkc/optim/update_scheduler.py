@@ -50,8 +50,9 @@ from chunkc.optim.group_updates import (
 from chunkc.optim.pauses import Pauses
 from chunkc.optim.stepping import SteppingOptimizer
 from chunkc.optim.unseen_writes import has_other_readers, note_slots, noted_states, noting_home, written_groups
-from chunkc.optim.update_mode import AUTO, UpdateMode, resolved, with_room_for_copies
+from chunkc.optim.update_mode import AUTO, UpdateMode, resolved
 from chunkc.optim.update_task import NotedParameter, Task, UpdateTask, Where
+from chunkc.policy.host_memory import with_room_for_copies
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 from chunkc.runtime.store.watched_gradients import unwatched, watch
@@ -196,9 +197,7 @@ class SessionUpdates(BoundToSession):
 
     def expects(self, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
         """Return the stages of an update, the groups of these to update in slots, and those to update as residents."""
-        session, num_stages = self._session, self._optimizer.rule.num_stages
-        found = self.mode.expected(groups, session.hardware, home=session.options.home, num_stages=num_stages)
-        return num_stages, *found
+        return self._optimizer.rule.num_stages, *self._eligibility.expected(groups, self.mode)
 
     def stages_in_slots(self, group: int) -> int:
         """Return the stages of a group's update if the next backward may run it, in slots or resident, else 0."""

@@ -102,14 +102,14 @@ class SearchSpace:
         hardware: Hardware,
         *,
         consumed: Collection[int] = (),
-        shadow_copied: Collection[int] = (),
+        shadow_copied: frozenset[int] = frozenset(),
         may_keep: bool = True,
     ) -> None:
         self.may_keep = may_keep
         self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes - external_nbytes
         self._allowed, self._recompute_regions = evenly_spread(allowed), _recompute_regions(captured, layout)
         self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
-        self._consumed, self._shadow_copied = consumed, frozenset(shadow_copied)
+        self._consumed, self._shadow_copied = consumed, shadow_copied
         self._least_nbytes_of: dict[frozenset[int], int] = {}
         self.recompute_regions = 0 if self._recompute_regions is None else len(self._recompute_regions.ends) + 1
 

@@ -192,8 +192,9 @@ def _choose_activations(
             if kept.planner_state.resident == allowed:  # no other plan can be quicker: none is made
                 return kept
     if now.activations == "auto" and hardware is not None:
-        # Groups that other graphs train are taken to have shadow copies if any of this graph's have.
-        others = {group.index for group in layout.trainable_groups} - layout.groups_of(captured.trained)
+        if shadow_copied := context.undoable:  # then groups that other graphs train are taken to have them, too
+            trained = layout.groups_of(captured.trained)
+            shadow_copied |= {group.index for group in layout.trainable_groups} - trained
         consumed = frozenset(group for group, _ in context.updates) - context.undoable - layout.cut
         space = SearchSpace(
             captured,
@@ -203,7 +204,7 @@ def _choose_activations(
             external_nbytes,
             hardware,
             consumed=consumed,
-            shadow_copied=context.undoable and context.undoable | others,
+            shadow_copied=shadow_copied,
             may_keep=keeps,
         )
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import math
+from collections.abc import Callable, Collection, Iterable
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, ChunkLayout
@@ -52,6 +53,20 @@ def shadow_copies_nbytes(
     return sum(group.nbytes(kind) for group in copied for kind in group.update_kinds if kind != GRAD and counts(kind))
 
 
+def with_room_for_copies(
+    layout: ChunkLayout, groups: Iterable[int], memory_nbytes: float, disk_nbytes: float = math.inf
+) -> frozenset[int]:
+    """Return as many of the groups as have room for shadow copies in so many bytes, the first ones first."""
+    found: list[int] = []
+    for group in groups:
+        memory_left = memory_nbytes - shadow_copies_nbytes(layout, [group], layout.is_in_ram)
+        disk_left = disk_nbytes - shadow_copies_nbytes(layout, [group], layout.is_on_disk)
+        if min(memory_left, disk_left) >= 0:
+            memory_nbytes, disk_nbytes = memory_left, disk_left
+            found.append(group)
+    return frozenset(found)
+
+
 def check_copies(
     form: Captured,
     layout: ChunkLayout,
@@ -60,7 +75,7 @@ def check_copies(
     budget_nbytes: int,
     *,
     consumed: Collection[int] = (),
-    shadow_copied: Collection[int] = (),
+    shadow_copied: frozenset[int] = frozenset(),
 ) -> None:
     """Check that the host's memory, if its size is stated, has room for a graph's offloaded values.
 
@@ -78,7 +93,7 @@ def check_copies(
         return
     copied_nbytes = sum(saved.nbytes for saved in form.offloaded)
     in_ram_nbytes = home_nbytes(layout, resident, consumed, layout.is_in_ram)
-    in_ram_nbytes += shadow_copies_nbytes(layout, frozenset(shadow_copied) - resident, layout.is_in_ram)
+    in_ram_nbytes += shadow_copies_nbytes(layout, shadow_copied - resident, layout.is_in_ram)
     without_residents_nbytes = home_nbytes(layout, frozenset(), consumed, layout.is_in_ram)
     if hardware.kind != "cpu" and without_residents_nbytes - budget_nbytes > hardware.host_memory_nbytes:
         return  # residents save home at most the budget, so no plan fits the host

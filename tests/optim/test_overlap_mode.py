@@ -15,9 +15,9 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import ParamSpec, is_state
 from chunkc.machines.presets import load_hardware, preset
 from chunkc.optim.pauses import Pauses
-from chunkc.optim.update_mode import UpdateMode, resolved, with_room_for_copies
+from chunkc.optim.update_mode import UpdateMode, resolved
 from chunkc.passes.planning.layout import lay_out
-from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
+from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes, with_room_for_copies
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_auto_updates_in_the_backward_what_half_of_the_host_s_room_has_copies_of
         if mode == UpdateMode("none"):
             return frozenset()
         assert (mode.mode, mode.undoable) == ("backward", True)
-        return mode.in_backward_of(every)
+        return mode.of_backward(every)
 
     assert [len(groups(num * of_one + rest)) for num in every for rest in (0, of_one - 1)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert groups(2 * of_one) < groups(3 * of_one) < frozenset(every)
@@ -66,8 +66,8 @@ def test_with_states_on_a_disk_memory_and_disk_have_to_have_room() -> None:
     assert 0 < in_ram < shadow_copies_nbytes(layout, [0]) == in_ram + on_disk
     once = home_nbytes(layout, frozenset(), counts=layout.is_in_ram)
     mode = resolved_on(replace(load_hardware("rtx3090"), host_memory_nbytes=once + 2 * in_ram), layout=layout)
-    assert mode.groups is not None
-    assert len(mode.groups) == 1
+    assert mode.backward_groups is not None
+    assert len(mode.backward_groups) == 1
     assert with_room_for_copies(layout, range(NUM_GROUPS), 3 * in_ram) == {0, 1, 2}
     assert with_room_for_copies(layout, [3, 1, 0, 2], 3 * in_ram, 2 * on_disk) == {1, 3}
     assert with_room_for_copies(layout, range(NUM_GROUPS), 4 * in_ram, on_disk - 1) == frozenset()
@@ -75,7 +75,9 @@ def test_with_states_on_a_disk_memory_and_disk_have_to_have_room() -> None:
 
 def test_only_what_the_backward_may_update_has_shadow_copies() -> None:
     assert UpdateMode("backward", undoable=True).shadow_copied(LAYOUT, frozenset({1})) == {0, 2, 3}
-    assert UpdateMode("backward", undoable=True, groups=frozenset({0, 1})).shadow_copied(LAYOUT, frozenset({1})) == {0}
+    assert UpdateMode("backward", undoable=True, backward_groups=frozenset({0, 1})).shadow_copied(
+        LAYOUT, frozenset({1})
+    ) == {0}
     assert UpdateMode("backward").shadow_copied(LAYOUT, frozenset()) == frozenset()
 
 
