@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,17 +35,17 @@ from chunkc.torch_private.aot import (
 from chunkc.torch_private.dynamo import is_of_a_module, source_name
 from chunkc.torch_private.engine import without_autocast
 from chunkc.torch_private.fake import TracingContext, is_traceable_wrapper_subclass
+from chunkc.torch_private.trace_cache import Boxed, Phase, serializable
 from chunkc.torch_private.versions import warn_if_newer
 from chunkc.tracing import passes
 from chunkc.tracing.decompositions import decompositions
 from chunkc.tracing.passes import JointContext, TraceContext
+from chunkc.tracing.trace_cache import BACKWARD, Entry, stand_in
 
 logger = logging.getLogger(__name__)
 
 _VARIABLE = re.compile(r"^[LG]\['([^']*)'\]")
 """The variable that Dynamo's expression for an input begins with."""
-
-Boxed = Callable[[list[Any]], list[Any]]
 
 
 @dataclass
@@ -159,29 +160,54 @@ def capture_graph(
     capture, wrappers = TracedGraphs(may_repeat=repeatable), _wrapper_inputs(gm, inputs)
     (gm,) = passes.run(passes.DYNAMO, (gm,), context)
     capture.losses = context.losses
+    entry: Entry | None = None
 
     def partition_fn(joint: fx.GraphModule, joint_inputs: Sequence[Any], **kwargs: Any) -> Any:
         of_joint = JointContext(context, joint_inputs, kwargs)
         capture.num_user_outputs = context.num_user_outputs = kwargs["num_fwd_outputs"]
-        forward, backward = passes.partitioned(joint, of_joint)
+        if entry is None:
+            forward, backward = passes.partitioned(joint, of_joint)
+        else:
+            forward, backward = passes.partitioned(joint, of_joint, entry.keep)
         capture.backward = NotCopied(backward, backward.graph)  # `backward_compiler` reads none
-        return forward, capture.backward
+        return forward, capture.backward if entry is None else stand_in(backward.graph)
 
     def forward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         capture.forward = gm
         capture.new_buffers = context.new_buffers = forbid_donation()
-        return boxed(_with_numbers(run_forward, gm.graph))
+        run = boxed(_with_numbers(run_forward, gm.graph))
+        return run if entry is None else Phase(run, entry.content(capture.num_user_outputs, capture.new_buffers))
 
     def inference_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         (gm,) = passes.run(passes.JOINT, (gm,), JointContext(context, example_inputs))
+        if entry is not None:
+            entry.keep((gm,), None)
         return forward_compiler(gm, example_inputs)
 
     # AOTAutograd may ask for the backward at its first run only; it was planned with the forward all the same.
     def backward_compiler(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        return boxed(run_backward)
+        run = boxed(run_backward)
+        return run if entry is None else Phase(run, BACKWARD)
+
+    def restore(content: bytes) -> Boxed:
+        if content == BACKWARD:
+            return boxed(run_backward)
+        assert entry is not None
+        kept = entry.trace(content)
+        capture.num_user_outputs = context.num_user_outputs = kept.num_user_outputs
+        capture.new_buffers = context.new_buffers = kept.new_buffers
+        graphs = kept.graphs
+        if len(graphs) > 1:
+            graphs = passes.finished(graphs, JointContext(context, inputs, names=kept.names))
+        capture.forward, *backward = graphs
+        capture.backward = next(iter(backward), None)
+        return boxed(_with_numbers(run_forward, capture.forward.graph))
 
     def trace(gm: fx.GraphModule) -> Any:
+        nonlocal entry
+        entry = Entry.of(gm, inputs, context)
         with (
+            nullcontext() if entry is None else entry.looked_up(restore),
             random_states_as_values(),
             linalg_checks_decomposed(),
             in_a_tracing_context(),
@@ -191,7 +217,7 @@ def capture_graph(
             return aot_module_simplified(
                 gm,
                 inputs,
-                fw_compiler=forward_compiler,
+                fw_compiler=forward_compiler if entry is None else serializable(forward_compiler),
                 bw_compiler=backward_compiler,
                 inference_compiler=inference_compiler,
                 partition_fn=partition_fn,

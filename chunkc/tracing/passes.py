@@ -7,7 +7,7 @@ Inserting a plan's chunk nodes is no pass: `passes.rewrite.insert` builds anothe
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,8 @@ from chunkc.torch_private.inductor import (
 )
 
 logger = logging.getLogger(__name__)
+
+Keep = Callable[[Graphs, JointNames | None], None]
 
 
 @dataclass
@@ -292,25 +294,21 @@ JOINT: tuple[Pass[JointContext], ...] = (
 )
 """Passes over a joint graph, or over a forward that has no backward."""
 
-_CUT_JOINT: tuple[Pass[JointContext], ...] = (
+CUT_JOINT: tuple[Pass[JointContext], ...] = (
     # Marks before the partitioner, which obeys them.
     Pass("frozen_values", _mark_frozen_values),
     Pass("parameter_views", _mark_parameter_views, required="a saved view of a slot would outlive the chunk in it"),
     Pass("partition", _partition, required="plans are made of a forward and a backward"),
 )
+"""Passes that make a forward and a backward of a joint graph, which may lack most of the blocks that are alike."""
 
-_OF_PHASES: tuple[Pass[JointContext], ...] = (
+OF_PHASES: tuple[Pass[JointContext], ...] = (
     # In any order.
     Pass("detaches", _drop_detaches),
     Pass("hoist", _hoist_for_backward),
     Pass("numbers_first", _numbers_first),
 )
-
-PARTITION: tuple[Pass[JointContext], ...] = (*_CUT_JOINT, *_OF_PHASES)
-"""Passes that make a forward and a backward of a joint graph."""
-
-PARTITION_SHORT: tuple[Pass[JointContext], ...] = (*_CUT_JOINT, UNROLL_PHASES, *_OF_PHASES)
-"""Passes that make a forward and a backward of a joint graph that lacks most of the blocks that are alike."""
+"""Passes over a forward and a backward that have all blocks."""
 
 TRACED: tuple[Pass[TraceContext], ...] = (
     # In any order.
@@ -329,7 +327,7 @@ CUT: tuple[Pass[CutContext], ...] = (
 )
 """Passes over phases that are cut into segments next; not over a graph that is compiled whole."""
 
-PASSES: tuple[Pass[Any], ...] = (*DYNAMO, *JOINT, *PARTITION, *TRACED, *CUT)
+PASSES: tuple[Pass[Any], ...] = (*DYNAMO, *JOINT, *CUT_JOINT, *OF_PHASES, *TRACED, *CUT)
 
 
 def run(stage: Sequence[Pass[C]], graphs: Graphs, context: C) -> Graphs:
@@ -341,10 +339,14 @@ def run(stage: Sequence[Pass[C]], graphs: Graphs, context: C) -> Graphs:
     return run_passes(stage, graphs, context, disabled(PASSES))
 
 
-def partitioned(joint: fx.GraphModule, context: JointContext) -> Graphs:
+def partitioned(joint: fx.GraphModule, context: JointContext, keep: Keep = lambda graphs, names: None) -> Graphs:
     """Make a forward and a backward of a joint graph with all blocks, which it may lack.
 
     Blocks that are alike are repeated as late as can be: passes and the partitioner see few of them.
+
+    Args:
+        keep: called with graphs of which `finished` makes the result, and the names that it needs; the last time with
+            those that the result was made of.
 
     Raises:
         NotAlike: blocks are not alike after all; all of them are to be traced.
@@ -356,10 +358,24 @@ def partitioned(joint: fx.GraphModule, context: JointContext) -> Graphs:
         try:
             (short,) = run((PREPARE,), (_with_graph(joint, copy_of(joint.graph)),), context)
             context.names = joint_names(short.graph, len(capture.parameter_names), capture.num_outputs)
-            return run(PARTITION_SHORT, (short,), context)
+            graphs = run(CUT_JOINT, (short,), context)
+            keep(graphs, context.names)
+            return finished(graphs, context)
         except NotAlike as error:
             logger.debug("the joint graph is unrolled: %s", error)
-    return run(PARTITION, run(JOINT, (joint,), context), context)
+            context.names = None
+    graphs = run(CUT_JOINT, run(JOINT, (joint,), context), context)
+    keep(graphs, None)
+    return finished(graphs, context)
+
+
+def finished(graphs: Graphs, context: JointContext) -> Graphs:
+    """Unroll a forward and a backward if they lack blocks, and run the passes over whole phases.
+
+    Raises:
+        NotAlike: blocks are not alike after all.
+    """
+    return run(OF_PHASES, graphs if context.names is None else run((UNROLL_PHASES,), graphs, context), context)
 
 
 def is_left_out(one: Pass[Any]) -> bool:

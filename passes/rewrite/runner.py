@@ -60,6 +60,12 @@ class Pass(Generic[C]):
     required: str = ""
 
 
+def are_all_run_unchecked() -> bool:
+    """Whether no pass is left out, checked or dumped: then graphs need not go through them to be seen or changed."""
+    asked = os.environ.get(DISABLE, "").strip() or os.environ.get(VERIFY) == "1"
+    return not asked and not logger.isEnabledFor(logging.DEBUG)
+
+
 def disabled(passes: Iterable[Pass]) -> frozenset[str]:
     """Return the names of the passes that the environment leaves out.
 

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensorMode
 from chunkc.passes.graphs.graphs import is_compute, op_name, placeholders, returned, storage_keys
 from chunkc.passes.rewrite.partition import hoist_for_backward
 from chunkc.passes.rewrite.runner import Graphs
-from chunkc.tracing.passes import PARTITION, JointContext, TraceContext, run
+from chunkc.tracing.passes import CUT_JOINT, OF_PHASES, JointContext, TraceContext, run
 
 MOVES = (
     "view",
@@ -109,7 +109,7 @@ def saved_by(model: nn.Module, x: torch.Tensor) -> tuple[list[fx.Node], set[fx.N
     def partition_fn(joint: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Graphs:
         frozen = [not parameter.requires_grad for parameter in parameters] + [False]
         capture = TraceContext([*names, None], frozen, 1, "eager", None, num_user_outputs=1)
-        forward, backward = run(PARTITION, (joint,), JointContext(capture, inputs, kwargs))
+        forward, backward = run((*CUT_JOINT, *OF_PHASES), (joint,), JointContext(capture, inputs, kwargs))
         found.update(forward=forward, num_outputs=kwargs["num_fwd_outputs"])
         return forward, backward
 

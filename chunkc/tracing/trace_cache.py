@@ -1,0 +1,213 @@
+"""Keep what AOTAutograd and the partitioner make of a graph from one process to the next.
+
+An entry has the forward and the backward as the partitioner left them: of equal blocks, few. Its key is Dynamo's graph,
+the inputs' metadata, PyTorch's options, and the state and code that tracing depends on (`_facts`); a graph that
+depends on more is traced each time. PyTorch keeps the entries, next to Inductor's compiled code
+(`torch_private.trace_cache`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import pickle
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from chunkc import passes as all_passes
+from chunkc import torch_private, tracing
+from chunkc.ir.errors import UnsupportedError
+from chunkc.passes.graphs.graphs import copy_of, placeholders, returned
+from chunkc.passes.rewrite.runner import Graphs, are_all_run_unchecked
+from chunkc.passes.rewrite.unrolling import JointNames
+from chunkc.torch_private.fake import TracingContext
+from chunkc.torch_private.trace_cache import (
+    Boxed,
+    cached,
+    graphs_as_bytes,
+    graphs_of_bytes,
+    is_cacheable,
+    is_on,
+    process_state,
+)
+from chunkc.tracing.passes import TraceContext
+
+logger = logging.getLogger(__name__)
+
+_ORIGINS = {"nn_module_stack": "nn_module_stack", "fwd_nn_module_stack": "nn_module_stack", "stack_trace": "stack_trace"}
+"""A node's notes on modules and lines of the user's program -> the notes of Dynamo's nodes that they were taken from."""
+
+_DROPPED = ("source_fn_stack", "fwd_source_fn_stack", "from_node", "torch_fn", "output_stack_traces")
+"""Notes that nothing reads after the partition, and that name code as it was when the graph was traced."""
+
+_SUM = "Gradient addition node"
+"""With it begins the line that autograd adds to the stack of an operator whose gradients it sums."""
+
+BACKWARD = b"backward"
+"""A backward's content: its graph is in the forward's."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced graph, as an entry has it.
+
+    Attributes:
+        graphs: a forward and its backward as the partitioner left them, or a forward that has none.
+        names: of the joint graph, if blocks are left to be unrolled.
+        num_user_outputs, new_buffers: as of `TracedGraphs`.
+    """
+
+    graphs: Graphs
+    names: JointNames | None
+    num_user_outputs: int | None
+    new_buffers: tuple[int, ...]
+
+
+@dataclass
+class Entry:
+    """The cache's entry for one graph of Dynamo's, on the way to it or from it.
+
+    Attributes:
+        gm: the graph that AOTAutograd is given.
+        facts: see `_facts`.
+    """
+
+    gm: fx.GraphModule
+    facts: str
+    _graphs: bytes | None = None
+    _names: JointNames | None = None
+
+    @staticmethod
+    def of(gm: fx.GraphModule, inputs: Sequence[Any], context: TraceContext) -> Entry | None:
+        """Return the entry for a graph; None if it is to be traced whatever the cache has."""
+        if not is_on() or not are_all_run_unchecked() or TracingContext.try_get() is None:
+            return None
+        facts = _facts(context) if is_cacheable(gm, inputs) else None
+        return None if facts is None else Entry(gm, facts)
+
+    def looked_up(self, restore: Callable[[bytes], Boxed]) -> AbstractContextManager[None]:
+        """Look the entry up as AOTAutograd is called inside the block (see `torch_private.trace_cache.cached`)."""
+        return cached(self.gm, self.facts, restore)
+
+    def keep(self, graphs: Graphs, names: JointNames | None) -> None:
+        """Write graphs down as they are now; they are changed later."""
+        self._names = names
+        try:
+            self._graphs = graphs_as_bytes([_without_origins(gm.graph, self._origins()) for gm in graphs])
+        except Exception as error:  # of anything that nodes of other libraries may hold
+            logger.info("the traced graph is not kept for later processes: %s", error)
+            self._graphs = None
+
+    def content(self, num_user_outputs: int | None, new_buffers: tuple[int, ...]) -> bytes | None:
+        """Return the bytes from which `trace` makes the graphs again; None if they could not be written."""
+        if self._graphs is None:
+            return None
+        data = pickle.dumps((self._graphs, self._names, num_user_outputs, new_buffers))
+        return hashlib.sha256(data).digest() + data
+
+    def trace(self, content: bytes) -> Trace:
+        """Return what `keep` and `content` were given, in the fake mode of this trace.
+
+        Raises:
+            ValueError: the content is damaged.
+        """
+        digest, data = content[:32], content[32:]
+        if hashlib.sha256(data).digest() != digest:
+            raise ValueError("the entry is damaged")
+        graphs, names, num_user_outputs, new_buffers = pickle.loads(data)
+        modules = graphs_of_bytes(graphs, TracingContext.get().fake_mode)
+        nodes = list(_nodes(self.gm))
+        for module in modules:
+            for node in module.graph.nodes:
+                for note, at, more in node.meta.pop("origins"):
+                    value = nodes[at].meta[_ORIGINS[note]]
+                    node.meta[note] = value + more if more else value
+        return Trace(tuple(modules), names, num_user_outputs, new_buffers)
+
+    def _origins(self) -> dict[tuple[str, Hashable], int]:
+        """Map notes of Dynamo's nodes to the first node with each."""
+        found: dict[tuple[str, Hashable], int] = {}
+        for at, node in enumerate(_nodes(self.gm)):
+            for note in set(_ORIGINS.values()):
+                if note in node.meta:
+                    found.setdefault((note, _hashable(node.meta[note])), at)
+        return found
+
+
+def stand_in(backward: fx.Graph) -> fx.GraphModule:
+    """Return a backward with the inputs and outputs of another for AOTAutograd, which writes its own into entries.
+
+    Only compiled autograd would run it, which is refused.
+    """
+    graph = fx.Graph()
+    inputs = [graph.node_copy(node) for node in placeholders(backward)]
+    made = graph.call_function(_refuse, tuple(inputs))
+    graph.output(tuple(None if result is None else made for result in returned(backward)))
+    return fx.GraphModule({}, graph)
+
+
+def _refuse(*inputs: Any) -> Any:
+    raise UnsupportedError("PyTorch would run a backward of chunkc's without its plan")
+
+
+def _facts(context: TraceContext) -> str | None:
+    """Describe what the trace of a graph depends on besides the graph; None: on more than a key can hold."""
+    state, repeats = process_state(), context.repeats
+    if state is None:
+        return None
+    blocks = None if repeats is None else (len(repeats.blocks), repeats.own)
+    is_parameter = [name is not None for name in context.parameter_names]
+    of_graph = (is_parameter, list(context.without_gradient), context.num_outputs, context.codegen, blocks)
+    return repr((_code(), state, of_graph))
+
+
+@cache
+def _code() -> str:
+    """Return a hash of the code that traces, partitions and writes graphs down."""
+    digest = hashlib.sha256()
+    for package in (all_passes, torch_private, tracing):
+        assert package.__file__ is not None
+        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
+    """Yield the nodes of a graph and of those that it calls."""
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            yield from module.graph.nodes
+
+
+def _without_origins(graph: fx.Graph, origins: dict[tuple[str, Hashable], int]) -> fx.GraphModule:
+    """Copy a graph with origins as positions of Dynamo's nodes: modules and lines are those of the present process.
+
+    Raises:
+        LookupError: a node comes from elsewhere.
+    """
+    copy = copy_of(graph)
+    for node in copy.nodes:
+        notes = {note: node.meta.pop(note) for note in _ORIGINS if note in node.meta}
+        node.meta["origins"] = [_origin(note, value, origins) for note, value in notes.items() if value]
+        for note in _DROPPED:
+            node.meta.pop(note, None)
+    return fx.GraphModule({}, copy)
+
+
+def _origin(note: str, value: Any, origins: dict[tuple[str, Hashable], int]) -> tuple[str, int, str]:
+    """Return a note's name, the position of Dynamo's node that it was taken from, and the text added to it since."""
+    value, more = _hashable(value), ""
+    if isinstance(value, str) and (note, value) not in origins:
+        value, mark, line = value.partition(_SUM)
+        more = mark + line
+    return note, origins[_ORIGINS[note], value], more
+
+
+def _hashable(note: object) -> Hashable:
+    return tuple(note.items()) if isinstance(note, dict) else note  # type: ignore[return-value]
