@@ -7,10 +7,13 @@ code is graphs, which chunkc plans (`Phase`). `torch.compiler.save_cache_artifac
 from __future__ import annotations
 
 import inspect
+import io
+import pickle
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,11 +26,15 @@ from torch._logging._internal import trace_log
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from chunkc.torch_private.fake import FakeTensorMode, is_traceable_wrapper_subclass
+from chunkc.torch_private.fake import (
+    FakeTensor,
+    FakeTensorMode,
+    disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 try:
     from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
-    from torch.fx._graph_pickler import GraphPickler, Options
 except ImportError:  # PyTorch 2.12 and earlier, of which some have parts of it
     SerializableAOTDispatchCompiler = None  # type: ignore[assignment, misc]
 
@@ -56,6 +63,7 @@ class Phase(OutputCode):
         self._boxed_call = True  # of the object, from which PyTorch copies it to a function around it
         self.run: Boxed | None = run
         self.content = content
+        self._time_taken_ns = 0  # PyTorch adds these up
 
     @torch.compiler.disable
     def __call__(self, inputs: Sequence[Any]) -> Any:
@@ -137,14 +145,103 @@ def is_cacheable(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     )
 
 
-def graphs_as_bytes(content: object) -> bytes:
-    """Return graph modules, in any structure, as bytes; raises where nodes or their notes cannot be."""
-    return GraphPickler.dumps(content, Options(ops_filter=None, node_metadata_key_filter=None))
+def graphs_as_bytes(graphs: Sequence[fx.Graph]) -> bytes:
+    """Return graphs with their nodes' notes as bytes.
+
+    PyTorch's `GraphPickler` would do, but that it makes a storage as small as the first tensor in it.
+
+    Raises:
+        TypeError: a fake tensor has symbolic sizes, a known value, or no strides.
+        Exception: a note cannot be pickled.
+    """
+    stream = io.BytesIO()
+    _GraphPickler(stream).dump([_nodes_of(graph) for graph in graphs])
+    return stream.getvalue()
 
 
-def graphs_of_bytes(data: bytes, mode: FakeTensorMode) -> Any:
+def graphs_of_bytes(data: bytes, mode: FakeTensorMode) -> list[fx.Graph]:
     """Return what `graphs_as_bytes` was given, with fake tensors of a mode."""
-    return GraphPickler.loads(data, mode)
+    unpickler = _GraphUnpickler(io.BytesIO(data))
+    unpickler.mode, unpickler.storages = mode, {}
+    with disable_current_modes():
+        return [_graph_of(nodes) for nodes in unpickler.load()]
+
+
+class _GraphPickler(pickle.Pickler):
+    """Pickles nodes: operators by name, and fake tensors as forms in numbered storages."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self._storages: dict[int, int] = {}
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch._ops.OpOverload):
+            return _operator, (value.namespace, *value._schema.name.split("::")[1:], value._overloadname)
+        if isinstance(value, torch._ops.HigherOrderOperator):
+            return getattr, (torch.ops.higher_order, value.__name__)
+        return NotImplemented
+
+    def persistent_id(self, value: Any) -> Any:
+        if value is torch.ops.higher_order:
+            return "higher_order"
+        if not isinstance(value, torch.Tensor):
+            return None
+        sizes = (*value.shape, *value.stride(), value.storage_offset(), value.untyped_storage().nbytes())
+        if type(value) is not FakeTensor or value.constant is not None or not all(type(size) is int for size in sizes):
+            raise TypeError(f"a tensor of {type(value).__name__} that is more than its form")
+        storage = self._storages.setdefault(value.untyped_storage()._cdata, len(self._storages))
+        form = (value.dtype, str(value.device), tuple(value.shape), value.stride(), value.storage_offset())
+        return (storage, sizes[-1], value.requires_grad, *form)
+
+
+class _GraphUnpickler(pickle.Unpickler):
+    mode: FakeTensorMode
+    storages: dict[int, torch.Tensor]
+
+    def persistent_load(self, key: Any) -> Any:
+        if key == "higher_order":
+            return torch.ops.higher_order
+        storage, nbytes, requires_grad, dtype, device, shape, stride, offset = key
+        if storage not in self.storages:
+            self.storages[storage] = torch.empty((nbytes,), dtype=torch.uint8, device="meta")
+        values = torch.empty(0, dtype=dtype, device="meta")
+        values.set_(self.storages[storage].untyped_storage(), offset, shape, stride)
+        return FakeTensor(self.mode, values, torch.device(device)).requires_grad_(requires_grad)
+
+
+def _operator(namespace: str, name: str, overload: str) -> torch._ops.OpOverload:
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+@dataclass(frozen=True)
+class _Position:
+    """Stands for the node at a position of its graph."""
+
+    of: int
+
+
+def _nodes_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
+    position = {node: _Position(at) for at, node in enumerate(graph.nodes)}
+
+    def arguments(node: fx.Node) -> Any:
+        return fx.map_arg((node.args, node.kwargs), position.__getitem__)
+
+    return [(n.op, n.target, *arguments(n), n.name, n.type, n.meta) for n in graph.nodes]
+
+
+def _graph_of(nodes: Sequence[tuple[Any, ...]]) -> fx.Graph:
+    graph = fx.Graph()
+    made: list[fx.Node] = []
+
+    def value(position: object) -> object:
+        return made[position.of] if isinstance(position, _Position) else position
+
+    for op, target, args, kwargs, name, kind, meta in nodes:
+        node = graph.create_node(op, target, name=name, type_expr=kind)
+        node.args, node.kwargs = fx.node.map_aggregate((args, kwargs), value)
+        node.meta = meta
+        made.append(node)
+    return graph
 
 
 def _is_traced_otherwise(registered: str) -> bool:

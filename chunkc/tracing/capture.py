@@ -203,9 +203,9 @@ def capture_graph(
         capture.backward = next(iter(backward), None)
         return boxed(_with_numbers(run_forward, capture.forward.graph))
 
-    def trace(gm: fx.GraphModule) -> Any:
+    def trace(traced: fx.GraphModule) -> Any:
         nonlocal entry
-        entry = Entry.of(gm, inputs, context)
+        entry = Entry.of(traced, gm, inputs, context)
         with (
             nullcontext() if entry is None else entry.looked_up(restore),
             random_states_as_values(),
@@ -215,7 +215,7 @@ def capture_graph(
             without_unread_code(),
         ):
             return aot_module_simplified(
-                gm,
+                traced,
                 inputs,
                 fw_compiler=forward_compiler if entry is None else serializable(forward_compiler),
                 bw_compiler=backward_compiler,

@@ -26,6 +26,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.graphs.graphs import copy_of, placeholders, returned
 from chunkc.passes.rewrite.runner import Graphs, are_all_run_unchecked
 from chunkc.passes.rewrite.unrolling import JointNames
+from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import TracingContext
 from chunkc.torch_private.trace_cache import (
     Boxed,
@@ -75,21 +76,25 @@ class Entry:
 
     Attributes:
         gm: the graph that AOTAutograd is given.
+        whole: the same graph with all blocks.
         facts: see `_facts`.
     """
 
     gm: fx.GraphModule
+    whole: fx.GraphModule
     facts: str
     _graphs: bytes | None = None
     _names: JointNames | None = None
 
     @staticmethod
-    def of(gm: fx.GraphModule, inputs: Sequence[Any], context: TraceContext) -> Entry | None:
+    def of(
+        gm: fx.GraphModule, whole: fx.GraphModule, inputs: Sequence[Any], context: TraceContext
+    ) -> Entry | None:
         """Return the entry for a graph; None if it is to be traced whatever the cache has."""
         if not is_on() or not are_all_run_unchecked() or TracingContext.try_get() is None:
             return None
         facts = _facts(context) if is_cacheable(gm, inputs) else None
-        return None if facts is None else Entry(gm, facts)
+        return None if facts is None else Entry(gm, whole, facts)
 
     def looked_up(self, restore: Callable[[bytes], Boxed]) -> AbstractContextManager[None]:
         """Look the entry up as AOTAutograd is called inside the block (see `torch_private.trace_cache.cached`)."""
@@ -121,10 +126,10 @@ class Entry:
         if hashlib.sha256(data).digest() != digest:
             raise ValueError("the entry is damaged")
         graphs, names, num_user_outputs, new_buffers = pickle.loads(data)
-        modules = graphs_of_bytes(graphs, TracingContext.get().fake_mode)
-        nodes = list(_nodes(self.gm))
-        for module in modules:
-            for node in module.graph.nodes:
+        nodes, modules = list(_nodes(self.whole)), []
+        for graph in graphs_of_bytes(graphs, TracingContext.get().fake_mode):
+            modules.append(LazyGraphModule({}, graph))
+            for node in graph.nodes:
                 for note, at, more in node.meta.pop("origins"):
                     value = nodes[at].meta[_ORIGINS[note]]
                     node.meta[note] = value + more if more else value
@@ -133,7 +138,7 @@ class Entry:
     def _origins(self) -> dict[tuple[str, Hashable], int]:
         """Map notes of Dynamo's nodes to the first node with each."""
         found: dict[tuple[str, Hashable], int] = {}
-        for at, node in enumerate(_nodes(self.gm)):
+        for at, node in enumerate(_nodes(self.whole)):
             for note in set(_ORIGINS.values()):
                 if note in node.meta:
                     found.setdefault((note, _hashable(node.meta[note])), at)
@@ -185,19 +190,21 @@ def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
             yield from module.graph.nodes
 
 
-def _without_origins(graph: fx.Graph, origins: dict[tuple[str, Hashable], int]) -> fx.GraphModule:
+def _without_origins(graph: fx.Graph, origins: dict[tuple[str, Hashable], int]) -> fx.Graph:
     """Copy a graph with origins as positions of Dynamo's nodes: modules and lines are those of the present process.
 
     Raises:
-        LookupError: a node comes from elsewhere.
+        LookupError: a node comes from elsewhere, or is a tensor that the graph has.
     """
     copy = copy_of(graph)
     for node in copy.nodes:
-        notes = {note: node.meta.pop(note) for note in _ORIGINS if note in node.meta}
-        node.meta["origins"] = [_origin(note, value, origins) for note, value in notes.items() if value]
+        if node.op == "get_attr":
+            raise LookupError(f"{node} is a constant")
+        notes = {note: node.meta.pop(note) for note in _ORIGINS if node.meta.get(note)}
+        node.meta["origins"] = [_origin(note, value, origins) for note, value in notes.items()]
         for note in _DROPPED:
             node.meta.pop(note, None)
-    return fx.GraphModule({}, copy)
+    return copy
 
 
 def _origin(note: str, value: Any, origins: dict[tuple[str, Hashable], int]) -> tuple[str, int, str]:
