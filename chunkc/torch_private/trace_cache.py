@@ -221,7 +221,7 @@ class _Position:
 
 
 def _nodes_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    position = {node: _Position(at) for at, node in enumerate(graph.nodes)}
+    position: dict[fx.Node, Any] = {node: _Position(at) for at, node in enumerate(graph.nodes)}
 
     def arguments(node: fx.Node) -> Any:
         return fx.map_arg((node.args, node.kwargs), position.__getitem__)
@@ -233,7 +233,7 @@ def _graph_of(nodes: Sequence[tuple[Any, ...]]) -> fx.Graph:
     graph = fx.Graph()
     made: list[fx.Node] = []
 
-    def value(position: object) -> object:
+    def value(position: Any) -> Any:
         return made[position.of] if isinstance(position, _Position) else position
 
     for op, target, args, kwargs, name, kind, meta in nodes:

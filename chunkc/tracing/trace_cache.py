@@ -13,7 +13,7 @@ import logging
 import pickle
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,8 @@ from chunkc.tracing.passes import TraceContext
 
 logger = logging.getLogger(__name__)
 
-_ORIGINS = {"nn_module_stack": "nn_module_stack", "fwd_nn_module_stack": "nn_module_stack", "stack_trace": "stack_trace"}
-"""A node's notes on modules and lines of the user's program -> the notes of Dynamo's nodes that they were taken from."""
+_ORIGINS = {name: name.removeprefix("fwd_") for name in ("nn_module_stack", "fwd_nn_module_stack", "stack_trace")}
+"""A node's notes on modules and lines of the user's program -> those of Dynamo's nodes that they were taken from."""
 
 _DROPPED = ("source_fn_stack", "fwd_source_fn_stack", "from_node", "torch_fn", "output_stack_traces")
 """Notes that nothing reads after the partition, and that name code as it was when the graph was traced."""
@@ -126,8 +126,10 @@ class Entry:
         if hashlib.sha256(data).digest() != digest:
             raise ValueError("the entry is damaged")
         graphs, names, num_user_outputs, new_buffers = pickle.loads(data)
+        mode = TracingContext.get().fake_mode
+        assert mode is not None
         nodes, modules = list(_nodes(self.whole)), []
-        for graph in graphs_of_bytes(graphs, TracingContext.get().fake_mode):
+        for graph in graphs_of_bytes(graphs, mode):
             modules.append(LazyGraphModule({}, graph))
             for node in graph.nodes:
                 for note, at, more in node.meta.pop("origins"):
@@ -216,5 +218,5 @@ def _origin(note: str, value: Any, origins: dict[tuple[str, Hashable], int]) -> 
     return note, origins[_ORIGINS[note], value], more
 
 
-def _hashable(note: object) -> Hashable:
-    return tuple(note.items()) if isinstance(note, dict) else note  # type: ignore[return-value]
+def _hashable(note: Any) -> Hashable:
+    return tuple(note.items()) if isinstance(note, dict) else note

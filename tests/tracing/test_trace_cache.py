@@ -143,7 +143,7 @@ def test_lines_are_those_of_the_present_program(tmp_path: Path) -> None:
     assert traced(block(0), X)[1] == {"miss": 1, "saved": 1}
     found, counted = traced(block(7), X)
     assert counted == {"hit": 1}
-    assert "block7.py:18" in found
+    assert "block7.py:17" in found
     assert "block0" not in found
 
 
