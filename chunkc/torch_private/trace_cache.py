@@ -127,7 +127,9 @@ def process_state() -> str | None:
     state = torch._C._dynamo.guards.GlobalStateGuard().__getstate__()
     switches = [torch.is_inference_mode_enabled(), torch.is_anomaly_enabled(), torch.get_default_device()]
     einsum = torch.backends.opt_einsum
-    return repr((torch.__version__, state, switches, einsum.is_available(), einsum.enabled, einsum.strategy, _settings()))
+    return repr(
+        (torch.__version__, state, switches, einsum.is_available(), einsum.enabled, einsum.strategy, _settings())
+    )
 
 
 def is_cacheable(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -246,7 +248,9 @@ def _graph_of(nodes: Sequence[tuple[Any, ...]]) -> fx.Graph:
 
 def _is_traced_otherwise(registered: str) -> bool:
     """Whether Python code that was registered for one of PyTorch's operators is run as that is traced."""
-    return registered.startswith("aten/") and re.search("/.*(Auto|Composite|Functional|Inplace)", registered) is not None
+    return (
+        registered.startswith("aten/") and re.search("/.*(Auto|Composite|Functional|Inplace)", registered) is not None
+    )
 
 
 def _settings() -> list[tuple[str, str]]:

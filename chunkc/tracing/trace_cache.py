@@ -87,9 +87,7 @@ class Entry:
     _names: JointNames | None = None
 
     @staticmethod
-    def of(
-        gm: fx.GraphModule, whole: fx.GraphModule, inputs: Sequence[Any], context: TraceContext
-    ) -> Entry | None:
+    def of(gm: fx.GraphModule, whole: fx.GraphModule, inputs: Sequence[Any], context: TraceContext) -> Entry | None:
         """Return the entry for a graph; None if it is to be traced whatever the cache has."""
         if not is_on() or not are_all_run_unchecked() or TracingContext.try_get() is None:
             return None
