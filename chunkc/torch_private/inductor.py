@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import platform
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import fx
 from torch._dynamo.utils import preserve_rng_state
-from torch._inductor import config
+from torch._inductor import config, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, PyCodeCache, _worker_compile_cpp
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
@@ -27,7 +28,7 @@ from torch._inductor.compile_fx import (
     fake_tensor_prop,
     maybe_disable_comprehensive_padding,
 )
-from torch._inductor.cpu_vec_isa import pick_vec_isa, supported_vec_isa_list, x86_isa_checker
+from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa, supported_vec_isa_list, x86_isa_checker
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
@@ -58,20 +59,29 @@ MIN_RECURSION_LIMIT = 2000
 _only_one = threading.RLock()
 """Held while functions of Inductor are replaced."""
 
+_all_vector_isas = cpu_vec_isa.valid_vec_isa_list
+"""Tries all vector instruction sets of the CPU, and returns those that work."""
+
 
 def try_vector_isas() -> None:
-    """Try the CPU's vector instruction sets in parallel, before `pick_vec_isa` reads the cached results.
+    """Have Inductor try the CPU's vector instruction sets until one works, and not all of them.
 
-    By itself it tries them in turn: each is compiled, and loaded by a process of its own, which takes seconds.
+    It takes the first that works, unless the user asks for another one; then it tries all as usual. For each a program
+    is compiled, and loaded by a process of its own, which takes seconds.
 
     Raises:
         InvalidCxxCompiler: there is no C++ compiler.
     """
-    if platform.machine() in ("x86_64", "AMD64"):
+    if platform.machine() in ("x86_64", "AMD64") and cpu_vec_isa.valid_vec_isa_list is _all_vector_isas:
         flags = x86_isa_checker()
-        found = [isa for isa in supported_vec_isa_list if all(flag in flags for flag in str(isa).split())]
-        with ThreadPoolExecutor(max(1, len(found))) as pool:
-            list(pool.map(bool, found))
+        on_cpu = (isa for isa in supported_vec_isa_list if all(flag in flags for flag in str(isa).split()))
+        first = list(islice(filter(None, on_cpu), 1))
+
+        def working() -> list[VecISA]:
+            asked = config.cpp.simdlen is not None or "ATEN_CPU_CAPABILITY" in os.environ
+            return _all_vector_isas() if asked else first
+
+        cpu_vec_isa.valid_vec_isa_list = working  # type: ignore[assignment]
 
 
 def patched(options: Mapping[str, Any]) -> AbstractContextManager[Any]:
