@@ -216,17 +216,17 @@ def _operator(namespace: str, name: str, overload: str) -> torch._ops.OpOverload
 
 
 @dataclass(frozen=True)
-class _Position:
-    """Stands for the node at a position of its graph."""
+class _NodeNumber:
+    """Stands for a node of a graph, by its number there."""
 
-    of: int
+    at: int
 
 
 def _nodes_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
-    position: dict[fx.Node, Any] = {node: _Position(at) for at, node in enumerate(graph.nodes)}
+    number_of: dict[fx.Node, Any] = {node: _NodeNumber(at) for at, node in enumerate(graph.nodes)}
 
     def arguments(node: fx.Node) -> Any:
-        return fx.map_arg((node.args, node.kwargs), position.__getitem__)
+        return fx.map_arg((node.args, node.kwargs), number_of.__getitem__)
 
     return [(n.op, n.target, *arguments(n), n.name, n.type, n.meta) for n in graph.nodes]
 
@@ -235,8 +235,8 @@ def _graph_of(nodes: Sequence[tuple[Any, ...]]) -> fx.Graph:
     graph = fx.Graph()
     made: list[fx.Node] = []
 
-    def value(position: Any) -> Any:
-        return made[position.of] if isinstance(position, _Position) else position
+    def value(argument: Any) -> Any:
+        return made[argument.at] if isinstance(argument, _NodeNumber) else argument
 
     for op, target, args, kwargs, name, kind, meta in nodes:
         node = graph.create_node(op, target, name=name, type_expr=kind)

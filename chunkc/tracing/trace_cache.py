@@ -15,16 +15,15 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
+from inspect import getfile
 from pathlib import Path
 from typing import Any
 
 from torch import fx
 
-from chunkc import passes as all_passes
-from chunkc import torch_private, tracing
 from chunkc.ir.errors import UnsupportedError
 from chunkc.passes.graphs.graphs import copy_of, placeholders, returned
-from chunkc.passes.rewrite.runner import Graphs, are_all_run_unchecked
+from chunkc.passes.rewrite.runner import Graphs, are_all_run_unchecked, run_passes
 from chunkc.passes.rewrite.unrolling import JointNames
 from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import TracingContext
@@ -48,7 +47,7 @@ _DROPPED = ("source_fn_stack", "fwd_source_fn_stack", "from_node", "torch_fn", "
 """Notes that nothing reads after the partition, and that name code as it was when the graph was traced."""
 
 _SUM = "Gradient addition node"
-"""With it begins the line that autograd adds to the stack of an operator whose gradients it sums."""
+"""With it begins the line that autograd adds to the stack of an operator to sum up gradients of its result."""
 
 BACKWARD = b"backward"
 """A backward's content: its graph is in the forward's."""
@@ -175,10 +174,10 @@ def _facts(context: TraceContext) -> str | None:
 @cache
 def _code() -> str:
     """Return a hash of the code that traces, partitions and writes graphs down."""
+    tracing, torch_private, passes = (Path(getfile(each)) for each in (Entry, process_state, run_passes))
     digest = hashlib.sha256()
-    for package in (all_passes, torch_private, tracing):
-        assert package.__file__ is not None
-        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+    for folder in (tracing.parent, torch_private.parent, passes.parents[1]):
+        for path in sorted(folder.rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 
