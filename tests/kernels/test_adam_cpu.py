@@ -1,4 +1,4 @@
-"""The fused CPU update: accuracy, bits that do not depend on the cut, memory, recompilation, overhead."""
+"""The CPU's update: the same bits on any number of threads, vectorised code, memory, recompilation, overhead."""
 
 from __future__ import annotations
 
@@ -9,49 +9,38 @@ from collections import Counter
 import adam_cases
 import pytest
 import torch
+from adam_cases import assert_same_bits, make_slots, num_threads, on
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 from torch._subclasses import FakeTensorMode
 
-from chunkc.kernels.cpu_pass import update_pass
+from chunkc.kernels import reference
+from chunkc.kernels.cpu_pass import UpdatePass, update_pass
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
-from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
+from chunkc.kernels.formats import QUANT_BLOCK, AdamSlots, Span, rounding_key
+from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS
 from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
+from chunkc.kernels.quant import midpoints, quantise
+from chunkc.kernels.quant_cpu import bucket_table, quantise_pass
+from chunkc.runtime.device import cpu_allocator
 from chunkc.torch_private.fake import disable_current_modes
 
-FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+FORMATS = adam_cases.FORMATS
+FP32, MASTER = FORMATS["fp32"], FORMATS["bf16-master"]
+QUICK = {"fp32", "bf16-master-bf16-moments", "bf16-split", "bf16-only", "bf16-only-int8-moments"}
+formats = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in FORMATS]
+)
 ADAMW = AdamHyper(lr=1e-2, weight_decay=0.1, step=3)
-ADAM_L2 = AdamHyper(lr=1e-2, weight_decay=0.1, step=3, decoupled=False)
-Run = list[Tensor | None]
+SCALARS = scalar_table([adam_cases.HYPERS[0], adam_cases.HYPERS[2]])
 
 
-def format_of(dtype: torch.dtype) -> AdamFormat:
-    return adam_cases.FORMATS["fp32" if dtype == FP32 else "bf16-master"]
-
-
-def cpu_update(
-    param: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, master: Tensor | None, hyper: AdamHyper
-) -> None:
-    """The update of one span that is the whole tile."""
+def update(slots: AdamSlots, hyper: AdamHyper = ADAMW) -> None:
+    """Update one span that is the whole tile."""
     with disable_current_modes():
         scalars = scalar_table([hyper])
-    slots = AdamSlots(param, grad, exp_avg, exp_avg_sq, master)
-    fmt = AdamFormat(param.dtype, grad.dtype, master=master is not None)
-    chunk_update(fmt, slots, [Span(0, len(param), 0)], scalars)
-
-
-def make_run(num_elements: int, dtype: torch.dtype = FP32) -> Run:
-    """[param, grad, exp_avg, exp_avg_sq, master] as some training step leaves them."""
-    return adam_cases.tensors(adam_cases.make_slots(format_of(dtype), num_elements))[:5]
-
-
-def clone(run: Run) -> Run:
-    return [None if tensor is None else tensor.clone() for tensor in run]
-
-
-def assert_same_bits(run: Run, other: Run) -> None:
-    assert adam_cases.same_bits(AdamSlots(*run), AdamSlots(*other))
+    chunk_update(MASTER if slots.master is not None else FP32, slots, [Span(0, len(slots.param), 0)], scalars)
 
 
 def num_compiled() -> Counter[str]:
@@ -59,158 +48,197 @@ def num_compiled() -> Counter[str]:
     return Counter({f"{group}.{name}": n for group in ("inductor", "stats") for name, n in counters[group].items()})
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_copies_are_rounded_as_torch_rounds(dtype):
-    """With lr = 0 and no decay the master stays, so each copy must equal `master.to(dtype)` exactly."""
-    for high in range(0, 1 << 16, 1 << 13):
-        low_halves = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-        patterns = (torch.arange(high, high + (1 << 13)).unsqueeze(1) << 16) + low_halves
-        master = patterns.flatten().to(torch.int32).view(FP32)
-        finite = master[master.isfinite()]
-        param, zeros = torch.empty_like(finite, dtype=dtype), torch.zeros_like(finite)
-        cpu_update(param, zeros, zeros.clone(), zeros.clone(), finite, AdamHyper(lr=0.0))
-        assert torch.equal(param, finite.to(dtype))
-
-
-def test_bits_do_not_depend_on_the_number_of_threads():
-    one, many = make_run(100_003, BF16), make_run(100_003, BF16)
-    num_threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        cpu_update(*one, ADAMW)
-        torch.set_num_threads(3)
-        cpu_update(*many, ADAMW)
-    finally:
-        torch.set_num_threads(num_threads)
-    assert_same_bits(one, many)
+@formats
+def test_no_number_of_threads_changes_a_bit(name: str) -> None:
+    """Of AdamW and of Adam; long enough for threads, and for several pieces of 8-bit blocks."""
+    fmt, num_elements = FORMATS[name], 3 * SERIAL_NUM_ELEMENTS + 77
+    expected, scalars = make_slots(fmt, num_elements), scalar_table(adam_cases.HYPERS)
+    runs = {number: on(expected, "cpu") for number in (1, 3)}
+    for step, group in ((1, 1), (2, 0)):
+        options = {"key": adam_cases.key_of(fmt, step)}
+        reference.chunk_update(fmt, expected, [Span(0, num_elements, group)], scalars, **options)
+        for number, slots in runs.items():
+            with num_threads(number):
+                chunk_update(fmt, slots, [Span(0, num_elements, group)], scalars, **options)
+            assert_same_bits(slots, expected)
 
 
 @pytest.mark.parametrize("num_elements", [0, 1, 2, 15, 16, 17, 1000])
-def test_slices_of_one_mapped_buffer(num_elements):
-    """All tensors of a run in one file-like buffer, at 64-byte offsets; the bytes around stay."""
+@pytest.mark.parametrize("offset_nbytes", [64, 68])
+def test_slices_of_one_mapped_buffer(num_elements: int, offset_nbytes: int) -> None:
+    """All slots in one file-like buffer, aligned or not; the bytes around stay."""
     buffer = torch.frombuffer(mmap.mmap(-1, 1 << 16), dtype=torch.uint8)
     buffer.fill_(0xA5)
-    expected = make_run(num_elements, BF16)
-    run, untouched = [], torch.ones_like(buffer, dtype=torch.bool)
-    for place, tensor in enumerate(expected):
-        start = 64 + place * 12 * 1024
+    expected, untouched, views = make_slots(MASTER, num_elements), torch.ones_like(buffer, dtype=torch.bool), []
+    for place, tensor in enumerate(adam_cases.tensors(expected)[:5]):
+        start = offset_nbytes + place * 12 * 1024
         end = start + tensor.nbytes
-        view = buffer[start:end].view(tensor.dtype)
-        view.copy_(tensor)
+        views.append(buffer[start:end].view(tensor.dtype).copy_(tensor))
         untouched[start:end] = False
-        run.append(view)
-    cpu_update(*run, ADAMW)
-    cpu_update(*expected, ADAMW)
-    assert_same_bits(run, expected)
+    update(AdamSlots(*views))
+    update(expected)
+    assert_same_bits(AdamSlots(*views), expected)
     assert (buffer[untouched] == 0xA5).all()
 
 
-@pytest.mark.parametrize("offset", [1, 3])
-def test_offsets_need_no_alignment(offset):
-    expected = make_run(333)
-    run = [None if t is None else torch.cat([torch.zeros(offset), t])[offset:] for t in expected]
-    cpu_update(*run, ADAMW)
-    cpu_update(*expected, ADAMW)
-    assert_same_bits(run, expected)
-
-
-def test_compiles_once_for_all_lengths_and_hyper_parameters():
+def test_compiles_once_for_all_lengths_and_hyper_parameters() -> None:
     update_pass.cache_clear()
     start = num_compiled()
-    warm_up_format(format_of(FP32))
+    warm_up_format(FP32)
     compiled = num_compiled()
     assert compiled != start
     for step, num_elements in enumerate([0, 1, 2, 3, 1, 8, 9, 64, 1000, 70_001, 0, 1], start=1):
         hyper = AdamHyper(lr=0.1 / step, weight_decay=0.01 * step, step=step, maximize=step % 2 == 0)
-        cpu_update(*make_run(num_elements), hyper)
-    cpu_update(*make_run(10), AdamHyper(lr=0.1, decoupled=False))
+        update(make_slots(FP32, num_elements), hyper)
+    update(make_slots(FP32, 10), AdamHyper(lr=0.1, decoupled=False))
     assert num_compiled() == compiled
-    cpu_update(*make_run(10), ADAM_L2)
+    update(make_slots(FP32, 10), AdamHyper(lr=1e-2, weight_decay=0.1, step=3, decoupled=False))
     assert num_compiled() != compiled
 
 
-def test_the_state_of_the_caller_does_not_matter():
+def test_the_state_of_the_caller_does_not_matter() -> None:
     """Reset, stances, grad and inference modes, fake modes and a Parameter: same bits, no compilation."""
     hyper = AdamHyper(lr=1e-2, step=7)  # a value of its own, so that its scalars are made in here
-    initial, expected = make_run(100), make_run(100)
-    warm_up_format(format_of(FP32))
-    compiled = num_compiled()
-    faked = clone(initial)
+    warm_up_format(FP32)
+    compiled, runs = num_compiled(), [make_slots(FP32, 100) for _ in range(6)]
     with FakeTensorMode():
-        cpu_update(*faked, hyper)
-    cpu_update(*expected, hyper)
-    assert_same_bits(faked, expected)
-
-    inferred = clone(initial)
+        update(runs[0], hyper)
     with torch.inference_mode():
-        cpu_update(*inferred, hyper)
-    parameter = clone(initial)
-    parameter[0] = torch.nn.Parameter(parameter[0])
-    cpu_update(*parameter, hyper)
-    stanced = clone(initial)
+        update(runs[1], hyper)
+    parameter = adam_cases.tensors(runs[2])
+    update(AdamSlots(torch.nn.Parameter(parameter[0]), *parameter[1:]), hyper)
     with torch.compiler.set_stance("fail_on_recompile"):
-        cpu_update(*stanced, hyper)
-    compiled_after = num_compiled()
+        update(runs[3], hyper)
+    update(runs[4], hyper)
+    assert num_compiled() == compiled
     torch._dynamo.reset()
-    after_reset = clone(initial)
-    cpu_update(*after_reset, hyper)
-    assert compiled_after == compiled
-    for run in (inferred, stanced, after_reset, [parameter[0].detach(), *parameter[1:]]):
-        assert_same_bits(run, expected)
+    update(runs[5], hyper)
+    for run in runs:
+        assert_same_bits(run, runs[4])
+    assert not adam_cases.same_bits(runs[4], make_slots(FP32, 100))
 
 
-def test_compiling_ignores_and_leaves_the_users_settings():
-    expected, run = make_run(1003), make_run(1003)
-    cpu_update(*expected, ADAMW)
+def test_compiling_ignores_and_leaves_the_users_settings() -> None:
+    expected, run = make_slots(FP32, 1003), make_slots(FP32, 1003)
+    update(expected)
     update_pass.cache_clear()
     users = {"cpp.enable_floating_point_contract_flag": "fast", "cpp.threads": 1, "size_asserts": True}
     with inductor_config.patch(users), torch.compiler.set_stance("force_eager"), FakeTensorMode():
         before = inductor_config.get_config_copy()
-        cpu_update(*run, ADAMW)
+        update(run)
         assert inductor_config.get_config_copy() == before
     update_pass.cache_clear()
     assert_same_bits(run, expected)
 
 
-def test_works_inside_a_compiled_function():
-    run, expected = make_run(100), make_run(100)
+def test_works_inside_a_compiled_function() -> None:
+    run, expected = make_slots(FP32, 100), make_slots(FP32, 100)
 
     @torch.compile(backend="eager")
     def step(x: Tensor) -> Tensor:
-        cpu_update(*run, ADAMW)
+        update(run)
         return x + 1
 
     assert step(torch.ones(())) == 2
-    cpu_update(*expected, ADAMW)
+    update(expected)
     assert_same_bits(run, expected)
 
 
-def test_autograd_notices_the_update():
-    run = make_run(10)
-    weight = torch.ones(10, requires_grad=True)
-    product = weight * run[0]
-    cpu_update(*run, ADAMW)
+def test_autograd_notices_the_update() -> None:
+    run = make_slots(FP32, 10)
+    product = torch.ones(10, requires_grad=True) * run.param
+    update(run)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
 
-def test_a_tiny_call_is_cheap():
-    run, update = make_run(8, BF16), prepare(format_of(BF16), ADAMW)
-    update([*run])
+def test_a_tiny_call_is_cheap() -> None:
+    run, prepared = adam_cases.tensors(make_slots(MASTER, 8))[:5], prepare(MASTER, ADAMW)
+    prepared([*run])
     batches_s = []
     for _ in range(20):
         start_s = time.perf_counter()
         for _ in range(50):
-            update([*run])
+            prepared([*run])
         batches_s.append((time.perf_counter() - start_s) / 50)
     assert min(batches_s) < 60e-6
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [{"step": 0}, {"beta1": 1.0}, {"beta2": -0.1}, {"lr": -1.0}, {"lr": float("nan")}, {"eps": -1.0}],
-    ids=str,
-)
-def test_hyper_parameters_are_checked(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        AdamHyper(**{"lr": 1e-3, **wrong})
+@pytest.mark.parametrize("name", sorted(QUICK | {"bf16-master-from-fp32", "fp16-master"}))
+def test_nothing_is_allocated(name):
+    fmt = FORMATS[name]
+    slots = make_slots(fmt, 3001)
+    options = {"scale": adam_cases.SCALE, "key": adam_cases.key_of(fmt)}
+    chunk_update(fmt, slots, [Span(0, 3001, 0)], SCALARS, **options)
+    cpu_allocator.install()
+    before = adam_cases.on(slots, "cpu")
+    # The quantising pass has room for one number of each block.
+    room_nbytes = 2 * 64 * -(-3001 // QUANT_BLOCK) if fmt.quantised else 0
+    with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + room_nbytes):
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(room_nbytes + 1)
+        chunk_update(fmt, slots, [Span(0, 3001, 0)], SCALARS, **options)
+    assert not adam_cases.same_bits(slots, before)
+
+
+def stores_of(code: str) -> list[str]:
+    kernel = code[code.index("extern") : code.index("class Runner")]
+    return [line for line in kernel.splitlines() if "out_ptr" in line and ("store(" in line or "] = " in line)]
+
+
+@pytest.mark.quick(1)
+@formats
+def test_the_code_is_vectorised(name):
+    """Every store is a vector's, arithmetic is on vectors, there is one loop, and no memory but the arguments'."""
+    fmt = FORMATS[name]
+    code = update_pass(UpdatePass(fmt, l2=False, scaled=True, parallel=False)).source_code
+    kernel = code[code.index("extern") : code.index("class Runner")]
+    num_stored = 4 if fmt.master else 3
+    assert len(stores_of(code)) in (num_stored, 2 * num_stored)  # in whole vectors, and at the end
+    assert all(".store(" in line for line in stores_of(code))
+    assert kernel.count("at::vec::Vectorized") > 10
+    assert kernel.count("for(int64_t x0") == 1
+    assert "empty_strided_cpu(" not in code[code.index("def call") : code.index("def get_args")]
+    assert "omp parallel" not in kernel
+    assert "omp parallel" in update_pass(UpdatePass(fmt, l2=False, scaled=True, parallel=True)).source_code
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_quantising_by_table_is_quantising_by_search(signed):
+    """All values around all limits, special ones, and blocks of zeros, infinity and NaN."""
+    limits = torch.tensor(midpoints(signed=signed))
+    around = torch.cat([limits, limits.nextafter(torch.tensor(2.0)), limits.nextafter(torch.tensor(-2.0))])
+    values = torch.cat([around, -around, torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-8, 2.0**-23, -(2.0**-23)])])
+    values = torch.cat([values, torch.randn(20_000, generator=torch.Generator().manual_seed(0)).clamp(-1, 1)])
+    values = torch.nn.functional.pad(values, (0, -len(values) % 255)).view(-1, 255)
+    values = torch.cat([values, torch.ones(len(values), 1)], 1)  # a scale of 1, so that quotients are the values
+    special = torch.zeros(4, 256)
+    special[1, 3], special[2, 5], special[3] = float("inf"), float("nan"), 1e-42
+    values = torch.cat([values, special, torch.randn(50, 256) * 1e-6])
+    values = values if signed else values.abs()
+    expected_codes, expected_scales = quantise(values.flatten(), signed=signed)
+    codes, scales = torch.empty(values.shape, dtype=torch.uint8), torch.empty(len(values))
+    quantise_pass(False)([values, codes, scales, bucket_table(signed=signed)])
+    assert torch.equal(codes.flatten(), expected_codes)
+    torch.testing.assert_close(scales, expected_scales, rtol=0, atol=0, equal_nan=True)
+
+
+def test_unsuitable_arguments_are_refused():
+    slots = make_slots(FP32, 10)
+    meta = adam_cases.on(slots, "meta")
+    with pytest.raises(ValueError, match="on the CPU"):
+        chunk_update(FP32, meta, [Span(0, 10, 0)], SCALARS.to("meta"))
+    with pytest.raises(ValueError, match="spans must be"):
+        chunk_update(FP32, slots, [Span(0, 11, 0)], SCALARS)
+    with pytest.raises(ValueError, match="key"):
+        chunk_update(FP32, slots, [Span(0, 10, 0)], SCALARS, key=rounding_key(0, 1, 0))
+
+
+def test_warming_up_compiles_all():
+    warm_up_format(FP32, scaled=True)
+    num_passes = update_pass.cache_info().currsize
+    slots = make_slots(FP32, SERIAL_NUM_ELEMENTS)
+    spans = [Span(0, SERIAL_NUM_ELEMENTS, 0)]
+    chunk_update(FP32, slots, spans, scalar_table([AdamHyper(lr=0.1)]), scale=adam_cases.SCALE)
+    chunk_update(FP32, slots, [Span(0, 5, 0)], SCALARS, scale=adam_cases.SCALE)
+    assert update_pass.cache_info().currsize == num_passes

@@ -1,10 +1,11 @@
-"""The Triton update: its cases interpreted on the CPU (in a process of its own) and on a GPU, its table, its errors."""
+"""The Triton update: its table, its errors, and elements past 2 ** 31. Its bits are in `test_rules`."""
 
 from __future__ import annotations
 
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import adam_cases
 import pytest
@@ -13,7 +14,7 @@ from interpreting import interpret, needs_gpu, needs_triton
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.layout import ALIGNMENT_NBYTES
-from chunkc.kernels import elementwise_triton
+from chunkc.kernels import elementwise_triton, reference
 from chunkc.kernels.formats import QUANT_BLOCK, UNIT, GradScale, Span, rounding_key
 from chunkc.kernels.hyperparameters import scalar_table
 
@@ -21,30 +22,15 @@ FORMATS = adam_cases.FORMATS
 SCALARS = scalar_table(adam_cases.HYPERS)
 
 
-@pytest.mark.quick(4, second=12)
-@needs_triton
-@pytest.mark.parametrize("name", adam_cases.CASES)
-def test_interpreted(name: str) -> None:
-    interpret(adam_cases.__file__, name)
-
-
 @needs_triton
 def test_a_failing_case_is_reported() -> None:
     with pytest.raises(AssertionError, match="KeyError"):
-        interpret(adam_cases.__file__, "no such case")
-
-
-@needs_triton
-@needs_gpu
-@pytest.mark.parametrize("name", adam_cases.CASES)
-def test_on_gpu(name: str) -> None:
-    adam_cases.CASES[name](adam_cases.by_triton("cuda"))
+        interpret(Path(__file__).with_name("test_rules.py"), "no such case")
 
 
 @needs_triton
 @needs_gpu
 def test_on_gpu_past_32_bits() -> None:
-    """Elements past 2 ** 31 of one chunk."""
     fmt, num_elements = FORMATS["bf16-only"], (1 << 31) + 4096
     if torch.cuda.mem_get_info()[0] < num_elements * 9:
         pytest.skip("needs 18 GiB of GPU memory")
@@ -56,8 +42,9 @@ def test_on_gpu_past_32_bits() -> None:
         assert part is not None
         whole[begin:end] = part.cuda()
     key = rounding_key(0, 1, 0)
-    adam_cases.triton_update(fmt, slots, [Span(begin, end, 0)], SCALARS, key=key)
-    adam_cases.reference.chunk_update(fmt, expected, [Span(0, 4000, 0)], SCALARS, key=key, first_element=begin)
+    work = elementwise_triton.work_table([Span(begin, end, 0)], fmt).to("cuda")
+    elementwise_triton.update(fmt, slots, work, SCALARS.cuda(), key=key)
+    reference.chunk_update(fmt, expected, [Span(0, 4000, 0)], SCALARS, key=key, first_element=begin)
     assert adam_cases.same_bits(slots.part(begin, end), expected)
     assert not slots.param[:4096].any()
 
@@ -111,36 +98,31 @@ def test_rows_of_huge_offsets() -> None:
 
 
 def test_arguments_are_checked() -> None:
-    fmt = FORMATS["fp32"]
+    fmt, quantised = FORMATS["fp32"], FORMATS["fp32-int8-moments"]
     slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Span(0, 100, 2)], fmt)
     elementwise_triton.launch_arguments(fmt, slots, work, SCALARS)
-    with pytest.raises(ValueError, match="work table is for 100 elements and 3 groups"):
-        elementwise_triton.launch_arguments(fmt, slots.part(0, 99), work, SCALARS)
-    with pytest.raises(ValueError, match="the scalars 2"):
-        elementwise_triton.launch_arguments(fmt, slots, work, SCALARS[:2])
-    with pytest.raises(ValueError, match="on meta, param on cpu"):
-        elementwise_triton.launch_arguments(fmt, slots, work.to("meta"), SCALARS)
+    for given, message in (
+        ((fmt, slots.part(0, 99), work, SCALARS), "work table is for 100 elements and 3 groups"),
+        ((fmt, slots, work, SCALARS[:2]), "the scalars 2"),
+        ((fmt, slots, work.to("meta"), SCALARS), "on meta, param on cpu"),
+        ((fmt, replace(slots, exp_avg=torch.zeros(200)[::2]), work, SCALARS), "exp_avg must be contiguous"),
+        ((quantised, adam_cases.make_slots(quantised, 100), work, SCALARS), "not made for int8 moments"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            elementwise_triton.launch_arguments(*given)
     with pytest.raises(ValueError, match="found_inf"):
         elementwise_triton.launch_arguments(fmt, slots, work, SCALARS, scale=GradScale(found_inf=torch.zeros(1)))
-    with pytest.raises(ValueError, match="exp_avg must be contiguous"):
-        elementwise_triton.launch_arguments(fmt, replace(slots, exp_avg=torch.zeros(200)[::2]), work, SCALARS)
-    quantised = FORMATS["fp32-int8-moments"]
-    with pytest.raises(ValueError, match="not made for int8 moments"):
-        elementwise_triton.launch_arguments(quantised, adam_cases.make_slots(quantised, 100), work, SCALARS)
 
 
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
-def test_cpu_tensors_are_refused_when_compiled() -> None:
+@pytest.mark.parametrize(("has_triton", "message"), [(True, "on the CPU use"), (False, "pip install")])
+def test_where_it_cannot_run_the_error_says_what_to_do(
+    has_triton: bool, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_triton:
+        monkeypatch.setitem(sys.modules, "triton", None)
     fmt = FORMATS["fp32"]
     slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Span(0, 100, 0)], fmt)
-    with pytest.raises(UnsupportedError, match="on the CPU use"):
-        elementwise_triton.update(fmt, slots, work, SCALARS)
-
-
-def test_without_triton_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    fmt = FORMATS["fp32"]
-    slots, work = adam_cases.make_slots(fmt, 100), elementwise_triton.work_table([Span(0, 100, 0)], fmt)
-    with pytest.raises(UnsupportedError, match="pip install"):
+    with pytest.raises(UnsupportedError, match=message):
         elementwise_triton.update(fmt, slots, work, SCALARS)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from itertools import pairwise
+from types import ModuleType
 
 import adam_cases
 import lamb_reference
@@ -77,24 +78,6 @@ def test_follows_the_paper(fmt, kernel, limits):
             assert torch.equal(tensor[outside], old[outside])
 
 
-@formats
-@pytest.mark.parametrize("limits", [{}, {"min_coeff": 3.0}, {"max_coeff": 0.3}], ids=["none", "least", "most"])
-def test_cpu_has_the_reference_s_bits_but_for_sums(fmt, limits):
-    scalars = scalar_table([replace(ADAPTED, **limits), PLAIN])
-    expected, slots = make_slots(fmt), make_slots(fmt)
-    scale = GradScale(torch.tensor(0.5), torch.tensor(0.3), torch.tensor(0.0))
-    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
-    sums, partials = new_partials(work), new_partials(work)
-    lamb_reference.lamb_moments(fmt, expected, work, scalars, sums, scale=scale)
-    lamb_cpu.lamb_moments(fmt, slots, work, scalars, partials, scale=scale)
-    assert adam_cases.same_bits(slots, expected)
-    torch.testing.assert_close(partials, sums, rtol=1e-6, atol=0)
-    lamb_reference.lamb_apply(fmt, expected, work, scalars, sums, scale=scale)
-    lamb_cpu.lamb_apply(fmt, slots, work, scalars, sums, scale=scale)
-    assert adam_cases.same_bits(slots, expected)
-    assert not torch.equal(slots.param, make_slots(fmt).param)
-
-
 @kernels
 @formats
 @pytest.mark.parametrize(
@@ -121,32 +104,14 @@ def test_norms_are_of_all_tiles_of_a_tensor(fmt, kernel, tiles):
     assert tiles[0] == (0, 50) or adam_cases.same_bits(tiled, whole)
 
 
-def test_bits_do_not_depend_on_the_number_of_threads():
+def test_no_number_of_threads_changes_a_bit():
     fmt = FORMATS["fp32"]
     one, many = make_slots(fmt), make_slots(fmt)
     (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
-    num_threads = torch.get_num_threads()
-    try:
-        for slots, count in ((one, 1), (many, 3)):
-            torch.set_num_threads(count)
+    for slots, number in ((one, 1), (many, 3)):
+        with adam_cases.num_threads(number):
             lamb_reference.update(lamb_cpu, fmt, slots, work, SCALARS)
-    finally:
-        torch.set_num_threads(num_threads)
     assert adam_cases.same_bits(one, many)
-
-
-@kernels
-@pytest.mark.parametrize("found_inf", [1.0, float("nan")])
-def test_found_inf_changes_nothing(kernel, found_inf):
-    fmt = FORMATS["bf16-master"]
-    slots = make_slots(fmt)
-    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
-    partials = new_partials(work).fill_(7)
-    scale = GradScale(found_inf=torch.tensor(found_inf))
-    kernel.lamb_moments(fmt, slots, work, SCALARS, partials, scale=scale)
-    kernel.lamb_apply(fmt, slots, work, SCALARS, partials, scale=scale)
-    assert adam_cases.same_bits(slots, make_slots(fmt))
-    assert (partials == 7).all()
 
 
 def test_little_is_allocated():
@@ -227,103 +192,110 @@ def test_unsuitable_arguments_are_refused(kernel, stage):
             run(*wrong)
 
 
-def test_other_devices_are_refused():
+@pytest.mark.parametrize(
+    ("kernel", "device", "error", "message"),
+    [
+        (lamb_cpu, "meta", ValueError, "on the CPU"),
+        pytest.param(lamb_triton, "cpu", UnsupportedError, "lamb_cpu", marks=needs_triton),
+    ],
+)
+def test_other_devices_are_refused(kernel, device, error, message):
     fmt = FORMATS["fp32"]
-    slots = adam_cases.on(make_slots(fmt, 10), "meta")
-    work = lamb_reference.on(lamb_work([Span(0, 10, 0)], [(0, 10)])[0], "meta")
-    with pytest.raises(ValueError, match="on the CPU"):
-        lamb_reference.update(lamb_cpu, fmt, slots, work, SCALARS.to("meta"))
+    slots = adam_cases.on(make_slots(fmt, 10), device)
+    work = lamb_reference.on(lamb_work([Span(0, 10, 0)], [(0, 10)])[0], device)
+    with pytest.raises(error, match=message):
+        lamb_reference.update(kernel, fmt, slots, work, SCALARS.to(device))
 
 
-@pytest.mark.parametrize("wrong", [{"step": 0}, {"beta1": 1.0}, {"lr": -1.0}, {"eps": float("nan")}], ids=str)
-def test_hyper_parameters_are_checked(wrong):
-    with pytest.raises(ValueError, match=next(iter(wrong))):
-        LambHyper(**{"lr": 1e-3, **wrong})
+# ---------------------------------------------------------------- the CPU and Triton beside the reference
 
-
-# ---------------------------------------------------------------- by Triton
-
-TRITON_FORMATS = FORMATS | {"fp16-master": AdamFormat(torch.float16, FP32, master=True)}
-TRITON_SCALARS = scalar_table(
+ALL_FORMATS = FORMATS | {"fp16-master": AdamFormat(torch.float16, FP32, master=True)}
+ALL_SCALARS = scalar_table(
     [
         LambHyper(1e-2, weight_decay=0.1, step=3),
         LambHyper(1e-2, beta1=0.4, step=2, adapt=False, maximize=True),
         LambHyper(1e-2, weight_decay=0.1, step=3, max_coeff=0.3),
+        LambHyper(1e-2, weight_decay=0.1, step=3, min_coeff=3.0),
     ]
 )
-NUM_TRITON = 2 * ROW + 4000
-TRITON_TENSORS = [
-    Span(0, 100, 0),
+NUM_MANY = 2 * ROW + 4000
+MANY_TENSORS = [
+    Span(0, 100, 3),
     Span(128, ROW + 2005, 0),
     Span(ROW + 2009, ROW + 2021, 1),
-    Span(2 * ROW - 7, NUM_TRITON, 2),
+    Span(2 * ROW - 7, NUM_MANY, 2),
 ]
-TRITON_TILES = [(0, 300), (300, 300 + 5), (305, ROW), (ROW, NUM_TRITON)]
+MANY_TILES = [(0, 300), (300, 300 + 5), (305, ROW), (ROW, NUM_MANY)]
 
 
-def check_agrees(device: str, name: str, tiles: list[tuple[int, int]], scale: GradScale = NO_SCALE) -> None:
-    """Moments and, from the same sums, parameters have the reference's bits; sums are right, and the same each time."""
-    fmt = TRITON_FORMATS[name]
-    expected = make_slots(fmt, NUM_TRITON)
+def check_agrees(
+    kernel: ModuleType, device: str, name: str, tiles: list[tuple[int, int]], scale: GradScale = NO_SCALE
+) -> None:
+    """Moments and, on the CPU from the same sums, parameters have the reference's bits; sums are right, and the same
+    each time."""
+    fmt = ALL_FORMATS[name]
+    expected = make_slots(fmt, NUM_MANY)
     slots, again = (adam_cases.on(expected, device) for _ in range(2))
-    works = lamb_work(TRITON_TENSORS, tiles)
+    works = lamb_work(MANY_TENSORS, tiles)
     sums = new_partials(works[0]).fill_(7)
     partials = new_partials(works[0], device).fill_(7)
-    partials_again = partials.clone()
+    partials_again, scalars = partials.clone(), ALL_SCALARS.to(device)
     there = GradScale(*[None if t is None else t.to(device) for t in (scale.unscale, scale.clip, scale.found_inf)])
     for work, tile in zip(works, tiles, strict=True):
-        lamb_reference.lamb_moments(fmt, expected.part(*tile), work, TRITON_SCALARS, sums, scale=scale)
+        lamb_reference.lamb_moments(fmt, expected.part(*tile), work, ALL_SCALARS, sums, scale=scale)
         for each, buffer in ((slots, partials), (again, partials_again)):
-            part = each.part(*tile)
-            lamb_triton.lamb_moments(
-                fmt, part, lamb_reference.on(work, device), TRITON_SCALARS.to(device), buffer, scale=there
-            )
+            kernel.lamb_moments(fmt, each.part(*tile), lamb_reference.on(work, device), scalars, buffer, scale=there)
     assert adam_cases.same_bits(slots, expected)
     assert torch.equal(partials.cpu(), partials_again.cpu())
     torch.testing.assert_close(partials.cpu(), sums, rtol=1e-6, atol=0)
+    given = sums if kernel is lamb_cpu else partials
     for work, tile in zip(works, tiles, strict=True):
-        lamb_reference.lamb_apply(fmt, expected.part(*tile), work, TRITON_SCALARS, sums, scale=scale)
+        lamb_reference.lamb_apply(fmt, expected.part(*tile), work, ALL_SCALARS, sums, scale=scale)
         for each in (slots, again):
-            part = each.part(*tile)
-            lamb_triton.lamb_apply(
-                fmt, part, lamb_reference.on(work, device), TRITON_SCALARS.to(device), partials, scale=there
-            )
+            kernel.lamb_apply(fmt, each.part(*tile), lamb_reference.on(work, device), scalars, given, scale=there)
     assert adam_cases.same_bits(slots, again)
+    assert kernel is not lamb_cpu or adam_cases.same_bits(slots, expected)
     for tensor, other in zip(adam_cases.tensors(slots), adam_cases.tensors(expected), strict=True):
         if tensor is not None:
             rtol = 2e-7 if tensor.dtype == FP32 else 0.01
             torch.testing.assert_close(tensor.cpu(), other, rtol=rtol, atol=1e-7)
     untouched = scale.found_inf is not None and bool(scale.found_inf != 0)
-    assert adam_cases.same_bits(slots, make_slots(fmt, NUM_TRITON)) == untouched
+    assert adam_cases.same_bits(slots, make_slots(fmt, NUM_MANY)) == untouched
     assert bool((partials == 7).all()) == untouched
 
 
-def check_empty(device: str) -> None:
+def check_empty(kernel: ModuleType, device: str) -> None:
     """No rows, no launch."""
-    fmt = TRITON_FORMATS["bf16-master"]
-    slots = adam_cases.on(make_slots(fmt, NUM_TRITON), device)
-    (work,) = lamb_work([], [(0, NUM_TRITON)])
-    lamb_reference.update(lamb_triton, fmt, slots, lamb_reference.on(work, device), TRITON_SCALARS.to(device))
-    assert adam_cases.same_bits(slots, make_slots(fmt, NUM_TRITON))
+    fmt = ALL_FORMATS["bf16-master"]
+    slots = adam_cases.on(make_slots(fmt, NUM_MANY), device)
+    (work,) = lamb_work([], [(0, NUM_MANY)])
+    lamb_reference.update(kernel, fmt, slots, lamb_reference.on(work, device), ALL_SCALARS.to(device))
+    assert adam_cases.same_bits(slots, make_slots(fmt, NUM_MANY))
 
 
 def _scale(found_inf: float) -> GradScale:
     return GradScale(torch.tensor(0.5), torch.tensor(0.3), torch.tensor(found_inf))
 
 
-CASES: dict[str, Callable[[str], None]] = {
-    "fp32": lambda device: check_agrees(device, "fp32", [(0, NUM_TRITON)]),
-    "fp32-tiles": lambda device: check_agrees(device, "fp32", TRITON_TILES, _scale(0.0)),
-    "bf16-master": lambda device: check_agrees(device, "bf16-master", [(0, NUM_TRITON)], _scale(0.0)),
-    "fp16-master": lambda device: check_agrees(device, "fp16-master", TRITON_TILES),
-    "found-inf": lambda device: check_agrees(device, "fp32", [(0, NUM_TRITON)], _scale(1.0)),
-    "found-nan": lambda device: check_agrees(device, "bf16-master", TRITON_TILES, _scale(float("nan"))),
+WHOLE = [(0, NUM_MANY)]
+CASES: dict[str, Callable[[ModuleType, str], None]] = {
+    "fp32": partial(check_agrees, name="fp32", tiles=WHOLE),
+    "fp32-tiles": partial(check_agrees, name="fp32", tiles=MANY_TILES, scale=_scale(0.0)),
+    "bf16-master": partial(check_agrees, name="bf16-master", tiles=WHOLE, scale=_scale(0.0)),
+    "fp16-master": partial(check_agrees, name="fp16-master", tiles=MANY_TILES),
+    "found-inf": partial(check_agrees, name="fp32", tiles=WHOLE, scale=_scale(1.0)),
+    "found-nan": partial(check_agrees, name="bf16-master", tiles=MANY_TILES, scale=_scale(float("nan"))),
     "empty": check_empty,
 }
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_on_the_cpu(name: str) -> None:
+    CASES[name](lamb_cpu, "cpu")
+
+
 def interpreted(name: str) -> None:
-    CASES[name]("cpu")
+    CASES[name](lamb_triton, "cpu")
 
 
 @pytest.mark.second_tier
@@ -337,13 +309,4 @@ def test_interpreted(name: str) -> None:
 @needs_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_on_gpu(name: str) -> None:
-    CASES[name]("cuda")
-
-
-@needs_triton
-def test_the_cpu_needs_the_interpreter() -> None:
-    (work,) = lamb_work(TRITON_TENSORS, [(0, NUM_TRITON)])
-    with pytest.raises(UnsupportedError, match="lamb_cpu"):
-        lamb_reference.update(
-            lamb_triton, FORMATS["fp32"], make_slots(FORMATS["fp32"], NUM_TRITON), work, TRITON_SCALARS
-        )
+    CASES[name](lamb_triton, "cuda")

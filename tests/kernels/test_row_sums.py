@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from adam_cases import num_threads
 from interpreting import interpret, needs_gpu, needs_triton
 from torch import Tensor
 
@@ -55,14 +56,10 @@ def test_each_row_is_summed_up_by_itself(name: str) -> None:
 
 
 def test_no_number_of_threads_changes_a_bit() -> None:
-    base, before = elements(FP32), torch.get_num_threads()
-    try:
-        found = []
-        for num_threads in (1, 2, 5):
-            torch.set_num_threads(num_threads)
+    base, found = elements(FP32), []
+    for number in (1, 2, 5):
+        with num_threads(number):
             found.append(sums_of(row_sums_cpu.sum_squares, base, [(0, NUM_ELEMENTS)]))
-    finally:
-        torch.set_num_threads(before)
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 

@@ -1,11 +1,12 @@
-"""Test each elementwise rule of `chunkc.optim` in each format: the CPU and Triton compute the reference's bits, and the
-device code moves vectors and contracts nothing. A new optimizer is tested here by being there.
+"""Test each elementwise rule of `chunkc.optim` in each format: the CPU and Triton compute the reference's bits, however
+a chunk is cut, and the device code moves vectors and contracts nothing. A new optimizer is tested here by being there.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 import chunkc
 from chunkc.ir.states import UNSIGNED, is_scale, num_entries
 from chunkc.kernels import elementwise_cpu, elementwise_triton, reference
-from chunkc.kernels.formats import GradScale, Slots, Span, UpdateFormat, rounding_key
+from chunkc.kernels.formats import AdamSlots, GradScale, Slots, Span, UpdateFormat, rounding_key
+from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.kernels.sgd import MomentumFormat, SgdFormat, SgdHyper
+from chunkc.kernels.split import split_master
 from chunkc.optim.elementwise import ElementwiseRule, Formats
 
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
@@ -42,6 +45,9 @@ FORMATS: dict[str, tuple[torch.dtype, torch.dtype, Formats]] = {
 }
 NUM_ELEMENTS = 3000
 SPANS = [Span(0, 203, 0), Span(768, 1040, 1), Span(1280, 2303, 2), Span(2304, NUM_ELEMENTS, 3)]
+TILES = [(0, 512), (512, 768), (768, 1536), (1536, NUM_ELEMENTS)]
+RAGGED_TILES = [(0, 1), (1, 17), (17, 1500), (1500, NUM_ELEMENTS)]
+"""Where no block of 8-bit moments is cut."""
 
 
 def elementwise_optimizers() -> Iterator[tuple[str, Any]]:
@@ -60,7 +66,11 @@ def groups_of(optimizer: Any) -> dict[str, list[dict[str, Any]]]:
     own = {name: value for name, value in SETTINGS.items() if name in plain}
     numbers = {name: value for name, value in own.items() if value is not True}
     varied = [plain | own | {"maximize": True}, plain, plain | numbers, plain | own]
-    return {"plain": [plain | {"weight_decay": 0.1}, plain] * 2, "varied": varied}
+    found = {"plain": [plain | {"weight_decay": 0.1}, plain] * 2, "varied": varied}
+    if "decoupled_weight_decay" in plain:
+        decoupled = plain | {"decoupled_weight_decay": True}
+        found["decoupled"] = [decoupled | {"weight_decay": 0.1, "betas": (0.4, 0.95)}, decoupled] * 2
+    return found
 
 
 RULES = {
@@ -69,8 +79,8 @@ RULES = {
     for settings, groups in groups_of(optimizer).items()
 }
 CASES = [f"{rule}:{fmt}" for rule, fmt in itertools.product(RULES, FORMATS)]
-STEPS = ((1, 0), (2, 1 << 20), (3, 5 << 32))
-"""Each update's number, and the first element's index."""
+STEPS = ((1, 0), (2, 1 << 20), (3, (5 << 32) - 2048))
+"""Each update's number, and the first element's index: its 32 lower bits wrap in the last one."""
 
 
 def case_of(name: str) -> tuple[UpdateFormat, list[Any]]:
@@ -103,26 +113,51 @@ def make_slots(fmt: UpdateFormat) -> Slots:
     return adam_cases.with_special_values(fmt.slots.of(flat))
 
 
+def copied(fmt: UpdateFormat, slots: Slots, device: str = "cpu") -> Slots:
+    buffers = {"param": slots.param, "grad": slots.grad, **slots.states()}
+    return fmt.slots.of({kind: tensor.to(device, copy=True) for kind, tensor in buffers.items()})
+
+
+def differing(slots: Slots, expected: Slots) -> list[str]:
+    """The parameter and states that do not have the expected bits."""
+    wanted = {"param": expected.param, **expected.states()}
+    return [kind for kind, tensor in wanted.items() if not adam_cases.same_values(slots[kind].cpu(), tensor)]
+
+
+def part_of_spans(begin: int, end: int) -> list[Span]:
+    """What of `SPANS` lies in a tile, as seen from its beginning."""
+    cut = [Span(max(a, begin) - begin, min(b, end) - begin, group) for a, b, group in SPANS]
+    return [span for span in cut if span.begin < span.end]
+
+
 def check_agrees(update: Callable[..., None], name: str, device: str = "cpu") -> None:
-    """Several groups, ragged spans, gaps and scales: the reference's bits after each of three updates."""
+    """Several groups, ragged spans, gaps and scales: the reference's bits after each of three updates, in tiles, too;
+    and what was there where `found_inf` is set."""
     fmt, hypers = case_of(name)
     expected = make_slots(fmt)
-    buffers = {"param": expected.param, "grad": expected.grad, **expected.states()}
-    slots = fmt.slots.of({kind: tensor.to(device, copy=True) for kind, tensor in buffers.items()})
+    slots, tiles = copied(fmt, expected, device), copied(fmt, expected, device)
     scalars = fmt.scalar_table(hypers)
     for step, first_element in STEPS:
-        key = rounding_key(seed=9, step=step, chunk=4) if fmt.stochastic else None
         factors = torch.tensor([0.5, 0.7, 0.0]).unbind()
-        options: dict[str, Any] = {"key": key, "first_element": first_element}
-        before = expected.param.clone()
-        reference.chunk_update(fmt, expected, SPANS, scalars, scale=GradScale(*factors), **options)
-        scale = GradScale(*[factor.to(device) for factor in factors])
-        update(fmt, slots, SPANS, scalars.to(device), scale=scale, **options)
-        assert not adam_cases.same_values(before, expected.param)
-        for kind, wanted in (("param", expected.param), *expected.states().items()):
-            tensor = slots[kind]
-            assert tensor is not None
-            assert adam_cases.same_values(tensor.cpu(), wanted), f"{kind}, step {step}"
+        options: dict[str, Any] = {"key": rounding_key(seed=9, step=step, chunk=4) if fmt.stochastic else None}
+        before = copied(fmt, expected)
+        reference.chunk_update(
+            fmt, expected, SPANS, scalars, scale=GradScale(*factors), first_element=first_element, **options
+        )
+        assert "param" in differing(before, expected)
+        there, scale = scalars.to(device), GradScale(*[factor.to(device) for factor in factors])
+        if step == 1:
+            skipping = replace(scale, found_inf=torch.tensor(float("nan"), device=device))
+            update(fmt, slots, SPANS, there, scale=skipping, first_element=first_element, **options)
+            assert not differing(slots, before)
+        update(fmt, slots, SPANS, there, scale=scale, first_element=first_element, **options)
+        assert not differing(slots, expected), f"step {step}"
+        for begin, end in TILES if fmt.span_alignment > 1 else RAGGED_TILES:
+            part, options["first_element"] = tiles.part(begin, end), first_element + begin
+            update(fmt, part, part_of_spans(begin, end), there, scale=scale, **options)
+        assert not differing(tiles, expected), f"in tiles, step {step}"
+    for begin, end in ((203, 768), (1040, 1280), (2303, 2304)):
+        assert adam_cases.same_values(expected.param[begin:end], make_slots(fmt).param[begin:end]), "between spans"
 
 
 def by_triton(fmt: UpdateFormat, slots: Slots, spans: list[Span], scalars: Tensor, **options: Any) -> None:
@@ -139,8 +174,65 @@ def test_the_cpu_agrees(name: str) -> None:
     check_agrees(elementwise_cpu.chunk_update, name)
 
 
+def check_special(update: Callable[..., None], device: str = "cpu") -> None:
+    """Gradients in the parameter's own memory, roundings of all masters, and spans with nothing in them."""
+    for name in adam_cases.ROUNDED:
+        check_gradient_in_parameter(update, name, device)
+        check_every_rounding(update, name, device)
+    fmt = adam_cases.FORMATS["fp32"]
+    slots = adam_cases.on(adam_cases.make_slots(fmt, 10), device)
+    for spans in ([], [Span(3, 3, 0)]):
+        update(fmt, slots, spans, scalar_table(adam_cases.HYPERS).to(device))
+    assert adam_cases.same_bits(slots, adam_cases.make_slots(fmt, 10))
+
+
+def check_gradient_in_parameter(update: Callable[..., None], name: str, device: str) -> None:
+    fmt = adam_cases.FORMATS[name]
+    apart = adam_cases.on(adam_cases.make_slots(fmt, 3000), device)
+    apart.param.copy_(apart.grad) if fmt.master else apart.grad.copy_(apart.param)
+    shared = adam_cases.on(apart, device)
+    shared = replace(shared, grad=shared.param)
+    for slots in (apart, shared):
+        scalars = scalar_table(adam_cases.HYPERS).to(device)
+        update(fmt, slots, [Span(0, 3000, 0)], scalars, key=adam_cases.key_of(fmt))
+    assert adam_cases.same_bits(shared, replace(apart, grad=apart.param))
+
+
+def check_every_rounding(update: Callable[..., None], name: str, device: str) -> None:
+    """With lr = 0 and no decay: a third of all upper halves of masters, each with critical lower halves."""
+    fmt = adam_cases.FORMATS[name]
+    lower = torch.tensor([0, 1, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    master = ((torch.arange(0, 1 << 16, 3).unsqueeze(1) << 16) + lower).flatten().to(torch.int32).view(FP32)
+    zeros = torch.zeros_like(master)
+    param, kept = split_master(master) if fmt.split else (zeros.to(fmt.param_dtype), master)
+    expected = AdamSlots(param, zeros.to(fmt.grad_dtype), zeros.clone(), zeros.clone(), kept.clone())
+    slots, scalars = adam_cases.on(expected, device), scalar_table([AdamHyper(lr=0.0)])
+    spans, key = [Span(0, len(master), 0)], adam_cases.key_of(fmt)
+    reference.chunk_update(fmt, expected, spans, scalars, key=key)
+    update(fmt, slots, spans, scalars.to(device), key=key)
+    assert adam_cases.same_values(slots.param.cpu(), expected.param)
+    assert fmt.stochastic or adam_cases.same_values(slots.param.cpu(), master.to(fmt.param_dtype))
+    assert not fmt.split or torch.equal(slots.master.cpu(), kept)
+
+
+def test_special_slots_on_the_cpu() -> None:
+    check_special(elementwise_cpu.chunk_update)
+
+
 def interpreted(name: str) -> None:
-    check_agrees(by_triton, name)
+    check_agrees(by_triton, name) if name else check_special(by_triton)
+
+
+@pytest.mark.second_tier
+@needs_triton
+def test_special_slots_by_triton_interpreted() -> None:
+    interpret(__file__)
+
+
+@needs_triton
+@needs_gpu
+def test_special_slots_on_gpu() -> None:
+    check_special(by_triton, "cuda")
 
 
 @pytest.mark.quick(7, second=13)

@@ -12,7 +12,6 @@ import torch
 
 from chunkc.kernels import cpu_loop, elementwise_cpu, reference
 from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
-from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS
 from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.kernels.split import join_master, split_master
 
@@ -41,14 +40,6 @@ def test_masters_come_back_to_the_bit(lower):
     assert torch.equal(pattern(joined)[number], pattern(master)[number])
     assert joined[~number].isnan().all()
     assert (kept[~number] == 0).all()
-
-
-def test_random_masters_come_back_to_the_bit():
-    generator = torch.Generator().manual_seed(0)
-    bits = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), generator=generator).to(torch.int32)
-    bits = bits[(bits & 0x1FFFF) != 0x8000]
-    master = bits.view(FP32)[~bits.view(FP32).isnan()]
-    assert torch.equal(pattern(join_master(*split_master(master))), pattern(master))
 
 
 def test_a_tie_rounded_down_is_kept_one_place_lower():
@@ -117,19 +108,6 @@ def test_the_single_run_has_the_reference_s_bits(grad_dtype, decoupled):
     reference.chunk_update(fmt, expected, [Span(0, 1 << 16, 0)], scalar_table([hyper]))
     elementwise_cpu.chunk_update(fmt, slots, [Span(0, 1 << 16, 0)], scalar_table([hyper]))
     assert adam_cases.same_bits(slots, expected)
-
-
-def test_bits_do_not_depend_on_the_number_of_threads():
-    num_elements = 3 * SERIAL_NUM_ELEMENTS + 5
-    one, two = adam_cases.make_slots(SPLIT, num_elements), adam_cases.make_slots(SPLIT, num_elements)
-    threads = torch.get_num_threads()
-    try:
-        for num_threads, slots in ((1, one), (2, two)):
-            torch.set_num_threads(num_threads)
-            elementwise_cpu.chunk_update(SPLIT, slots, [Span(0, num_elements, 0)], scalar_table(adam_cases.HYPERS))
-    finally:
-        torch.set_num_threads(threads)
-    assert adam_cases.same_bits(one, two)
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="objdump is not installed")

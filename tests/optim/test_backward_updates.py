@@ -140,25 +140,6 @@ def test_a_hook_leaves_its_chunk_to_the_step(make: Make) -> None:
     assert not differences(train("backward"), train("none"))
 
 
-@EVERYWHERE
-def test_a_checkpoint_goes_on_with_the_same_bits(make: Make) -> None:
-    def train(overlap: str) -> list[Any]:
-        first, made = make(overlap), make(overlap)
-        first.step(0)
-        chunkc.synchronize(first.model)
-        made.model.load_state_dict(copy.deepcopy(first.model.state_dict()))
-        made.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-        made.step(1)
-        made.backward(2)
-        assert overlap == "none" or num_begun(made)
-        made.optimizer.step()
-        return made.state()
-
-    expected = train("none")
-    for mode in ("backward", "both") if make is subject else ("backward",):
-        assert not differences(train(mode), expected)
-
-
 def train_scaled(overlap: str, *, unscale: bool) -> list[Any]:
     made, scaler = subject(overlap), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(3):

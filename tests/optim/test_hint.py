@@ -98,66 +98,6 @@ class Routed(nn.Module):
         return out
 
 
-def recurrent() -> nn.Module:
-    return nn.LSTM(8, 8)
-
-
-def averaging() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))
-
-
-def compiled_around(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(model, backend="chunkc", options=OPTIONS)
-
-
-def compiled_in_place(model: nn.Module) -> Callable[..., Any]:
-    model.compile(backend="chunkc", options=OPTIONS)
-    return model
-
-
-def compiled_in_a_function(model: nn.Module) -> Callable[..., Any]:
-    return torch.compile(lambda x: model(x), backend="chunkc", options=OPTIONS)
-
-
-def given_to_a_function(model: nn.Module) -> Callable[..., Any]:
-    call = torch.compile(lambda module, x: module(x), backend="chunkc", options=OPTIONS)
-    return lambda x: call(model, x)
-
-
-def said_of(model: nn.Module, call: Callable[..., Any], optimizer: type, caplog: pytest.LogCaptureFixture) -> list[str]:
-    chosen = optimizer(model.parameters(), lr=0.1)
-    for _ in range(3):
-        out = call(torch.randn(4, 8))
-        take_step((out[0] if isinstance(out, tuple) else out).square().mean(), chosen)
-    return [record.getMessage() for record in caplog.records if "outside of the memory budget" in record.getMessage()]
-
-
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("optimizer", [chunkc.optim.SGD, torch.optim.SGD])
-@pytest.mark.parametrize("compiled", [compiled_around, compiled_in_place, compiled_in_a_function, given_to_a_function])
-@pytest.mark.parametrize(
-    ("build", "name"),
-    [
-        (recurrent, "LSTM (weight_ih_l0, ...)"),
-        (averaging, "Sequential (0.weight, ...)"),
-        (Dropped, "Dropped (layers.0.weight, ...)"),
-        (Routed, "Routed (gate.weight, ...)"),
-    ],
-)
-def test_a_module_of_which_nothing_is_compiled_is_named_once(
-    build: Callable[[], nn.Module],
-    name: str,
-    compiled: Callable[[nn.Module], Callable[..., Any]],
-    optimizer: type,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    model = build()
-    (said,) = said_of(model, compiled(model), optimizer, caplog)
-    assert said.startswith(f"no graph of {name} is compiled: ")
-    assert f"({sum(p.nbytes for p in model.parameters()):,} bytes)" in said or "bytes of parameters" in said
-    assert "TORCH_LOGS=graph_breaks" in said
-
-
 class Loop:
     """A training loop of the user's, no module."""
 
@@ -183,42 +123,72 @@ class Slotted:
         return self.model(x)
 
 
-REACHES: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
-    "a method": lambda model: Loop(model).step,
-    "an object": Loop,
-    "an object with slots": Slotted,
-    "a partial function": lambda model: partial(lambda net, x: net(x), model),
-    "a partial method": lambda model: partial(Loop(model).step),
-    "a method of a module": lambda model: model.forward,
+def compiled(given: Any) -> Any:
+    return torch.compile(given, backend="chunkc", options=OPTIONS)
+
+
+def compiled_in_place(model: nn.Module) -> Any:
+    model.compile(backend="chunkc", options=OPTIONS)
+    return model
+
+
+WAYS: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "around": compiled,
+    "in place": compiled_in_place,
+    "in a function": lambda model: compiled(lambda x: model(x)),
+    "given to a function": lambda model: partial(compiled(lambda module, x: module(x)), model),
+    "among arguments": lambda model: partial(compiled(lambda parts, x: parts["net"][0](x)), {"net": [model]}),
+    "a method": lambda model: compiled(Loop(model).step),
+    "an object": lambda model: compiled(Loop(model)),
+    "an object with slots": lambda model: compiled(Slotted(model)),
+    "a partial function": lambda model: compiled(partial(lambda net, x: net(x), model)),
+    "a partial method": lambda model: compiled(partial(Loop(model).step)),
+    "a method of a module": lambda model: compiled(model.forward),
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "LSTM (weight_ih_l0, ...)": lambda: nn.LSTM(8, 8),
+    "Sequential (0.weight, ...)": lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None)),
+    "Dropped (layers.0.weight, ...)": Dropped,
+    "Routed (gate.weight, ...)": Routed,
 }
 
 
-@pytest.mark.usefixtures("fresh_dynamo")
-@pytest.mark.parametrize("kind", REACHES)
-def test_a_module_is_found_in_all_that_torch_compile_takes(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    model = recurrent()
-    given = REACHES[kind](model)
-    (said,) = said_of(model, torch.compile(given, backend="chunkc", options=OPTIONS), chunkc.optim.SGD, caplog)
-    assert said.startswith("no graph of LSTM (weight_ih_l0, ...) is compiled: ")
+def said_of(model: nn.Module, call: Callable[..., Any], optimizer: type, caplog: pytest.LogCaptureFixture) -> list[str]:
+    chosen = optimizer(model.parameters(), lr=0.1)
+    for _ in range(3):
+        out = call(torch.randn(4, 8))
+        take_step((out[0] if isinstance(out, tuple) else out).square().mean(), chosen)
+    return [record.getMessage() for record in caplog.records if "outside of the memory budget" in record.getMessage()]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_module_is_found_among_arguments(caplog: pytest.LogCaptureFixture) -> None:
-    model = recurrent()
-    call = torch.compile(lambda parts, x: parts["net"][0](x), backend="chunkc", options=OPTIONS)
-    (said,) = said_of(model, lambda x: call({"net": [model]}, x), chunkc.optim.SGD, caplog)
-    assert said.startswith("no graph of LSTM (weight_ih_l0, ...) is compiled: ")
+@pytest.mark.parametrize("optimizer", [chunkc.optim.SGD, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [
+        *((name, way) for name in MODELS for way in list(WAYS)[:4]),
+        *((next(iter(MODELS)), way) for way in list(WAYS)[4:]),
+    ],
+)
+def test_a_module_of_which_nothing_is_compiled_is_named_once(
+    name: str, way: str, optimizer: type, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = MODELS[name]()
+    (said,) = said_of(model, WAYS[way](model), optimizer, caplog)
+    assert said.startswith(f"no graph of {name} is compiled: ")
+    assert f"({sum(p.nbytes for p in model.parameters()):,} bytes)" in said or "bytes of parameters" in said
+    assert "TORCH_LOGS=graph_breaks" in said
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:.*record_function")
 @pytest.mark.parametrize("optimizer", [chunkc.optim.SGD, torch.optim.SGD])
-@pytest.mark.parametrize(("build", "named"), [(recurrent, True), (lambda: nn.Linear(8, 8), False)])
+@pytest.mark.parametrize(("kind", "named"), [(nn.LSTM, True), (nn.Linear, False)])
 def test_a_whole_compiled_step_is_looked_at_as_it_is_traced(
-    build: Callable[[], nn.Module], named: bool, optimizer: type, caplog: pytest.LogCaptureFixture
+    kind: type[nn.Module], named: bool, optimizer: type, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Dynamo traces the optimizer's hooks into the step, and none of them runs."""
-    model = build()
+    model = kind(8, 8)
     chosen = optimizer(model.parameters(), lr=0.1)
 
     def step(x: torch.Tensor) -> torch.Tensor:

@@ -1,24 +1,23 @@
-"""LAMB: the paper's update. That it has the same bits everywhere is in `test_formats`."""
+"""LAMB and Lion: the papers' updates. That they have the same bits everywhere is in `test_formats`."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-from harness import HUGE, TINY, compile_case, differences, take_step
+from harness import TINY, compile_case
 from lamb_reference import StraightforwardLamb
-from optim_models import results
+from optim_models import assert_close, copy_gradients
 from plain_modules import Stack
 from torch import nn
 from zoo import Case, floats
 
 import chunkc
 from chunkc.kernels.lamb_formats import LambHyper
-from chunkc.passes.planning import updates as update_planning
 
 WIDTH = 160
-STEPS = 3
 
 
 def case() -> Case:
@@ -52,23 +51,6 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 def lamb(model: nn.Module) -> chunkc.optim.LAMB:
     return chunkc.optim.LAMB(groups(model), lr=1e-2, weight_decay=0.1)
-
-
-def run(budget_nbytes: int) -> list[Any]:
-    model, compiled = compile_case(case(), memory_budget=budget_nbytes, **OPTIONS)
-    optimizer = lamb(model)
-    for step in range(STEPS):
-        take_step(compiled(**case().batch(step)), optimizer)
-    return results(model, optimizer)
-
-
-@pytest.mark.second_tier
-def test_tiles_in_wrong_places_would_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `test_formats` relies on: it sees where sums are cut."""
-    expected = run(HUGE)
-    for name in ("MIN_TILE_NUMEL", "MAX_TILE_NUMEL"):
-        monkeypatch.setattr(update_planning, name, 10_000)
-    assert differences(run(minimum()), expected)
 
 
 def hyper(group: dict[str, Any], step: int) -> LambHyper:
@@ -109,3 +91,36 @@ def test_schedulers_and_groups_are_torch_s() -> None:
     assert not optimizer.state_dict()["state"].keys() ^ range(4)
     with pytest.raises(chunkc.OptionsError, match="amsgrad"):
         optimizer.add_param_group({"params": model.layers[2].parameters(), "amsgrad": True})
+
+
+# ---------------------------------------------------------------- Lion
+
+
+@torch.no_grad()
+def lion_step(
+    parameter: torch.Tensor, mean: torch.Tensor, lr: float, betas: tuple[float, float], weight_decay: float
+) -> None:
+    """Algorithm 2 of arXiv:2302.06675, as the authors' `lion_pytorch.py` has it."""
+    assert parameter.grad is not None
+    parameter.mul_(1 - lr * weight_decay)
+    update = mean * betas[0] + parameter.grad * (1 - betas[0])
+    parameter.add_(update.sign_(), alpha=-lr)
+    mean.mul_(betas[1]).add_(parameter.grad, alpha=1 - betas[1])
+
+
+def test_lion_s_steps_follow_the_paper() -> None:
+    settings: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.98), "weight_decay": 0.1}
+    model = case().build()
+    expected = copy.deepcopy(model)
+    optimizer = chunkc.optim.Lion(model.parameters(), **settings)
+    means = [torch.zeros_like(parameter) for parameter in expected.parameters()]
+    for step in range(10):
+        model(**case().batch(step)).backward()
+        copy_gradients(model, expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter, mean in zip(expected.parameters(), means, strict=True):
+            lion_step(parameter, mean, **settings)
+    assert_close(model, expected)
+    for parameter, mean in zip(model.parameters(), means, strict=True):
+        torch.testing.assert_close(optimizer.state[parameter]["exp_avg"], mean)

@@ -19,16 +19,6 @@ from chunkc.optim.update_mode import UpdateMode, resolved
 from chunkc.passes.planning.layout import lay_out
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes, with_room_for_copies
 
-
-@pytest.mark.parametrize(
-    ("mode", "forward", "backward"),
-    [("none", False, False), ("forward", True, False), ("backward", False, True), ("both", True, True)],
-)
-def test_what_updates_run_beside(mode: str, forward: bool, backward: bool) -> None:
-    found = UpdateMode(mode, "cpu")
-    assert (found.in_forward, found.in_backward) == (forward, backward)
-
-
 NUM_GROUPS = 4
 LAYOUT = lay_out(
     [ParamSpec(f"{place}.weight", (1 << 20,), (1,), torch.bfloat16, True) for place in range(NUM_GROUPS)], 1 << 21

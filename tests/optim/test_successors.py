@@ -28,6 +28,7 @@ def made(kind: Any, **options: Any) -> Make:
 PAIRS: dict[str, tuple[torch.dtype, Make, Make]] = {
     "the same format": (torch.float32, made(AdamW), made(AdamW)),
     "fp32 and bf16 moments": (torch.float32, made(AdamW), made(AdamW, moments_dtype=BF16)),
+    "AdamW, then LAMB": (torch.float32, made(AdamW), made(LAMB)),
     "split, then LAMB": (BF16, made(AdamW), made(LAMB)),
     "split, then whole": (BF16, made(AdamW), made(AdamW, master_weights="float32")),
     "split, then 8-bit": (BF16, made(AdamW), made(AdamW, moments_dtype="int8")),

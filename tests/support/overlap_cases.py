@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from typing import Any
 
 import optim_models
@@ -65,7 +66,9 @@ class Trained:
 class Subject(Trained):
     """A model compiled under slightly more than its minimum, each layer a chunk, with late copies and updates."""
 
-    def __init__(self, overlap: str, copies: Late, updates: Late, of: Case | None = None) -> None:
+    def __init__(
+        self, overlap: str, copies: Callable[[], float], updates: Callable[[], float], of: Case | None = None
+    ) -> None:
         self.case = of or case()
         nbytes = minimum_nbytes(self.case) + 1024  # masters of small parameters, where a rule keeps them whole
         with pytest.MonkeyPatch.context() as patch:
