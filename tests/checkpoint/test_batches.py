@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,10 @@ def endless(loader: Batches) -> Iterator[list[float]]:
             yield batch.tolist()
 
 
-@pytest.mark.parametrize("make", [shuffled, by_generator, by_workers])
-@pytest.mark.parametrize("num_before", [0, 2, 4, 6])
+@pytest.mark.parametrize(("make", "num_before"), [*product([shuffled, by_generator], [0, 2, 4, 6]), (by_workers, 6)])
 def test_batches_and_random_numbers_go_on(
     tmp_path: Path, make: Callable[[], DataLoader[torch.Tensor]], num_before: int
 ) -> None:
-    if make is by_workers and num_before != 6:
-        pytest.skip("takes long")
     torch.manual_seed(1)
     loader = Batches(make())
     assert len(loader) == 4

@@ -284,22 +284,6 @@ def test_without_the_wait_a_change_is_noticed(tmp_path: Path, monkeypatch: pytes
     assert not [path for path in tmp_path.iterdir() if path.name != ".lock"]
 
 
-@pytest.mark.second_tier
-def test_without_wait_and_notice_other_bits_are_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sabotage: the tests above would see a step that does not wait."""
-    slow(monkeypatch)
-    monkeypatch.setattr("chunkc.optim.optimizer.await_readers", lambda parameters: None)
-    source = sources.Source
-
-    def unchecked(*args: Any) -> sources.Source:
-        return source(*args[:-1], lambda: None)
-
-    monkeypatch.setattr(sources, "Source", unchecked)
-    reference = saved_in_the_middle(tmp_path, budget=SMALL)
-    run = resumed(tmp_path, budget=SMALL)
-    assert run.train(3) != reference.losses[3:]
-
-
 def test_values_changed_by_the_user_meanwhile_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow(monkeypatch)
     run = begin(budget=None)

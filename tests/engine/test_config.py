@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from engine_cases import PATRICKSTARS
 
 import chunkc
 from chunkc.engine.config import read_config
@@ -17,26 +18,6 @@ from chunkc.engine.keys import KEYS, flattened
 FILE = Path(__file__).parents[1] / "golden" / "ds_config_zero3.json"
 HUGGING_FACE = json.loads(FILE.read_text())
 """The ZeRO-3 file of transformers' documentation."""
-
-PATRICKSTARS = {
-    "optimizer": {
-        "type": "Adam",
-        "params": {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True},
-    },
-    "fp16": {
-        "enabled": True,
-        "loss_scale": 0,
-        "initial_scale_power": 2**3,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
-        "min_loss_scale": 1,
-    },
-    "default_chunk_size": 64 * 1024 * 1024,
-    "release_after_init": True,
-    "use_cpu_embedding": False,
-    "client": {"mem_tracer": {"use_async_mem_monitor": True}},
-}
-"""PatrickStar's README."""
 
 
 def arguments(**changes: Any) -> SimpleNamespace:

@@ -116,32 +116,18 @@ def test_what_init_built_stays_at_home_when_it_is_cast(tmp_path: Path) -> None:
 
 @second_tier
 def test_files_of_an_engine_are_those_of_its_model(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-
-    def build() -> nn.Module:
-        settings = transformers.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, n_positions=16)
-        return transformers.GPT2LMHeadModel(settings)
-
-    model, _ = chunkc.initialize_engine(build, 0, config())
-    chunkc.save(model, tmp_path)
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(found) is type(model.module)
-    assert_same(weights(found), weights(model.module))
-    again, _ = chunkc.initialize_engine(build, 0, config())
-    assert chunkc.load(again, tmp_path) == ([], [])
-    assert_same(weights(again), weights(model))
-
-
-@second_tier
-def test_a_checkpoint_of_an_engine_is_one_of_its_model(tmp_path: Path) -> None:
     model, optimizer = engine()
     model.backward(model(batch()))
     model.step()
-    with chunkc.Checkpoint(tmp_path, model=model, optimizer=optimizer) as ck:
+    with chunkc.Checkpoint(tmp_path / "checkpoints", model=model, optimizer=optimizer) as ck:
         ck.save(1)
+    chunkc.save(model, tmp_path / "saved")
     again, other = engine()
-    assert chunkc.Checkpoint(tmp_path, model=again.module, optimizer=other).load_latest() == 1
+    assert chunkc.Checkpoint(tmp_path / "checkpoints", model=again.module, optimizer=other).load_latest() == 1
     assert_same(weights(again), weights(model))
+    for loaded in (small_model(), engine()[0]):
+        assert chunkc.load(loaded, tmp_path / "saved") == ([], [])
+        assert_same(weights(loaded), weights(model))
 
 
 @second_tier

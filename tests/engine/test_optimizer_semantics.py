@@ -94,17 +94,6 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return [kept(p) for p in model.parameters()]
 
 
-@compared()
-def test_accumulation(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-    optimizer = optimizer_class(model.parameters(), lr=1e-2)
-    for step in range(3):
-        for part in range(4):
-            (call(batch(4 * step + part)) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return parameters(model)
-
-
 @pytest.mark.parametrize(
     "clip",
     [
@@ -185,16 +174,6 @@ def test_every_scheduler(model: MLP, call: Any, optimizer_class: Any) -> list[Te
             scheduler.step(*([1.0] if isinstance(scheduler, lr_scheduler.ReduceLROnPlateau) else []))
             seen.append(torch.tensor(optimizer.param_groups[0]["lr"]))
     return seen + parameters(model)
-
-
-@compared()
-def test_a_learning_rate_in_a_tensor(model: MLP, call: Any, optimizer_class: Any) -> list[Tensor]:
-    optimizer = optimizer_class(model.parameters(), lr=torch.tensor(1e-2))
-    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
-    for step in range(3):
-        take_step(call(batch(step)), optimizer)
-        scheduler.step()
-    return parameters(model)
 
 
 @compared()

@@ -5,8 +5,7 @@ Tied weights, parameters unused in some steps, idle experts and graph breaks hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -146,10 +145,29 @@ def assert_alike(left: Any, right: Any) -> None:
     np.testing.assert_allclose(left, right, rtol=1e-3, atol=1e-3 * max(abs(right).max(), 1e-4))
 
 
-@contextmanager
-def rnns_captured(allow: bool) -> Iterator[None]:
-    with torch._dynamo.config.patch(allow_rnn=allow):
-        yield
+def in_budget(make: Callable[[], nn.Module], loop: Callable[[nn.Module], list[Any]]) -> list[Any]:
+    """Run a loop on a model that is compiled in place, under a small budget of which all is counted."""
+
+    def run(budget: int) -> list[Any]:
+        torch._dynamo.reset()
+        model = chunkc.place(make())
+        options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
+        model.compile(backend="chunkc", options=options)
+        with limited(budget):
+            found = loop(model)
+        report = chunkc.report(model)
+        assert report.predicted_peak_nbytes <= report.memory_budget_nbytes
+        assert report.num_resident_chunks < report.num_chunks
+        return found
+
+    return in_a_small_budget(run)
+
+
+def assert_trains_alike(make: Callable[[], nn.Module], lengths: tuple[int, ...]) -> None:
+    plain = built(make)
+    expected = trained(plain, plain, torch.optim.AdamW, lengths)
+    found = in_budget(lambda: built(make), lambda model: trained(model, model, chunkc.optim.AdamW, lengths))
+    assert_alike(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -157,23 +175,8 @@ def rnns_captured(allow: bool) -> Iterator[None]:
     [pytest.param(n, marks=pytest.mark.second_tier if n in SECOND_TIER else pytest.mark.slow) for n in MODELS],
 )
 def test_trains_and_answers_as_plain_pytorch(name: str) -> None:
-    plain = built(MODELS[name])
-    expected = trained(plain, plain, torch.optim.AdamW, (8, 8, 8))
-
-    def run(budget: int) -> tuple[nn.Module, list[Any]]:
-        torch._dynamo.reset()
-        model = chunkc.place(built(MODELS[name]))
-        options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
-        compiled = torch.compile(model, backend="chunkc", options=options)
-        with limited(budget):
-            return model, trained(model, compiled, chunkc.optim.AdamW, (8, 8, 8))
-
-    with rnns_captured(True):
-        model, found = in_a_small_budget(run)
-    assert_alike(found, expected)
-    report = chunkc.report(model)
-    assert report.predicted_peak_nbytes <= report.memory_budget_nbytes
-    assert report.num_resident_chunks < report.num_chunks
+    with torch._dynamo.config.patch(allow_rnn=True):
+        assert_trains_alike(MODELS[name], (8, 8, 8))
 
 
 class Inverse(nn.Module):
@@ -213,19 +216,7 @@ def test_an_rnn_that_dynamo_leaves_alone_trains_from_its_home_views() -> None:
 
 @pytest.mark.slow
 def test_lengths_that_vary() -> None:
-    lengths = (8, 5, 12, 7, 12)
-    plain = built(Attention)
-    expected = trained(plain, plain, torch.optim.AdamW, lengths)
-
-    def run(budget: int) -> list[Any]:
-        torch._dynamo.reset()
-        model = chunkc.place(built(Attention))
-        options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
-        compiled = torch.compile(model, backend="chunkc", options=options)
-        with limited(budget):
-            return trained(model, compiled, chunkc.optim.AdamW, lengths)
-
-    assert_alike(in_a_small_budget(run), expected)
+    assert_trains_alike(Attention, (8, 5, 12, 7, 12))
 
 
 # --- generation ---
@@ -258,17 +249,6 @@ def steps_and_texts(model: nn.Module, optimizer: type[torch.optim.Optimizer], **
 )  # fmt: skip
 def test_generates_between_steps_with_its_cache(settings: dict[str, Any]) -> None:
     expected = steps_and_texts(gpt(), torch.optim.AdamW, **settings)
-
-    def run(budget: int) -> tuple[nn.Module, list[Any]]:
-        torch._dynamo.reset()
-        model = chunkc.place(gpt())
-        options = {"memory_budget": budget, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
-        model.compile(backend="chunkc", options=options)
-        with limited(budget):
-            return model, steps_and_texts(model, chunkc.optim.AdamW, **settings)
-
-    model, found = in_a_small_budget(run)
+    found = in_budget(gpt, lambda model: steps_and_texts(model, chunkc.optim.AdamW, **settings))
     assert found[1::2] == expected[1::2]
     assert found[::2] == pytest.approx(expected[::2], rel=1e-3)
-    report = chunkc.report(model)
-    assert report.predicted_peak_nbytes <= report.memory_budget_nbytes

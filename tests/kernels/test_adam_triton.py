@@ -74,16 +74,6 @@ def test_rows_cover_runs_once_and_only_ends_are_ragged(name: str) -> None:
     assert len({tuple(row[:2]) for row in rows}) == len(rows)
 
 
-def test_a_chunk_is_one_table_of_full_rows() -> None:
-    assert rows_of("fp32", Span(0, 2048, 0), Span(2048, 3000, 1)) == [
-        [0, 1024, 0],
-        [1024, 2048, 0],
-        [2048, 2992, 1],
-        [2992, 3000, 1],
-    ]
-    assert rows_of("fp32") == []
-
-
 def test_tensors_in_chunks_begin_where_vectors_do() -> None:
     """So that only the ends of tensors can be ragged, whatever their dtype."""
     assert ALIGNMENT_NBYTES // 4 % UNIT == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from chunkc.kernels import cpu_loop, elementwise_cpu, reference
-from chunkc.kernels.formats import AdamFormat, AdamSlots, Span
+from chunkc.kernels.formats import AdamFormat, Span
 from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
 from chunkc.kernels.split import join_master, split_master
 
@@ -65,34 +65,6 @@ def test_any_lower_bits_leave_any_parameter_what_it_is(lower):
     # A tie belongs to its even neighbour, and half a place below a power of two is nearer to the next value.
     near = (joined.to(BF16).view(torch.int16).int() - param.view(torch.int16).int()).abs()[number]
     assert near.max() <= (1 if lower == 0x8000 else 0)
-
-
-@pytest.mark.parametrize("update", [reference.chunk_update, elementwise_cpu.chunk_update])
-def test_follows_full_masters_but_for_ties(update):
-    """200 steps on equal gradients: masters one place apart where a tie was, so copies differ almost nowhere."""
-    num_elements, steps = 1 << 15, 200
-    generator = torch.Generator().manual_seed(1)
-    value = torch.randn(num_elements, generator=generator)
-    zeros = torch.zeros(num_elements)
-    full = AdamSlots(value.to(BF16), zeros.to(BF16), zeros.clone(), zeros.clone(), value.clone())
-    param, lower = split_master(value)
-    split = AdamSlots(param, zeros.to(BF16), zeros.clone(), zeros.clone(), lower)
-    num_ties = num_other_copies = 0
-    for step in range(1, steps + 1):
-        grad = torch.randn(num_elements, generator=generator)
-        for fmt, slots in ((FULL, full), (SPLIT, split)):
-            slots.grad.copy_(grad)
-            scalars = scalar_table([AdamHyper(lr=1e-3, weight_decay=0.1, step=step)])
-            update(fmt, slots, [Span(0, num_elements, 0)], scalars)
-        num_ties += int(((pattern(full.master) & 0x1FFFF) == 0x8000).sum())
-        num_other_copies += int((full.param != split.param).sum())
-    expected = num_elements * steps / 2**17
-    assert 0.5 * expected < num_ties < 2 * expected
-    assert num_other_copies <= num_ties / 10
-    apart = (join_master(split.param, split.master) - full.master).abs() / full.master.abs().clamp(min=1e-3)
-    assert 0 < int((apart > 0).sum()) < 2 * expected  # those of the first masters are among them
-    assert apart.max() < 2**-20
-    assert torch.equal(split.exp_avg, full.exp_avg)
 
 
 @pytest.mark.parametrize("grad_dtype", [BF16, FP16, FP32])

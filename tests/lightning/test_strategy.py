@@ -106,16 +106,6 @@ def test_trains_validates_saves_and_resumes_exactly(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", [{"accumulate_grad_batches": 2}, {"precision": "bf16-mixed"}], ids=str)
-def test_other_settings(tmp_path: Path, settings: dict[str, Any]) -> None:
-    plain = fitted(tmp_path, "auto", **settings)
-    ours = fitted(tmp_path, strategy(), **settings)
-    tolerance = 2e-2 if "precision" in settings else 1e-3  # bf16 has 8 bits
-    assert ours.lightning_module.losses == pytest.approx(plain.lightning_module.losses, rel=tolerance)
-    assert_moved(ours.lightning_module, BUDGET)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_gradients_are_clipped_in_mixed_precision(tmp_path: Path, precision: Any) -> None:
     """With a loss scale, before they are divided by it; Lightning refuses both with optimizers that divide."""

@@ -18,7 +18,7 @@ from zoo import Case, floats
 import chunkc
 
 WIDTH, STEPS, MAX_NORM = 64, 4, 1e-3
-FP32, BF16 = torch.float32, torch.bfloat16
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
 
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "AdamW": lambda p, **kw: chunkc.optim.AdamW(p, lr=1e-2, weight_decay=0.1, **kw),
@@ -93,7 +93,7 @@ def train(
     return norms, results(model, optimizer)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [*((name, FP32) for name in OPTIMIZERS), ("AdamW", BF16)])
+@pytest.mark.parametrize(("name", "dtype"), [*((name, FP32) for name in OPTIMIZERS), ("AdamW", BF16), ("SGD", FP64)])
 def test_no_gradient_at_home_is_read_and_every_budget_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
     """In 16 bits the norm is no coarser."""
     expected = train(False, OPTIMIZERS[name], dtype, accumulate=2)

@@ -79,35 +79,6 @@ def test_updates_are_torch_s(name: str, settings: dict[str, Any], dtype: torch.d
                 torch.testing.assert_close(found, wanted, rtol=ULP[dtype], atol=ULP[dtype])
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_fp64_in_chunks_has_the_bits_of_fp64_that_stays(kind: str) -> None:
-    """Parameters, gradients and states move, with clipping and a loss scaler's factor, under the smallest budget."""
-    settings = {"amsgrad": True} if kind == "AdamW" else {"momentum": 0.9}
-
-    def run(mode: str, budget: int | str) -> tuple[dict[str, Tensor], dict[str, Tensor], nn.Module]:
-        model, call = build(mode, dtype=FP64, memory_budget=budget)
-        optimizer = KINDS[kind][0](model.parameters(), lr=1e-2, **settings)
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(3):
-            inputs = torch.randn(2, 128, dtype=FP64, generator=torch.Generator().manual_seed(step))
-            scaler.scale(call(inputs).double()).backward()
-            optimizer.clip_grad_norm_(1e-3, loss_scale=scaler.get_scale())
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return snapshot(model), states(model, optimizer), model
-
-    weights, kept, _ = run("plain", "1GiB")
-    with pytest.raises(chunkc.BudgetError) as refused:
-        run("placed", 1024)
-    needed = refused.value.minimum_nbytes
-    moved, kept_there, model = run("placed", 2 * needed)
-    assert_managed(model, "placed")
-    assert_equal(moved, weights)
-    assert_equal(kept_there, kept)
-    assert {value.dtype for label, value in kept.items() if not label.endswith("step")} == {FP64}
-
-
 def test_amsgrad_in_chunks_where_one_group_has_it() -> None:
     def run(mode: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         model, call = build(mode, **TWO_PER_CHUNK | {"memory_budget": 700 * 1024})

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import chunkc
 from chunkc.kernels import elementwise_triton, lamb_triton
-from chunkc.kernels.formats import AdamFormat, AdamSlots, Span, UpdateFormat
-from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
+from chunkc.kernels.formats import AdamFormat, UpdateFormat
+from chunkc.kernels.hyperparameters import AdamHyper
 from chunkc.kernels.pointer_offsets import alignment_of, kinds_of, pointer_offsets_of
 from chunkc.kernels.sgd import SgdFormat
 from chunkc.optim import on_device, rule
@@ -184,14 +184,6 @@ def test_what_is_sent_again_takes_the_same_place() -> None:
     assert sent.on_device.data_ptr() == place
 
 
-def test_rows_cover_each_tensor_once() -> None:
-    rows = elementwise_triton.work_of_tensors([(20, 1), (3000, 0)], FP32).rows.tolist()
-    for number, (numel, group) in enumerate([(20, 1), (3000, 0)]):
-        own = [row for row in rows if row[3] == number]
-        assert [row[0] for row in own] == [0, *(row[1] for row in own[:-1])]
-        assert (own[-1][1], {row[2] for row in own}) == (numel, {group})
-
-
 @pytest.mark.parametrize("fmt", [FP32, AdamFormat(torch.bfloat16, torch.bfloat16, "int8", master=True), SgdFormat(
     torch.float32, torch.float32)], ids=["fp32", "int8", "sgd"])  # fmt: skip
 def test_distances_lead_from_the_first_tensor_to_each(fmt: UpdateFormat) -> None:
@@ -200,17 +192,3 @@ def test_distances_lead_from_the_first_tensor_to_each(fmt: UpdateFormat) -> None
     addresses = 1 << 40 | np.arange(len(units)) * 8 + 0 * steps
     found = pointer_offsets_of(addresses + steps * units, fmt)
     assert torch.equal(found, torch.from_numpy(steps - steps[0]))
-
-
-def test_distances_go_with_their_table_only() -> None:
-    slots = AdamSlots(*torch.zeros(4, 32))
-    scalars = scalar_table([HYPER])
-    one, many = (
-        elementwise_triton.work_table([Span(0, 32, 0)], FP32),
-        elementwise_triton.work_of_tensors([(32, 0)], FP32),
-    )
-    pointer_offsets = pointer_offsets_of(np.zeros((1, 7), dtype=np.int64), FP32)
-    elementwise_triton.launch_arguments(FP32, slots, many, scalars, pointer_offsets=pointer_offsets)
-    for work, given in ((one, pointer_offsets), (many, None)):
-        with pytest.raises(ValueError, match="several tensors"):
-            elementwise_triton.launch_arguments(FP32, slots, work, scalars, pointer_offsets=given)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -119,78 +117,54 @@ def test_saving_again_leaves_no_former_file(tmp_path: Path, before: str, after: 
 
 
 @pytest.mark.parametrize("size", ["5GB", "50KB"])
-@pytest.mark.parametrize("at", range(1, 12))
-def test_an_error_at_any_moment_leaves_what_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str, at: int
+@pytest.mark.parametrize(
+    ("at", "is_killed"),
+    [
+        *((at, False) for at in range(1, 12)),
+        *(pytest.param(at, True, marks=pytest.mark.slow) for at in range(1, 30, 3)),
+    ],
+)
+def test_an_error_or_a_kill_at_any_moment_leaves_one_whole_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: str, at: int, is_killed: bool
 ) -> None:
     former, model = encoder(), encoder()
     chunkc.save(former, tmp_path, max_shard_size=size)
     calls = 0
 
-    def failing(real):
+    def failing(real: Callable[..., object]) -> Callable[..., object]:
         def call(*args: object, **keywords: object) -> object:
             nonlocal calls
             calls += 1
             if calls == at:
+                if is_killed:
+                    os._exit(1)
                 raise OSError(28, "No space left on device")
             return real(*args, **keywords)
 
         return call
 
-    with monkeypatch.context() as patch:
-        for owner, name in ((os, "posix_fallocate"), (os, "fsync"), (Path, "replace")):
-            patch.setattr(owner, name, failing(getattr(owner, name)))
-        failed = False
-        try:
-            chunkc.save(model, tmp_path, max_shard_size=size)
-        except chunkc.FileError:
-            failed = True
-    assert failed == (calls >= at)
-    found = read(tmp_path)
-    assert not differences(found, values(former)) or not differences(found, values(model))
-    assert not [path for path in tmp_path.iterdir() if path.suffix == ".saving"]
+    def save() -> bool:
+        with monkeypatch.context() as patch:
+            unlinking = [(Path, "unlink")] if is_killed else []
+            for owner, name in ((os, "posix_fallocate"), (os, "fsync"), (Path, "replace"), *unlinking):
+                patch.setattr(owner, name, failing(getattr(owner, name)))
+            try:
+                chunkc.save(model, tmp_path, max_shard_size=size)
+            except chunkc.FileError:
+                return True
+        return False
 
-
-KILLED = """
-import os, sys, torch
-from pathlib import Path
-import chunkc
-from torch import nn
-
-def build(value):
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    for p in model.parameters():
-        nn.init.constant_(p, value)
-    return model
-
-folder, at = Path(sys.argv[1]), int(sys.argv[2])
-chunkc.save(build(1.0), folder, max_shard_size="20KB")
-count = 0
-def killing(real):
-    def call(*args, **keywords):
-        global count
-        count += 1
-        if count == at:
-            os.kill(os.getpid(), 9)
-        return real(*args, **keywords)
-    return call
-for owner, name in ((os, "fsync"), (Path, "replace"), (Path, "unlink")):
-    setattr(owner, name, killing(getattr(owner, name)))
-chunkc.save(build(2.0), folder, max_shard_size="20KB")
-print(count)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", range(1, 30, 3))
-def test_a_kill_at_any_moment_leaves_one_whole_model(tmp_path: Path, at: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", KILLED, tmp_path, str(at)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode in (0, -signal.SIGKILL), done.stderr
-    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    chunkc.load(model, tmp_path)
-    assert len({float(p.detach().flatten()[0]) for p in model.parameters()}) == 1
+    if not is_killed:
+        assert save() == (calls >= at)
+        assert not [path for path in tmp_path.iterdir() if path.suffix == ".saving"]
+    elif (child := os.fork()) == 0:
+        save()
+        os._exit(0)
+    else:
+        assert os.waitpid(child, 0)[1] in (0, 256)
+    found = encoder()
+    chunkc.load(found, tmp_path)
+    assert not differences(values(found), values(former)) or not differences(values(found), values(model))
 
 
 def test_what_cannot_be_stored_is_named_before_anything_is_written(tmp_path: Path) -> None:
