@@ -111,18 +111,32 @@ def test_what_is_set_apart_is_not_among_the_parameters() -> None:
     assert model.embed.weight is weight
 
 
-def test_a_tied_weight_is_left_to_the_plan(caplog: pytest.LogCaptureFixture) -> None:
-    assert chosen(Model(tied=True)) == []
-    assert caplog.text.count("use_cpu_embedding") == 1
-    assert "embed.weight" in caplog.text
-    assert "head.weight" in caplog.text
-
-
-def test_a_weight_of_many_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def of_three() -> nn.Module:
     model = nn.ModuleDict({"encoder": nn.Embedding(32, 64), "decoder": nn.Embedding(32, 64), "head": nn.Linear(64, 32)})
     model["decoder"].weight = model["head"].weight = model["encoder"].weight
-    assert chosen(model) == []
-    assert caplog.text.count("encoder.weight is head.weight too") == caplog.text.count("use_cpu_embedding") == 1
+    return model
+
+
+def parametrized() -> nn.Module:
+    model = Model()
+    nn.utils.parametrizations.weight_norm(model.embed)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: Model(tied=True), "embed.weight is head.weight too"),
+        (of_three, "encoder.weight is head.weight too"),
+        (parametrized, "embed"),
+    ],
+)
+def test_what_others_use_is_left_to_the_plan(
+    build: Callable[[], nn.Module], said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert chosen(build()) == []
+    assert caplog.text.count("use_cpu_embedding") == 1
+    assert said in caplog.text
 
 
 def test_embeddings_that_share_a_weight_are_kept_together(caplog: pytest.LogCaptureFixture) -> None:
@@ -132,13 +146,6 @@ def test_embeddings_that_share_a_weight_are_kept_together(caplog: pytest.LogCapt
     look_up_on_cpu(chosen(model), CPU)
     assert model["decoder"].weight is model["encoder"].weight
     assert not caplog.text
-
-
-def test_a_parametrized_weight_is_left_to_the_plan(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
-    nn.utils.parametrizations.weight_norm(model.embed)
-    assert chosen(model) == []
-    assert "embed" in caplog.text
 
 
 def test_sparse_gradients_are_refused() -> None:

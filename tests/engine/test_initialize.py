@@ -100,17 +100,6 @@ def test_a_compiled_model_is_refused() -> None:
         chunkc.initialize_engine(torch.compile(small_model(), backend="chunkc"), 0, config())
 
 
-def test_what_init_built_stays_at_home_when_it_is_cast(tmp_path: Path) -> None:
-    def build() -> nn.Module:
-        with chunkc.init(home=f"disk:{tmp_path}"):
-            return small_model()
-
-    model, _ = chunkc.initialize_engine(build, 0, config(bf16={"enabled": True}))
-    large = [p for p in model.parameters() if p.nbytes >= 4096]
-    assert large
-    assert all(p.dtype == torch.bfloat16 and unassigned_memory_of(p) is not None for p in large)
-
-
 # ---------------------------------------------------------------- loops around an engine
 
 
@@ -176,17 +165,23 @@ def test_a_loop_that_calls_no_compiled_model_is_told_once(caplog: pytest.LogCapt
     assert "outside of the memory budget" in caplog.text
 
 
-def test_release_after_init_builds_the_model_at_home(tmp_path: Path) -> None:
-    given = config(release_after_init=True, bf16={"enabled": True})
+@pytest.mark.parametrize("by_the_engine", [False, True])
+def test_a_model_that_is_built_at_home_is_cast_there(by_the_engine: bool, tmp_path: Path) -> None:
+    """Built so by the user, or as `release_after_init` says."""
+
+    def build() -> nn.Module:
+        with chunkc.init(home=f"disk:{tmp_path}"):
+            return small_model()
+
+    given = config(release_after_init=by_the_engine, bf16={"enabled": True})
     given["chunkc"] = given["chunkc"] | {"home": f"disk:{tmp_path}"}
-    model, _ = chunkc.initialize_engine(small_model, 0, given)
+    model, _ = chunkc.initialize_engine(small_model if by_the_engine else build, 0, given)
     large = [p for p in model.parameters() if p.nbytes >= 4096]
     assert large
     for p in large:
         unassigned_memory = unassigned_memory_of(p)
         assert unassigned_memory.home == f"disk:{tmp_path}"
-    plain_model = small_model().bfloat16()
-    assert_same(weights(model), weights(plain_model))
+    assert_same(weights(model), weights(small_model().bfloat16()))
     model.backward(model(batch(0, torch.bfloat16)))
     model.step()
     assert is_managed(large[0])

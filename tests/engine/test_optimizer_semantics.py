@@ -94,35 +94,25 @@ def parameters(model: nn.Module) -> list[Tensor]:
     return [kept(p) for p in model.parameters()]
 
 
+CLIPS: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05),
+    "value": lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3),
+    "norm-one-by-one": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05, foreach=False),
+    "largest": lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=float("inf")),
+    "given-norm": lambda parameters: nn.utils.clip_grads_with_norm_(parameters, 0.05, torch.tensor(0.2)),
+}
+
+
 @pytest.mark.parametrize(
-    "clip",
-    [
-        pytest.param(lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05), id="norm"),
-        pytest.param(lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3), id="value"),
-        pytest.param(
-            lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.05, foreach=False),
-            id="norm-one-by-one",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.01, norm_type=float("inf")),
-            id="largest",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda parameters: nn.utils.clip_grads_with_norm_(parameters, 0.05, torch.tensor(0.2)),
-            id="given-norm",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    "clip", [pytest.param(name, marks=[] if name in ("norm", "value") else [pytest.mark.slow]) for name in CLIPS]
 )
 @compared(rtol=1e-3)
-def test_clipping(model: MLP, call: Any, optimizer_class: Any, clip: Callable[[Any], Any]) -> list[Tensor]:
+def test_clipping(model: MLP, call: Any, optimizer_class: Any, clip: str) -> list[Tensor]:
     optimizer, seen = optimizer_class(model.parameters(), lr=1e-2), []
     for step in range(3):
         for part in range(2):  # clipped gradients are of all parts
             call(batch(2 * step + part)).backward()
-        seen.append(torch.as_tensor(clip(model.parameters()) or 0.0))
+        seen.append(torch.as_tensor(CLIPS[clip](model.parameters()) or 0.0))
         seen += [kept(p.grad) for p in model.parameters() if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad(set_to_none=step % 2 == 0)

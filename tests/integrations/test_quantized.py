@@ -89,7 +89,7 @@ def trained(kind: type[Int8], budget: int | None = None, **options: Any) -> tupl
         return model, model, train(model, model, torch.optim.AdamW(trainable, lr=1e-2))
     chunkc.place(model)
     call = torch.compile(model, backend="chunkc", options={**OPTIONS, **options, "memory_budget": budget})
-    optimizer = chunkc.optim.AdamW(trainable, lr=1e-2)
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2)  # which may have what it could not train
     with limited(budget):
         return model, call, train(model, call, optimizer)
 

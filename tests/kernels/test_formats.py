@@ -70,9 +70,8 @@ def test_wrong_slots_are_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             check_update(fmt, replace(slots, **change), SCALARS, NO_SCALE, None, 0)
-    for scalars in (SCALARS[:, :8], SCALARS.double(), torch.tensor(1.0)):
-        with pytest.raises(ValueError, match=r"scalars must be contiguous torch\.float32"):
-            check_update(fmt, slots, scalars, NO_SCALE, None, 0)
+    with pytest.raises(ValueError, match=r"scalars must be contiguous torch\.float32"):
+        check_update(fmt, slots, SCALARS.double(), NO_SCALE, None, 0)
     with pytest.raises(ValueError, match="clip must be contiguous"):
         check_update(fmt, slots, SCALARS, GradScale(clip=torch.ones(1)), None, 0)
     with pytest.raises(ValueError, match="a rounding key is needed for rounding='stochastic'"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from types import ModuleType
 
 import adam_cases
@@ -125,36 +124,6 @@ def test_little_is_allocated():
     with cpu_allocator.hard_limit(cpu_allocator.current_nbytes() + 4096):
         lamb_reference.update(lamb_cpu, fmt, slots, work, SCALARS)
     assert not torch.equal(slots.param, before.param)
-
-
-def test_rows_cover_tensors_once_and_name_all_sums_of_their_tensor():
-    tiles = [(0, 60), (60, ROW + 60), (ROW + 60, ROW + 60), (ROW + 60, NUM_ELEMENTS)]
-    works = lamb_work([*TENSORS[:2], Span(4 * ROW + 9, 4 * ROW + 9, 1), *TENSORS[2:]], tiles)
-    covered, numbers = [], []
-    spans: dict[int, set[int]] = {}
-    for work, (start, stop) in zip(works, tiles, strict=True):
-        assert work.num_elements == stop - start
-        for i, (begin, end, group, first, last) in enumerate(work.rows.tolist()):
-            assert 0 <= begin < end <= stop - start
-            assert (start + begin) // ROW == (start + end - 1) // ROW
-            covered += [(element, group) for element in range(start + begin, start + end)]
-            numbers.append(work.partial + i)
-            assert first <= work.partial + i < last
-            spans.setdefault(first, set()).update(range(first, last))
-        pieces = [cut for cuts in work.cuts for cut in pairwise(cuts)]
-        assert pieces == [(begin, end) for begin, end, *_ in work.rows.tolist()]
-    assert covered == [(element, run.group) for run in TENSORS for element in range(run.begin, run.end)]
-    assert numbers == list(range(works[0].num_partials))
-    assert sorted(n for span in spans.values() for n in span) == numbers
-    assert len(spans) == len(TENSORS)
-
-
-def test_rows_of_tensors_are_counted_from_each_tensor_s_beginning():
-    """They end where they do in the space of all, and each has the next partial sum."""
-    work = lamb_work_of_tensors([Span(0, 10, 1), Span(2 * ROW - 5, 2 * ROW + 7, 0), Span(5 * ROW, 7 * ROW, 1)])
-    rows = [[0, 10, 1, 0, 1], [0, 5, 0, 1, 3], [5, 12, 0, 1, 3], [0, ROW, 1, 3, 5], [ROW, 2 * ROW, 1, 3, 5]]
-    assert work.rows.tolist() == [[*row, number] for row, number in zip(rows, (0, 1, 1, 2, 2), strict=True)]
-    assert (work.partial, work.num_elements, work.num_groups, work.num_partials) == (0, 10, 2, 5)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from chunkc.ir.layout import Chunk
 from chunkc.optim import group_updates
 from chunkc.optim.group_updates import spans_of
 from chunkc.optim.update_task import Task
-from chunkc.runtime.store.parameter_views import ParameterViews
 
 NUMEL = 64 * 64
 
@@ -67,7 +66,8 @@ def test_neighbours_with_equal_hyper_parameters_are_one_run(
 def test_views_of_states_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     subject, rates = Subject(), {0: 1.0, 1: 1.0, 2: 1.0}
     subject.begin(rates)
-    before, count = subject.states(), counted(monkeypatch, ParameterViews, "home_view")
+    before = subject.states()
+    count = counted(monkeypatch, subject.session.store.views, "home_view")
     subject.begin(rates)
     assert count.calls == 0
     assert all(now[kind] is view for then, now in zip(before, subject.states()) for kind, view in then.items())
@@ -96,7 +96,8 @@ def test_home_s_zeros_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("access", ["view", "host_view", "writer", "reader"])
 def test_who_may_have_written_a_chunk(access: str) -> None:
-    arena, chunk = Subject().session.store.arena, Chunk("exp_avg", 0)
+    subject, chunk = Subject(), Chunk("exp_avg", 0)
+    arena = subject.session.store.arena
     assert arena.is_zero(chunk)
     if access == "view":
         arena.view(chunk, torch.float32, (4,), (1,), 0)

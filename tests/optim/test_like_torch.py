@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
@@ -131,37 +130,6 @@ def test_the_norm_of_fp64_is_not_rounded_to_fp32() -> None:
 
 
 # ---------------------------------------------------------------- what is refused, and when
-
-
-class Quantised(nn.Module):
-    """A frozen 8-bit weight, as of a quantised base, below a layer that trains."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        codes = torch.randint(-127, 127, (128, 128), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-        self.codes = nn.Parameter(codes, requires_grad=False)
-        self.mask = nn.Parameter(torch.ones(128, dtype=torch.bool), requires_grad=False)
-        self.head = nn.Linear(128, 128)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.head(torch.tanh(x @ (self.codes.float() * 0.01)) * self.mask) - 1).square().mean()
-
-
-@pytest.mark.parametrize("placed", [False, True])
-def test_frozen_parameters_may_have_any_dtype(placed: bool) -> None:
-    torch.manual_seed(0)
-    model = Quantised()
-    shadow = copy.deepcopy(model)
-    if placed:
-        chunkc.place(model)
-    call = torch.compile(model, backend="chunkc", options={"memory_budget": "1MiB", "codegen": "eager"})
-    optimizer, other = chunkc.optim.AdamW(model.parameters()), torch.optim.AdamW(shadow.parameters(), foreach=False)
-    optimizer.add_param_group({"params": nn.Parameter(torch.ones(2, dtype=torch.uint8), requires_grad=False)})
-    train(call, optimizer, range(3))
-    train(shadow, other, range(3))
-    torch.testing.assert_close(model.head.weight, shadow.head.weight, rtol=1e-5, atol=1e-6)
-    assert torch.equal(model.codes, shadow.codes)
-    assert set(optimizer.state) == {model.head.weight, model.head.bias}
 
 
 @pytest.mark.parametrize("optimizer", [chunkc.optim.AdamW, chunkc.optim.SGD])

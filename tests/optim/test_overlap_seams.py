@@ -1,4 +1,4 @@
-"""`overlap` beside all else that an optimizer meets: failed steps, two optimizers, tied, frozen, unused parameters."""
+"""`overlap` beside all else that an optimizer meets: failed steps, two optimizers, writes, other parameter groups."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import pytest
 import slot_cases
 import torch
 from harness import array, differences, home_of, segmented, take_step
-from optim_models import results
 from overlap_cases import Late, Subject, case, subject
-from torch import Tensor, nn
-from zoo import floats
+from torch import nn
 
 import chunkc
 from chunkc.runtime.device.updates import HomeUpdate
@@ -100,21 +98,6 @@ def assert_opened(opened: threading.Event) -> None:
     assert opened.wait(20)
 
 
-class Tied(nn.Module):
-    """One weight is used twice, one is frozen, one is used by some batches only."""
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64, dtype=dtype) for _ in range(5))
-        self.layers[3].weight = self.layers[0].weight
-        self.layers[1].requires_grad_(False)
-
-    def forward(self, x: Tensor, often: bool) -> Tensor:
-        for layer in self.layers[:4] if not often else self.layers:
-            x = torch.tanh(layer(x))
-        return x.float().square().mean()
-
-
 def two_optimizers_of_one_model(overlap: str, dtype: torch.dtype) -> list[Any]:
     """Each has every other parameter: weights and biases of every layer are apart, and so are some chunks."""
     made = Subject(overlap, Late(0, 0.004), Late(1, 0.02), case(dtype))
@@ -129,20 +112,6 @@ def two_optimizers_of_one_model(overlap: str, dtype: torch.dtype) -> list[Any]:
     for optimizer in pair:
         optimizer.synchronize()
     return [array(t) for of in pair for p in of.param_groups[0]["params"] for t in (p, of.state[p]["exp_avg"])]
-
-
-def tied_frozen_and_unused_parameters(overlap: str, dtype: torch.dtype) -> list[Any]:
-    torch.manual_seed(0)
-    model = Tied(dtype)
-    compiled = segmented(model, 256 * 1024, chunk_size=16384)
-    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2, update_on="cpu", overlap=overlap)
-    found = []
-    for step in range(6):
-        loss = compiled(floats(step, (4, 64)).to(dtype), step % 3 == 0)
-        take_step(loss, optimizer)
-        found.append(array(loss))
-    optimizer.synchronize()
-    return [*found, *results(model, optimizer)]
 
 
 def written_after_the_step(overlap: str, dtype: torch.dtype) -> list[Any]:
@@ -182,8 +151,6 @@ SECOND, SLOW = pytest.mark.second_tier, pytest.mark.slow
     [
         pytest.param(two_optimizers_of_one_model, BF16, marks=SECOND),
         pytest.param(two_optimizers_of_one_model, torch.float32, marks=SLOW),
-        pytest.param(tied_frozen_and_unused_parameters, BF16, marks=SECOND),
-        pytest.param(tied_frozen_and_unused_parameters, torch.float32, marks=SLOW),
         pytest.param(written_after_the_step, BF16, marks=SECOND),
         pytest.param(two_models_that_share_a_budget, torch.float32, marks=SECOND),
     ],

@@ -7,25 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optim_models import MLP, OPTIMIZERS, train
+from optim_models import MLP, OPTIMIZERS, WITHOUT_SENSE, train
 from torch import nn
 
 import chunkc
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
-
-NAN = float("nan")
-WITHOUT_SENSE: dict[str, list[Any]] = {
-    "lr": [
-        *(-1.0, NAN, "1", None, True, [1e-3], 1j, 10**400),
-        *(torch.tensor(NAN), torch.ones(2), torch.tensor(True), torch.ones((), device="meta")),
-    ],
-    "betas": [(1.0, 0.9), (0.9, -0.1), None, 0.9, "ab", (0.9,), (0.9, NAN), (False, 0.9)],
-    "eps": [-1e-8, "1e-8", NAN],
-    "weight_decay": [-0.1, None, NAN],
-    "maximize": ["no", None],
-}
 
 
 @pytest.mark.parametrize("optimizer", [chunkc.optim.AdamW, chunkc.optim.Adam, chunkc.optim.LAMB])

@@ -128,17 +128,6 @@ def test_a_run_goes_on_to_the_bit_whatever_is_loaded_first(mode: str, model_firs
     assert_equal(states(again, again_optimizer), states(model, optimizer))
 
 
-@pytest.mark.parametrize("mode", ["plain", "placed"])
-def test_a_loaded_master_makes_the_parameter(mode: str) -> None:
-    _, _, optimizer = trained(mode)
-    other, _ = build(mode, dtype=BF16, seed=1)
-    other_optimizer = chunkc.optim.AdamW(other.parameters())
-    other_optimizer.load_state_dict(optimizer.state_dict())
-    for p, master, loaded in zip(other.parameters(), masters(optimizer), masters(other_optimizer), strict=True):
-        assert torch.equal(p, master.to(BF16))
-        assert torch.equal(loaded, master)
-
-
 def test_masters_come_from_and_go_to_optimizers_with_fp32_ones() -> None:
     model, call, optimizer = trained("adopted")
     full_model, full_call = build("adopted", dtype=BF16, seed=1)

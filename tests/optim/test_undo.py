@@ -12,7 +12,6 @@ from slot_cases import ADAMW, Act, Subject, begun_groups, clip_some, explained, 
 from slot_cases import trained_undoably as trained
 
 import chunkc
-from chunkc.ir.layout import GRAD
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,18 +43,6 @@ def test_whatever_comes_between_has_the_same_bits(act: Act) -> None:
     assert begun[0] == set()
     assert begun[1] == begun[-1] == made.moving
     assert [bool(groups) for groups in begun[2:4]] == [act is not clip_some] * 2
-
-
-def test_what_stands_moves_states_once_and_gradients_home() -> None:
-    _, made, _ = trained("backward", nothing)
-    before = made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes
-    made.backward(7)
-    after = made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes
-    made.optimizer.step()
-    assert (made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes) == after
-    groups = made.store.layout.groups
-    assert after[1] - before[1] == sum(group.nbytes(kind) for group in groups for kind in group.update_kinds)
-    assert any(GRAD in group.update_kinds for group in groups)
 
 
 def test_views_of_parameters_and_states_see_every_step() -> None:
@@ -134,9 +121,9 @@ def test_what_is_explained_is_what_happens() -> None:
     made = Subject("backward", arguments=UNDOABLE, codegen="eager")
     for step in range(3):
         made.step(step)
-    before = made.store.slots.traffic.to_device_nbytes, made.store.slots.traffic.to_home_nbytes
+    before = made.moved_nbytes
     made.step(3)
-    moved = made.store.slots.traffic.to_device_nbytes - before[0], made.store.slots.traffic.to_home_nbytes - before[1]
+    moved = made.moved_nbytes[0] - before[0], made.moved_nbytes[1] - before[1]
     found = explained(made, overlap="backward", undoable=True)
     assert (found.traffic_nbytes.to_device, found.traffic_nbytes.to_home) == moved
     assert found.home_nbytes == made.store.arena.nbytes

@@ -27,6 +27,18 @@ OPTIMIZERS = {
 }
 ALL_OPTIMIZERS = OPTIMIZERS | {"SGD": (chunkc.optim.SGD, torch.optim.SGD)}
 Optimizer = torch.optim.Optimizer
+NAN = float("nan")
+WITHOUT_SENSE: dict[str, list[Any]] = {
+    "lr": [
+        *(-1.0, NAN, "1", None, True, [1e-3], 1j, 10**400),
+        *(torch.tensor(NAN), torch.ones(2), torch.tensor(True), torch.ones((), device="meta")),
+    ],
+    "betas": [(1.0, 0.9), (0.9, -0.1), None, 0.9, "ab", (0.9,), (0.9, NAN), (False, 0.9)],
+    "eps": [-1e-8, "1e-8", NAN],
+    "weight_decay": [-0.1, None, NAN],
+    "maximize": ["no", None],
+}
+"""Hyper-parameters of Adam's kind that are refused."""
 
 
 class MLP(nn.Module):

@@ -50,6 +50,12 @@ class Subject(Trained):
         return set(self.store.layout.groups_of(self.used_names))
 
     @property
+    def moved_nbytes(self) -> tuple[int, int]:
+        """Bytes that have moved to the device, and home, so far."""
+        traffic = self.store.slots.traffic
+        return traffic.to_device_nbytes, traffic.to_home_nbytes
+
+    @property
     def moving(self) -> set[int]:
         """Groups that are at home; the test makes sure that there are some."""
         found = {group.index for group in self.store.layout.groups} - self.store.resident
