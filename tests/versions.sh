@@ -32,7 +32,7 @@ TESTS=(
     tests/end_to_end/test_dynamic_shapes.py tests/end_to_end/test_dynamic_inductor.py
     # optimizers
     tests/optim/test_optimizer.py tests/optim/test_lamb.py tests/optim/test_overlap_seams.py tests/kernels/test_adam_cpu.py
-    tests/kernels/test_adam_cpu_formats.py
+    tests/kernels/test_rules.py
     # explanations; the texts under tests/golden depend on no version
     tests/explaining/formats/test_golden.py tests/explaining/test_explain.py tests/explaining/test_offline.py
 )

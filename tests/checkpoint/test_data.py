@@ -26,33 +26,14 @@ def there_and_back(value: Any) -> Any:
     return decoded(json.loads(text), tensors.__getitem__)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        -(10**40),
-        0.1,
-        -0.0,
-        math.inf,
-        "text \u2028 \U0001f600",
-        [1, [2.5, None]],
-        (1, (2, [3])),
-        {"a": {"b": 1}},
-        {1: "a", (2, 3): "b", "$x": 1},
-        {"$tensor": "not one"},
-        Counter({30: 1, 80: 2}),
-        {1, 2},
-        deque([1, 2]),
-        b"\x00\xff",
-        1 + 2j,
-        torch.bfloat16,
-        torch.device("cpu"),
-        np.float64(0.1),
-        np.int32(7),
-    ],
-    ids=str,
-)
+VALUES: list[Any] = [
+    None, True, -(10**40), 0.1, -0.0, math.inf, "text \u2028 \U0001f600", [1, [2.5, None]], (1, (2, [3])),
+    {"a": {"b": 1}}, {1: "a", (2, 3): "b", "$x": 1}, {"$tensor": "not one"}, Counter({30: 1, 80: 2}), {1, 2},
+    deque([1, 2]), b"\x00\xff", 1 + 2j, torch.bfloat16, torch.device("cpu"), np.float64(0.1), np.int32(7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=str)
 def test_values(value: Any) -> None:
     found = there_and_back(value)
     assert found == value

@@ -19,6 +19,7 @@ from engine_cases import (
     engine,
     plain,
     small_model,
+    take_steps,
     weights,
 )
 from harness import limited
@@ -226,24 +227,19 @@ def test_state_goes_on_in_a_new_engine(tmp_path: Path) -> None:
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 9}},
     }
 
-    def train(model: Any, steps: range) -> None:
-        for step in steps:
-            model.backward(model(batch(step, torch.float16)))
-            model.step()
-
     def parts(model: Any) -> list[Any]:
         return [model, model.optimizer, model.lr_scheduler, model.loss_scaler]
 
     model, _ = engine(**changes)
-    train(model, range(4))
+    take_steps(model, range(4), torch.float16)
     torch.save([part.state_dict() for part in parts(model)], tmp_path / "checkpoint.pt")
-    train(model, range(4, 8))
+    take_steps(model, range(4, 8), torch.float16)
     again, _ = engine(**changes)
     saved = torch.load(tmp_path / "checkpoint.pt")
     assert list(saved[0]) == list(small_model().state_dict())
     for part, state in zip(parts(again), saved):
         part.load_state_dict(state)
-    train(again, range(4, 8))
+    take_steps(again, range(4, 8), torch.float16)
     assert_same(weights(again), weights(model))
     assert again.loss_scale == model.loss_scale
     assert again.get_lr() == model.get_lr()
@@ -269,9 +265,7 @@ def test_a_schedule_that_takes_a_metric() -> None:
 def test_updates_in_the_backward_wait_for_the_last_micro_batch() -> None:
     params = {"lr": LR, "eps": EPS, "update_on": "cpu", "overlap": "backward"}
     model, _ = engine(optimizer={"type": "AdamW", "params": params}, gradient_accumulation_steps=2)
-    for step in range(6):
-        model.backward(model(batch(step)))
-        model.step()
+    take_steps(model, range(6))
     assert_close(weights(model), plain(3, accumulate=2))
     with pytest.raises(chunkc.OptionsError, match='overlap="backward"'):
         engine(optimizer={"type": "AdamW", "params": params}, gradient_clipping=1.0)
@@ -296,9 +290,7 @@ def test_the_model_shows_through() -> None:
 def test_progress_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     model, _ = engine(steps_per_print=2, wall_clock_breakdown=True)
-    for step in range(4):
-        model.backward(model(batch(step)))
-        model.step()
+    take_steps(model, range(4))
     lines = [r.getMessage() for r in caplog.records]
     assert [line for line in lines if line.startswith("step 2, 0 skipped")]
     assert len([line for line in lines if line.startswith("seconds since: forward")]) == 2

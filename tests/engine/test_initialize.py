@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import EPS, LR, assert_close, assert_same, config, engine, plain, small_model, weights
+from engine_cases import EPS, LR, assert_close, assert_same, config, engine, plain, small_model, take_steps, weights
 from optim_models import batch, is_managed
 from torch import nn
 
@@ -37,9 +37,7 @@ def test_groups_and_optimizers_of_ones_own() -> None:
     made, optimizer = chunkc.initialize_engine(
         small_model, config=changed, optimizer=lambda params: torch.optim.AdamW(params, LR, eps=EPS, weight_decay=0.0)
     )
-    for step in range(2):
-        made.backward(made(batch(step)))
-        made.step()
+    take_steps(made, range(2))
     assert_close(weights(made), plain(2))
 
 
@@ -106,8 +104,7 @@ def test_a_compiled_model_is_refused() -> None:
 @second_tier
 def test_files_of_an_engine_are_those_of_its_model(tmp_path: Path) -> None:
     model, optimizer = engine()
-    model.backward(model(batch()))
-    model.step()
+    take_steps(model, range(1))
     with chunkc.Checkpoint(tmp_path / "checkpoints", model=model, optimizer=optimizer) as ck:
         ck.save(1)
     chunkc.save(model, tmp_path / "saved")
@@ -152,8 +149,7 @@ def test_a_schedule_that_needs_a_metric_says_so_before_anything_changes() -> Non
 
 def test_a_loop_that_calls_no_compiled_model_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     model, _ = engine()
-    model.backward(model(batch()))
-    model.step()
+    take_steps(model, range(1))
     assert "was not called" not in caplog.text
     torch._dynamo.reset()
     model, _ = engine()
@@ -182,8 +178,7 @@ def test_a_model_that_is_built_at_home_is_cast_there(by_the_engine: bool, tmp_pa
         unassigned_memory = unassigned_memory_of(p)
         assert unassigned_memory.home == f"disk:{tmp_path}"
     assert_same(weights(model), weights(small_model().bfloat16()))
-    model.backward(model(batch(0, torch.bfloat16)))
-    model.step()
+    take_steps(model, range(1), torch.bfloat16)
     assert is_managed(large[0])
 
 

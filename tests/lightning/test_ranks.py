@@ -98,10 +98,3 @@ def test_torchrun_starts_the_trainer_and_lightning_starts_fabric(tmp_path: Path)
     assert found["resume"]["of one"] == pytest.approx(alone.losses[4:], rel=1e-6)
     found = launched(tmp_path / "fabric", "fabric")["fabric"]
     assert found["again"] == found["losses"][2:]
-
-
-def test_a_budget_and_a_stage_that_make_no_sense_are_told_at_once() -> None:
-    with pytest.raises(chunkc.OptionsError, match="zero_stage"):
-        ChunkcStrategy(zero_stage=4)
-    with pytest.raises(chunkc.OptionsError, match="timeout_s"):
-        ChunkcStrategy(timeout_s=0)

@@ -63,13 +63,13 @@ def loader() -> DataLoader:
 
 
 def fitted(
-    folder: Path, strategy: Any, *, place: bool = True, resume: Any = None, **settings: Any
+    folder: Path, strategy: Any, *, kind: Any = None, place: bool = True, resume: Any = None, **settings: Any
 ) -> lightning.Trainer:
     """A `Trainer` that has trained; with our strategy inside the hard limit, all of the model in the budget."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     ours = strategy != "auto"
-    model = AutoEncoder(chunkc.optim.AdamW if ours else torch.optim.AdamW)
+    model = (kind or AutoEncoder)(chunkc.optim.AdamW if ours else torch.optim.AdamW)
     if ours and place:
         chunkc.place(model)
     settings = QUIET | {"max_epochs": 2, "log_every_n_steps": 2, "logger": False} | settings
@@ -176,18 +176,9 @@ class Manual(AutoEncoder):
 
 @pytest.mark.slow
 def test_manual_optimization_and_a_module_that_calls_itself(tmp_path: Path) -> None:
-    found = []
-    for chosen, optimizer in (("auto", torch.optim.AdamW), (strategy(), chunkc.optim.AdamW)):
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        model = Manual(optimizer)
-        ours = chosen != "auto"
-        trainer = lightning.Trainer(max_epochs=2, logger=False, default_root_dir=tmp_path, strategy=chosen, **QUIET)
-        with limited(BUDGET if ours else 1 << 30):
-            trainer.fit(chunkc.place(model) if ours else model, loader())
-        found.append(model.losses)
-    assert_close(*found)
-    assert_moved(model, BUDGET)
+    plain, ours = (fitted(tmp_path, chosen, kind=Manual).lightning_module for chosen in ("auto", strategy()))
+    assert_close(ours.losses, plain.losses)
+    assert_moved(ours, BUDGET)
 
 
 class CallsMethods(AutoEncoder):
@@ -216,9 +207,17 @@ def test_the_parts_that_code_may_call() -> None:
     assert list(callable_parts(module)) == [module.encoder, module.decoders[0]]
 
 
-def test_mistakes_are_told_at_once() -> None:
-    with pytest.raises(chunkc.OptionsError, match="did you mean 'memory_budget'"):
-        ChunkcStrategy(memory_budgets=3)
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        ({"memory_budgets": 3}, "did you mean 'memory_budget'"),
+        ({"zero_stage": 4}, "zero_stage"),
+        ({"timeout_s": 0}, "timeout_s"),
+    ],
+)
+def test_mistakes_are_told_at_once(mistake: dict[str, Any], said: str) -> None:
+    with pytest.raises(chunkc.OptionsError, match=said):
+        ChunkcStrategy(**mistake)
 
 
 # --- Fabric ---

@@ -344,7 +344,7 @@ def train_scaled(
     return results(model, optimizer)
 
 
-@pytest.mark.second_tier
+@pytest.mark.quick(0, second=2)
 @pytest.mark.parametrize("name", SCALED)
 def test_a_power_of_two_changes_no_bit(name: str) -> None:
     """The scale comes in before the backward and goes out exactly, by `unscale_` or inside the optimizer."""

@@ -108,7 +108,7 @@ def interpreted(name: str) -> str:
     return f"of {len(wanted)} tensors {wrong} differ" if wrong else ""
 
 
-@pytest.mark.second_tier
+@pytest.mark.quick(0, second=6)
 @needs_triton
 @pytest.mark.parametrize("name", [*FORMATS, *LAMB])
 def test_bits_are_those_of_the_cpu_or_of_launches_for_each(name: str) -> None:

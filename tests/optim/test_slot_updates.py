@@ -321,7 +321,7 @@ ALONE = {("undoable", "lamb"), ("consumed", "some stays")}
 """The first is refused; of the second all stays that moves else, as above."""
 
 
-@pytest.mark.second_tier
+@pytest.mark.quick(0, second=12)
 @pytest.mark.parametrize(
     ("way", "name"), [(way, name) for way in ("consumed", "undoable") for name in CASES if (way, name) not in ALONE]
 )

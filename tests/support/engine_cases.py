@@ -59,6 +59,13 @@ def engine(**changes: Any) -> tuple[Engine, torch.optim.Optimizer]:
     return chunkc.initialize_engine(small_model, 0, config(**changes))
 
 
+def take_steps(model: Engine, steps: range, dtype: torch.dtype = torch.float32) -> None:
+    """Train as DeepSpeed's loop does."""
+    for step in steps:
+        model.backward(model(batch(step, dtype)))
+        model.step()
+
+
 def weights(model: nn.Module) -> list[Tensor]:
     return [kept(p) for p in model.parameters()]
 

@@ -116,28 +116,35 @@ class StopAt(TrainerCallback):
         control.should_training_stop |= state.global_step == self.step
 
 
-def trained(folder: Path, *, resume: bool = False, callbacks: Any = (), **changes: Any) -> Trainer:
-    """A run of our Trainer inside the hard limit; its model is placed, so that all of it is in the budget."""
+def made(cls: Any, arguments: Any, model: nn.Module, **settings: Any) -> Any:
+    return cls(model=model, args=arguments, train_dataset=tokens(32), eval_dataset=tokens(32)[:4], **settings)
+
+
+def plainly_trained(folder: Path, **changes: Any) -> transformers.Trainer:
+    arguments = arguments_for(folder / "plain", transformers.TrainingArguments, **changes)
+    trainer = made(transformers.Trainer, arguments, gpt())
+    trainer.train()
+    return trainer
+
+
+def trained(
+    folder: Path, *, resume: bool = False, callbacks: Any = (), outside_nbytes: int = 0, **changes: Any
+) -> Trainer:
+    """A run of our Trainer inside the hard limit; its model is placed, so that all of it is in the budget.
+
+    Args:
+        outside_nbytes: what is in no budget.
+    """
     torch._dynamo.reset()
-    model, examples = chunkc.place(gpt()), tokens(32)
-    trainer = Trainer(
-        model=model, args=arguments_for(folder, **changes), train_dataset=examples, eval_dataset=examples[:4],
-        callbacks=list(callbacks),
-    )  # fmt: skip
-    with limited(BUDGET):
+    trainer = made(Trainer, arguments_for(folder, **changes), chunkc.place(gpt()), callbacks=list(callbacks))
+    with limited(changes.get("memory_budget", BUDGET) + outside_nbytes):
         trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
 @pytest.mark.second_tier
 def test_trains_evaluates_saves_and_resumes_exactly(tmp_path: Path) -> None:
-    examples = tokens(32)
-    plain = transformers.Trainer(
-        model=gpt(), args=arguments_for(tmp_path / "plain", transformers.TrainingArguments), train_dataset=examples,
-        eval_dataset=examples[:4],
-    )  # fmt: skip
-    plain.train()
-
+    plain = plainly_trained(tmp_path)
     whole = trained(tmp_path / "whole")
     assert isinstance(whole.optimizer.optimizer, chunkc.optim.AdamW)
     assert_close(losses(whole), losses(plain))
@@ -176,30 +183,15 @@ def test_trains_evaluates_saves_and_resumes_exactly(tmp_path: Path) -> None:
     ids=lambda changes: next(iter(changes)),
 )
 def test_other_arguments(tmp_path: Path, changes: dict[str, Any]) -> None:
-    torch._dynamo.reset()
-    examples = tokens(32)
-    ours = {"memory_budget", "backend_options"}
-    common = {key: value for key, value in changes.items() if key not in ours}
-    if common.get("optim") == "chunkc_sgd":
-        common["optim"] = "sgd"
-    results = []
-    for make, arguments in (
-        (transformers.Trainer, arguments_for(tmp_path / "plain", transformers.TrainingArguments, **common)),
-        (Trainer, arguments_for(tmp_path / "ours", **changes)),
-    ):
-        mine = make is Trainer
-        model = chunkc.place(gpt()) if mine else gpt()
-        trainer = make(model=model, args=arguments, train_dataset=examples, eval_dataset=examples[:4])
-        budget = changes.get("memory_budget", BUDGET)
-        if changes.get("optim") == "adamw_torch":  # its states are in no chunk, and it updates all together
-            budget += 3 * sum(p.nbytes for p in model.parameters())
-        with limited(budget if mine else 1 << 30):
-            trainer.train()
-        results.append((losses(trainer), losses(trainer, "eval_loss"), losses(trainer, "grad_norm")))
-    assert_moved(trainer.model, changes.get("memory_budget", BUDGET))
+    common = {key: value for key, value in changes.items() if key not in ("memory_budget", "backend_options")}
+    common |= {"optim": "sgd"} if common.get("optim") == "chunkc_sgd" else {}
+    # The states of PyTorch's are in no chunk, and it updates all together.
+    outside_nbytes = 3 * sum(p.nbytes for p in gpt().parameters()) if changes.get("optim") == "adamw_torch" else 0
+    plain, ours = plainly_trained(tmp_path, **common), trained(tmp_path, outside_nbytes=outside_nbytes, **changes)
+    assert_moved(ours.model, changes.get("memory_budget", BUDGET))
     tolerance = 2e-2 if "bf16" in changes else 1e-3  # bf16 has 8 bits, and other orders of operations round otherwise
-    for mine, reference in zip(results[1], results[0]):
-        assert mine == pytest.approx(reference, rel=tolerance)
+    for key in ("loss", "eval_loss", "grad_norm"):
+        assert losses(ours, key) == pytest.approx(losses(plain, key), rel=tolerance)
 
 
 @pytest.mark.slow
