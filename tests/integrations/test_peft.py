@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import differences, limited, session_of, weights
-from loops import assert_close, assert_moved, batches, gpt, tokens
+from loops import assert_close, batches, gpt, tokens
 from torch import nn
 
 import chunkc
@@ -120,18 +120,3 @@ def test_modules_to_save_and_adapters_switched_off() -> None:
     batch = next(batches(tokens(2, seed=9), 2))
     with model.disable_adapter(), plain.disable_adapter(), torch.no_grad():
         torch.testing.assert_close(model(**batch).logits, plain(**batch).logits, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_a_base_that_is_unfrozen_later_trains() -> None:
-    def steps(model: nn.Module, optimizer_of: Any) -> list[float]:
-        first = train(model, optimizer_of(trainable(model), lr=1e-2), 2)
-        for parameter in model.parameters():
-            parameter.requires_grad_(True)
-        return first + train(model, optimizer_of(list(model.parameters()), lr=1e-3), 2)
-
-    expected = steps(with_adapters(gpt(num_layers=4)), torch.optim.AdamW)
-    model = compiled(with_adapters(gpt(num_layers=4)), 2_400_000)
-    with limited(2_400_000):
-        assert_close(steps(model, chunkc.optim.AdamW), expected)
-    assert_moved(model, 2_400_000)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 
 import adam_cases
 import lamb_reference
+import numpy as np
 import pytest
 import torch
 from interpreting import interpret, needs_gpu, needs_triton
+from offline import compile_offline, fewest_accesses, spilled, targets_with_marks, vector_accesses
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.kernels import lamb_cpu, lamb_triton
 from chunkc.kernels.formats import NO_SCALE, AdamFormat, AdamSlots, GradScale, Span
 from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb_formats import ROW, LambHyper, lamb_work, lamb_work_of_tensors, new_partials
+from chunkc.kernels.pointer_offsets import alignment_of, pointer_offsets_of
 from chunkc.runtime.device import cpu_allocator
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -75,32 +81,6 @@ def test_follows_the_paper(fmt, kernel, limits):
     for tensor, old in zip(adam_cases.tensors(slots), adam_cases.tensors(before), strict=True):
         if tensor is not None and tensor is not slots.grad:
             assert torch.equal(tensor[outside], old[outside])
-
-
-@kernels
-@formats
-@pytest.mark.parametrize(
-    "tiles",
-    [
-        [(0, ROW), (ROW, 3 * ROW), (3 * ROW, NUM_ELEMENTS)],
-        [(0, 50), (50, ROW + 7), (ROW + 7, 4 * ROW + 18), (4 * ROW + 18, NUM_ELEMENTS)],
-    ],
-    ids=["at rows", "anywhere"],
-)
-def test_norms_are_of_all_tiles_of_a_tensor(fmt, kernel, tiles):
-    """Where tiles end at multiples of ROW even the sums are equal; elsewhere they differ in last bits only."""
-    whole, tiled = make_slots(fmt), make_slots(fmt)
-    (work,) = lamb_work(TENSORS, [(0, NUM_ELEMENTS)])
-    lamb_reference.update(kernel, fmt, whole, work, SCALARS)
-    works = lamb_work(TENSORS, tiles)
-    partials = new_partials(works[0])
-    for stage in (kernel.lamb_moments, kernel.lamb_apply):
-        for tile_work, tile in zip(works, tiles, strict=True):
-            stage(fmt, tiled.part(*tile), tile_work, SCALARS, partials)
-    assert torch.equal(tiled.exp_avg_sq, whole.exp_avg_sq)
-    found, wanted = (adam_cases.target_of(fmt, slots) for slots in (tiled, whole))
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
-    assert tiles[0] == (0, 50) or adam_cases.same_bits(tiled, whole)
 
 
 def test_no_number_of_threads_changes_a_bit():
@@ -279,3 +259,40 @@ def test_interpreted(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_on_gpu(name: str) -> None:
     CASES[name](lamb_triton, "cuda")
+
+
+# ---------------------------------------------------------------- device code: nothing adds atomically, either
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "target", "num_tensors"),
+    [
+        *(pytest.param(name, target, 0, marks=marks) for target, marks in targets_with_marks() for name in FORMATS),
+        *(("bf16-master", target, 2) for target in ("sm_70", "sm_90")),
+    ],
+)
+@pytest.mark.parametrize("stage", ["moments", "apply"])
+def test_nothing_spills_and_memory_moves_in_vectors(
+    stage: str, name: str, target: str, num_tensors: int, tmp_path: Path
+) -> None:
+    """Of one chunk, or of several tensors, each where it lies."""
+    from chunkc.kernels import lamb_triton_kernel
+
+    fmt, moments = FORMATS[name], stage == "moments"
+    (work,) = lamb_work([Span(0, ROW, 0)], [(0, ROW)])
+    if num_tensors:
+        addresses = np.arange(num_tensors)[:, None] * alignment_of(fmt)
+        work = lamb_work_of_tensors([Span(number * ROW, (number + 1) * ROW, 0) for number in range(num_tensors)])
+        work = replace(work, pointer_offsets=pointer_offsets_of(addresses, fmt))
+    arguments = (lamb_triton.moments_arguments if moments else lamb_triton.apply_arguments)(
+        fmt, make_slots(fmt, ROW), work, SCALARS, new_partials(work), GradScale(*torch.ones(3).unbind())
+    )
+    kernel = compile_offline(getattr(lamb_triton_kernel, f"lamb_{stage}_kernel"), arguments, target, tmp_path)
+    assert not any(spilled(kernel, tmp_path).values())
+    written = [FP32, FP32] if moments else [fmt.param_dtype, *([FP32] if fmt.master else [])]
+    assert fewest_accesses([FP32] * 3 + [fmt.grad_dtype] * moments, written) <= vector_accesses(kernel)
+    if target == "sm_90":
+        assert "atom" not in kernel.asm["ptx"]
+        assert "fma" not in kernel.asm["ptx"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from adam_cases import num_threads
 from interpreting import interpret, needs_gpu, needs_triton
+from offline import compile_offline, spilled, vector_accesses
 from torch import Tensor
 
 from chunkc.ir.sums import MIX, PLACE, ROW, num_rows, rows_of
@@ -185,18 +186,12 @@ def test_on_gpu() -> None:
 @needs_triton
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted")
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_device_code_reads_vectors_and_spills_nothing(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from offline import compile_offline, spilled, vector_accesses
-
-    from chunkc.kernels.elementwise_triton import launch_options
+def test_device_code_reads_vectors_and_spills_nothing(name: str, tmp_path: Path) -> None:
     from chunkc.kernels.row_sums_triton_kernel import row_sums_kernel
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     base, rows = elements(DTYPES[name]), torch.from_numpy(rows_of([(0, ROW)]))
     arguments = row_sums_triton.arguments(SQUARE, base, rows, torch.zeros(1, dtype=torch.float64))
-    kernel = compile_offline(row_sums_kernel, arguments, "sm_90", launch_options("cuda", 32))
+    kernel = compile_offline(row_sums_kernel, arguments, "sm_90", tmp_path)
     assert not any(spilled(kernel, tmp_path).values())
     assert vector_accesses(kernel)["ld16"] >= DTYPES[name].itemsize * 8 // 16
     assert "atom" not in kernel.asm["ptx"]

@@ -93,6 +93,7 @@ def train(
     return norms, results(model, optimizer)
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(("name", "dtype"), [*((name, FP32) for name in OPTIMIZERS), ("AdamW", BF16), ("SGD", FP64)])
 def test_no_gradient_at_home_is_read_and_every_budget_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
     """In 16 bits the norm is no coarser."""

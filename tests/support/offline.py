@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+
+from chunkc.kernels.elementwise_triton import BLOCK, NUM_THREADS, launch_options
 
 TARGETS: dict[str, tuple[str, int | str, int]] = {
     "sm_70": ("cuda", 70, 32),
@@ -41,13 +46,22 @@ def targets_with_marks() -> list[tuple[str, list[Any]]]:
 _WIDE = {f"v4.{kind}32" for kind in "bfu"} | {f"v2.{kind}64" for kind in "bfu"}
 
 
-def compile_offline(kernel: Any, arguments: Mapping[str, Any], target_name: str, options: Mapping[str, Any]) -> Any:
-    """Compile for a target what a launch would: types and hints are read off a launch's own arguments."""
+def compile_offline(
+    kernel: Any, arguments: Mapping[str, Any], target_name: str, folder: Path, options: Mapping[str, Any] = {}
+) -> Any:
+    """Compile for a target what a launch would: types and hints are read off a launch's own arguments.
+
+    Args:
+        folder: for Triton's cache.
+        options: in place of a launch's.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
 
+    maker, _, warp_size = TARGETS[target_name]
+    options = {**launch_options(maker, warp_size), **options}
     target = GPUTarget(*TARGETS[target_name])
     backend = make_backend(target)
     binder = create_function_from_signature(kernel.signature, kernel.params, backend)
@@ -55,7 +69,19 @@ def compile_offline(kernel: Any, arguments: Mapping[str, Any], target_name: str,
     packed = kernel._pack_args(backend, dict(options), bound, specialization, bound_options)
     parsed, signature, constexprs, attributes = packed
     source = ASTSource(kernel, signature, constexprs, attributes)
-    return triton.compile(source, target=target, options=parsed.__dict__)
+    with mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(folder / "triton")):
+        return triton.compile(source, target=target, options=parsed.__dict__)
+
+
+def fewest_accesses(read: Iterable[torch.dtype], written: Iterable[torch.dtype]) -> Counter[str]:
+    """What moves the elements of one thread in the fewest vectors."""
+    wanted: Counter[str] = Counter()
+    for kind, dtypes in (("ld", read), ("st", written)):
+        for dtype in dtypes:
+            nbytes = BLOCK // NUM_THREADS * dtype.itemsize
+            width = min(nbytes, 16)
+            wanted[f"{kind}{width}"] += nbytes // width
+    return wanted
 
 
 def vector_accesses(kernel: Any) -> Counter[str]:

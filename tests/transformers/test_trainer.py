@@ -117,6 +117,8 @@ class StopAt(TrainerCallback):
 
 
 def made(cls: Any, arguments: Any, model: nn.Module, **settings: Any) -> Any:
+    if not arguments.prediction_loss_only:
+        settings["compute_metrics"] = lambda found: {"mean": float(abs(found.predictions).mean())}
     return cls(model=model, args=arguments, train_dataset=tokens(32), eval_dataset=tokens(32)[:4], **settings)
 
 
@@ -178,6 +180,7 @@ def test_trains_evaluates_saves_and_resumes_exactly(tmp_path: Path) -> None:
         {"optim": "chunkc_sgd", "learning_rate": 0.1},
         {"optim": "adamw_torch"},
         {"backend_options": {"codegen": "inductor", "whole_graph": "never"}},
+        {"prediction_loss_only": False},
         {"load_best_model_at_end": True, "save_steps": 2, "metric_for_best_model": "eval_loss"},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -185,13 +188,17 @@ def test_trains_evaluates_saves_and_resumes_exactly(tmp_path: Path) -> None:
 def test_other_arguments(tmp_path: Path, changes: dict[str, Any]) -> None:
     common = {key: value for key, value in changes.items() if key not in ("memory_budget", "backend_options")}
     common |= {"optim": "sgd"} if common.get("optim") == "chunkc_sgd" else {}
-    # The states of PyTorch's are in no chunk, and it updates all together.
-    outside_nbytes = 3 * sum(p.nbytes for p in gpt().parameters()) if changes.get("optim") == "adamw_torch" else 0
+    outside_nbytes = 0
+    if changes.get("optim") == "adamw_torch":  # its states are in no chunk, and it updates all together
+        outside_nbytes = 3 * sum(p.nbytes for p in gpt().parameters())
+    if "prediction_loss_only" in changes:
+        outside_nbytes = 1 << 20
     plain, ours = plainly_trained(tmp_path, **common), trained(tmp_path, outside_nbytes=outside_nbytes, **changes)
     assert_moved(ours.model, changes.get("memory_budget", BUDGET))
     tolerance = 2e-2 if "bf16" in changes else 1e-3  # bf16 has 8 bits, and other orders of operations round otherwise
-    for key in ("loss", "eval_loss", "grad_norm"):
+    for key in ("loss", "eval_loss", "eval_mean", "grad_norm"):
         assert losses(ours, key) == pytest.approx(losses(plain, key), rel=tolerance)
+    assert bool(losses(ours, "eval_mean")) == ("prediction_loss_only" in changes)
 
 
 @pytest.mark.slow
