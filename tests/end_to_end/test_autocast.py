@@ -185,14 +185,6 @@ def test_eager_segments_train_what_pytorch_does(way: str) -> None:
     assert_close_losses(free, train(model, model, **how))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("way", WAYS)
-def test_every_budget_trains_the_same_bits_by_inductor(way: str) -> None:
-    kind, arguments, how = WAYS[way]
-    in_both_budgets("inductor", kind, how, **arguments)
-
-
 def test_a_region_around_the_backward_changes_nothing() -> None:
     """The backward is a graph already: what autocast would cast in eager PyTorch stays as it was captured."""
     found = []

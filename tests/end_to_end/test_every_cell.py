@@ -18,7 +18,7 @@ from harness import HUGE, array, differences, gradients, session_of, weights
 from scripts import Way, assert_close, sgd
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
+from torch.nn.utils import prune
 
 WIDTH = 64
 SMALL = 300_000
@@ -63,20 +63,6 @@ def sharpness_aware(model: nn.Sequential, call: Call, optimizer: torch.optim.Opt
     optimizer.step()
     optimizer.zero_grad()
     return [seen]
-
-
-def vector(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
-    vector_to_parameters(parameters_to_vector(model.parameters()).detach() * 0.9, model.parameters())
-    return step(model, call, optimizer)
-
-
-def merged_adapter(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
-    """As PEFT's `merge_adapter(safe_merge=True)` does it."""
-    for block in model:
-        merged = block[0].weight.data.clone()
-        merged += 0.01
-        block[0].weight.data = merged
-    return step(model, call, optimizer)
 
 
 def own_gradients(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
@@ -286,7 +272,7 @@ def converted(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer
 
 
 ACTIONS = [
-    step, sharpness_aware, vector, merged_adapter, own_gradients, flat_gradients, kept_views, replaced_in_between,
+    step, sharpness_aware, own_gradients, flat_gradients, kept_views, replaced_in_between,
     frozen_in_between, written_in_between, gradients_of_inputs, hooked, on_the_meta_device, evaluated, two_forwards,
     written, interrupted, copied, pruned, tied, converted,
 ]  # fmt: skip

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from harness import HUGE, TINY, adamw, array, differences, gradients, home_of, take_step, weights
-from ladder import rungs
 from plain_modules import FeedForward
 from torch import Tensor, nn
 
@@ -190,21 +189,6 @@ def test_what_explain_says_works_at_the_first_try_and_one_byte_less_does_not(
             assert not (allow_rnn and refused.value.covers)  # it is one graph
             del refused
         assert home_of(next(model.parameters()))[0].minimum_nbytes == minimum
-
-
-@pytest.mark.parametrize("name", rungs(("loop", "idle experts", "recurrent"), (), ("loop",)))
-def test_untraced_errors_name_more_and_more_up_to_what_explain_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And there are no more of them than graphs: at each, all that was known was named."""
-    monkeypatch.setattr(whole_step, "minimum_of_call", _untraced)
-    reports: list[chunkc.Report] = []
-    errors = refusals(lambda budget: reports.append(train(name, budget)))
-    named = [error.minimum_nbytes for error in errors]
-    assert named == sorted(set(named))
-    assert len(errors) <= NUM_GRAPHS[name]
-    assert all("compiled so far: what comes later may need more" in str(error) for error in errors)
-    modules = {module for module, _ in build(name).named_modules()}
-    assert {error.module for error in errors} <= modules
-    assert named[-1] == explained(name) == reports[0].minimum_budget_nbytes
 
 
 def test_the_command_says_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,33 +9,12 @@ import numpy as np
 import pytest
 import torch
 from harness import TINY, TRACING_NBYTES, Result, array, in_a_small_budget, train
-from torch import nn
-from zoo import BATCH, LADDER, VOCAB, Case, integers
+from zoo import LADDER, Case
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 STEPS = 3
-
-
-def experts_in_a_loop() -> nn.Module:
-    """A layer of Mixtral with sixteen experts, of which a loop calls those that eight tokens asked for."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(MixtralConfig(
-        vocab_size=VOCAB, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, num_local_experts=16, num_experts_per_tok=2, max_position_embeddings=64, use_cache=False,
-        bos_token_id=0, eos_token_id=0, experts_implementation="eager",
-    ))  # fmt: skip
-
-
-IDLE_EXPERTS = Case(
-    "idle_experts", experts_in_a_loop,
-    lambda seed: dict.fromkeys(("input_ids", "labels"), integers(seed, (BATCH, 4), VOCAB)), transformers=True,
-)  # fmt: skip
-CASES = LADDER | {IDLE_EXPERTS.name: IDLE_EXPERTS}
-
 SECOND_TIER = ("sometimes_unused", "graph_breaks")
-"""Idle experts have tests in `test_minimum_of_graphs`, too."""
 
 
 def plain_losses(case: Case) -> list[np.ndarray]:
@@ -55,10 +34,10 @@ def plain_losses(case: Case) -> list[np.ndarray]:
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=pytest.mark.second_tier if n in SECOND_TIER else pytest.mark.slow) for n in CASES],
+    [pytest.param(n, marks=pytest.mark.second_tier if n in SECOND_TIER else pytest.mark.slow) for n in LADDER],
 )
 def test_losses_are_those_of_plain_pytorch(name: str) -> None:
-    case = CASES[name]
+    case = LADDER[name]
 
     def run(budget: int) -> Result:  # a batch alone is more than the first, which asks for the smallest
         return train(case, memory_budget=budget, limit=budget > 2 * TINY, steps=STEPS, whole_graph="never")

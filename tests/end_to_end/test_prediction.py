@@ -21,9 +21,6 @@ LOW_PRECISION = ("autocast_gpt", "autocast_convnet")
 TO_THE_BYTE = tuple(name for name in LADDER if name not in (*SEVERAL_GRAPHS, "lstm"))
 IN_FLOAT32 = tuple(name for name in TO_THE_BYTE if name not in LOW_PRECISION)
 
-ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu_backward"
-ROW_SUMS_NBYTES = 32 * 4
-"""What each thread of `ATTENTION` takes for the sums of 32 rows while it works; threads need not work at one time."""
 
 CONVOLUTIONS = ("aten.convolution", "aten.convolution_backward")
 
@@ -58,19 +55,6 @@ def dropped_nbytes(forward: PhaseCurve, backward: PhaseCurve) -> int:
     dropped = forward.base_nbytes - backward.base_nbytes
     assert 0 <= dropped < 512, "only batch normalisation's step counters, 8 bytes each"
     return dropped
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", IN_FLOAT32)
-def test_peaks_to_the_byte(name: str) -> None:
-    """Two threads; only where attention's backward decides the peak, the sums of a thread may be missing from it."""
-    for curve in step_curves(LADDER[name], "eager", whole_graph="auto"):
-        fullest = max(curve.moments, key=lambda moment: moment.predicted_nbytes)
-        too_much = curve.predicted_peak_nbytes - curve.measured_peak_nbytes
-        if fullest.op in CONVOLUTIONS:
-            assert 0 <= too_much <= curve.measured_peak_nbytes, describe([fullest])
-        else:
-            assert too_much in ((0, ROW_SUMS_NBYTES) if fullest.op == ATTENTION else (0,)), describe([fullest])
 
 
 @pytest.mark.slow
