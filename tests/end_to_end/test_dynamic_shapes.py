@@ -1,7 +1,11 @@
-"""Training with shapes that change, `codegen="eager"`: captured twice, then only planned, and exact at every shape."""
+"""Training with shapes that change: captured twice, then only planned, and exact at every shape; by Inductor compiled
+once, for every shape and every budget the same bits.
+"""
 
 from __future__ import annotations
 
+import copy
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,8 +24,9 @@ import chunkc
 from chunkc import backend
 from chunkc import compile as compilation
 from chunkc.passes import codegen
+from chunkc.runtime.device import cpu_allocator
 from chunkc.session import compiled_step as graph
-from chunkc.tracing import steps
+from chunkc.tracing import build, steps
 
 STATIC_AND_SYMBOLIC = 2
 """Captures: of the first shape, and of all others once Dynamo has seen a second."""
@@ -268,3 +273,74 @@ def test_views_of_parameters_have_sizes_in_symbols(monkeypatch: pytest.MonkeyPat
             module(rows(num_rows)).backward()
         assert same_bits(model, plain)
     assert captures.calls == STATIC_AND_SYMBOLIC
+
+
+# ---------------------------------------------------------------- by Inductor
+
+WIDTH = 64
+SHAPES = [(8, 9), (7, 11), (8, 16), (3, 31), (9, 10), (7, 11)]
+"""Of more than 4096 numbers and fewer than 4096 rows: Inductor's loops for sums are others beyond."""
+
+
+def marked(shape: tuple[int, int]) -> Tensor:
+    found = torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(sum(shape)))
+    for dim in (0, 1):
+        torch._dynamo.mark_dynamic(found, dim)
+    return found
+
+
+def train(budget: int, limited: bool) -> tuple[list[Tensor], nn.Module]:
+    """Losses and gradients at every shape; inside a hard limit from the second step on, when all is compiled."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    cpu_allocator.install()
+    gc.collect()
+    foreign = cpu_allocator.current_nbytes()
+    model = Residual(2)
+    options = {"codegen": "inductor", "memory_budget": budget}
+    call = torch.compile(model, backend="chunkc", options=options)
+    found: list[Tensor] = []
+    for index, shape in enumerate(SHAPES):
+        gc.collect()
+        kept = sum(t.untyped_storage().nbytes() for t in found)
+        with cpu_allocator.hard_limit(foreign + kept + budget if limited and index else None):
+            loss = call(marked(shape))
+            loss.backward()
+            loss = loss.detach()
+        found.append(loss)
+        found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+    return found, model
+
+
+@pytest.mark.second_tier
+def test_compiled_once_and_planned_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = counted(monkeypatch, compilation, "capture_graph")
+    compilations = counted(monkeypatch, codegen, "compile_fx_inner")
+    descriptions = counted(monkeypatch, build, "generated_wrapper")
+    free, model = train(1 << 30, limited=False)
+    predicted = chunkc.report(model).predicted_peak_nbytes
+    assert captures.calls == 1
+    once = compilations.calls
+    assert once > 0
+    tight, model = train(predicted * 3 // 4, limited=True)
+    assert chunkc.report(model).predicted_peak_nbytes <= predicted * 3 // 4
+    assert captures.calls == 2
+    assert compilations.calls == 2 * once
+    assert descriptions.calls == 0, "a wrapper is read again at other sizes, not generated again"
+    assert len(free) == len(tight)
+    assert all(torch.equal(a, b) for a, b in zip(free, tight)), "the budget changes no bit"
+    torch.manual_seed(0)
+    plain = Residual(2)
+    for shape, loss in zip(SHAPES, free[:: len(free) // len(SHAPES)]):
+        torch.testing.assert_close(plain(marked(shape)).detach(), loss)
+
+
+def test_sizes_are_known_where_nobody_asserts_them() -> None:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    plain = Residual(2)
+    call = torch.compile(copy.deepcopy(plain), backend="chunkc", options={"codegen": "inductor"})
+    with torch._inductor.config.patch(size_asserts=False):
+        for shape in SHAPES[:2]:
+            torch.testing.assert_close(call(marked(shape)), plain(marked(shape)))

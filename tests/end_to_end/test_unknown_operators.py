@@ -1,4 +1,6 @@
-"""Operators that chunkc has never seen train inside the budget, and everybody who asks hears that it was a guess."""
+"""Operators that chunkc has never seen, and code of Inductor's that it cannot read, as of a PyTorch that nobody has
+checked yet, train inside the budget, and everybody who asks hears that it was a guess.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,13 @@ import pytest
 import torch
 from harness import HUGE, assert_same_training, compile_case, refuse, session_of, train
 from torch import Tensor, nn
-from zoo import Case, floats
+from zoo import CASES, Case, floats
 
 import chunkc
 from chunkc.ir.estimates import EstimatedOperator
+from chunkc.passes.memory.inductor import memory, wrapper_source
 from chunkc.passes.memory.scratch import declared
+from chunkc.torch_private import compile_cache, versions
 
 NAME = "chunkc_unknown_tests::mix"
 WIDTH, ROWS = 64, 48
@@ -195,3 +199,79 @@ def test_it_trains_inside_its_smallest_budget(name: str, codegen: str, caplog: p
         assert '"strict": True' in messages[0]
         loss = CASE.build(0)(**CASE.batch(0)).detach()
         assert abs(float(loss) - float(wide.losses[0])) < 1e-5
+
+
+# ---------------------------------------------------------------- code of Inductor's that is not read
+
+FROZEN = CASES["frozen_mlp"]
+UNREAD = "Inductor's code, which uses assert_size_stride"
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are read off wrappers by this process: those that are kept depend on names, which the tests change."""
+    monkeypatch.setattr(compile_cache, "is_on", lambda: False)
+
+
+@pytest.fixture
+def unknown_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has said anything of the functions that look at tensors."""
+    monkeypatch.setattr(memory, "CHECKS", frozenset())
+
+
+@pytest.mark.second_tier
+def test_it_trains_inside_its_smallest_budget_to_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    read = train(FROZEN, memory_budget=HUGE, codegen="inductor", limit=False, whole_graph="never")
+    monkeypatch.setattr(memory, "CHECKS", frozenset())
+    budget_nbytes = refuse(FROZEN, memory_budget=1, codegen="inductor").minimum_nbytes
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="chunkc"):
+        tight = train(FROZEN, memory_budget=budget_nbytes, codegen="inductor", whole_graph="never")  # a hard limit
+    assert_same_training(tight, read)
+    assert tight.measured_peak_nbytes <= budget_nbytes
+    warnings = {record.getMessage() for record in caplog.records if UNREAD in record.getMessage()}
+    assert warnings
+    assert all("all values of its graph at once" in text and '"codegen": "eager"' in text for text in warnings)
+
+
+@pytest.mark.second_tier
+@pytest.mark.usefixtures("unknown_checks")
+def test_strict_refuses_and_the_report_and_the_explanation_list_it() -> None:
+    model, compiled = compile_case(FROZEN, memory_budget=HUGE, codegen="inductor")
+    compiled(**FROZEN.batch(0)).backward()
+    explained = chunkc.explain(model, **FROZEN.batch(0), codegen="inductor")
+    for estimates in (chunkc.report(compiled).estimates, explained.estimates):
+        assert estimates
+        assert all(estimate.operator.startswith(UNREAD) for estimate in estimates)
+    _, strict = compile_case(FROZEN, memory_budget=HUGE, codegen="inductor", strict=True)
+    with pytest.raises(chunkc.UnsupportedError, match=r'assert_size_stride.*strict=True refuses.*"codegen": "eager"'):
+        strict(**FROZEN.batch(0))
+
+
+def test_steps_of_inductor_that_changed_are_no_error_on_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def changed(*args: object) -> None:
+        raise TypeError("lower() got an unexpected keyword argument")
+
+    monkeypatch.setattr(wrapper_source, "generate_wrapper", changed)
+    monkeypatch.setattr(wrapper_source, "newer_than_checked", lambda: None)
+    model = FROZEN.build(0)
+    with pytest.raises(chunkc.UnsupportedError, match=r"TypeError: lower\(\)"):
+        chunkc.explain(model, **FROZEN.batch(0), codegen="inductor")
+    monkeypatch.setattr(wrapper_source, "newer_than_checked", lambda: versions.newer_than_checked("2.99.0"))
+    explained = chunkc.explain(model, **FROZEN.batch(0), codegen="inductor")
+    assert {e.operator for e in explained.estimates} == {"Inductor's code, which has no function `call`"}
+
+
+def test_a_newer_version_gets_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(versions, "newer_than_checked", lambda: "newer")
+    versions.warn_if_newer.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="chunkc"):
+            for _ in range(2):
+                _, compiled = compile_case(FROZEN, memory_budget=HUGE, codegen="eager")
+                assert torch.isfinite(compiled(**FROZEN.batch(0)))
+    finally:
+        versions.warn_if_newer.cache_clear()
+    assert [record.getMessage() for record in caplog.records] == ["newer"]

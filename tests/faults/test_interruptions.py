@@ -1,83 +1,25 @@
-"""NaN, exceptions and Ctrl-C in the middle of a step do what they do in PyTorch."""
+"""NaN, exceptions and Ctrl-C in the middle of a step do what they do in PyTorch; nothing hangs, and training goes on.
+
+Updates under way end by themselves. What was interrupted may be done again, with the same bits as if nothing had
+happened; or a clear error says what comes first.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from harness import HUGE, adamw, compile_case, differences, gradients, weights
-from plain_modules import ByteGPT
-from scripts import CASE, compile_small, small_budget, train_steps
-from torch import Tensor
-from zoo import Case, byte_batch
+from harness import HUGE, adamw, array, compile_case, differences, weights
+from overlap_cases import Late, Subject
+from scripts import CASE, compile_small, train_steps
+from store_cases import ctrl_c_in_a_wait
 
-
-class Interrupt(torch.autograd.Function):
-    """The identity; Ctrl-C comes in the direction named by `when`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, when: str) -> Tensor:
-        ctx.when = when
-        if when == "forward":
-            raise KeyboardInterrupt
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.when == "backward":
-            raise KeyboardInterrupt
-        return grad, None
-
-
-class Interrupted(ByteGPT):
-    """Two compiled graphs with an interruption between them."""
-
-    when = "never"
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        hidden = self.blocks[0](self.embed(x))
-        hidden = self.interrupt(hidden)
-        return self.score(self.blocks[2](self.blocks[1](hidden)), y)
-
-    @torch._dynamo.disable
-    def interrupt(self, hidden: Tensor) -> Tensor:
-        return Interrupt.apply(hidden, self.when)
-
-
-INTERRUPTED = Case("interrupted", Interrupted, byte_batch, num_graphs=2)
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize(
-    ("when", "home"),
-    [
-        ("forward", "disk"),
-        ("backward", "cpu"),
-        *(pytest.param(*other, marks=pytest.mark.slow) for other in (("forward", "cpu"), ("backward", "disk"))),
-    ],
-)
-def test_control_c_between_graphs(when: str, home: str) -> None:
-    model, compiled = compile_case(INTERRUPTED, memory_budget=2 * small_budget(home), home=home, whole_graph="never")
-    optimizer = adamw(model.parameters())
-    losses = train_steps(compiled, optimizer, range(1))
-    before = weights(model)
-    model.when = when
-    with pytest.raises(KeyboardInterrupt):
-        compiled(**CASE.batch(9)).backward()
-    model.when = "never"
-    assert not differences(weights(model), before)
-    assert all(np.isfinite(gradient).all() for gradient in gradients(model).values())
-    optimizer.zero_grad()
-    losses += train_steps(compiled, optimizer, range(1, 3))
-
-    model, compiled = compile_case(INTERRUPTED, memory_budget=HUGE, whole_graph="never")
-    expected = train_steps(compiled, adamw(model.parameters()), range(3))
-    assert not differences(losses, expected)
+import chunkc
 
 
 def _interrupt_after(num_calls: int, submit: Callable) -> Callable:
@@ -117,3 +59,134 @@ def test_control_c_while_copying(num_calls: int, home: str, monkeypatch: pytest.
     expected = train_steps(compiled, adamw(model.parameters()), range(3))
     assert not differences(losses, expected)
     assert not any(math.isnan(float(loss)) for loss in losses)
+
+
+# ---------------------------------------------------------------- waits for updates at home
+
+pytestmark = pytest.mark.timeout(120)
+
+LATE_S = 0.1
+
+
+class InterruptedSteps(Subject):
+    """A model with one step behind it; from then on copies and updates are late when they are told to be."""
+
+    def __init__(self, overlap: str) -> None:
+        self.copies, self.updates = Late(), Late()
+        super().__init__(overlap, self.copies, self.updates)
+        self.train(range(1), reading=False)
+        self.optimizer.synchronize()
+
+    def ends(self) -> list[Any]:
+        """What is there after two more steps, in which nothing is late."""
+        self.copies.fixed_s = self.updates.fixed_s = 0.0
+        self.step(5)
+        self.step(6)
+        return self.state()
+
+
+@functools.cache
+def expected(num_updates: int = 1) -> list[Any]:
+    """Nothing overlaps and nobody interrupts; the first step is made so many times on its gradient."""
+    made = InterruptedSteps("none")
+    made.backward(1)
+    for _ in range(num_updates):
+        made.optimizer.step()
+    made.optimizer.zero_grad()
+    return made.ends()
+
+
+WAITS: dict[str, Callable[[InterruptedSteps], Any]] = {
+    "forward": lambda made: made.compiled(**made.case.batch(5)),
+    "without gradients": torch.no_grad()(lambda made: made.compiled(**made.case.batch(5))),
+    "synchronize": lambda made: made.optimizer.synchronize(),
+    "chunkc.synchronize": lambda made: chunkc.synchronize(made.model),
+    "state_dict": lambda made: made.optimizer.state_dict(),
+}
+
+
+@pytest.mark.second_tier
+@pytest.mark.parametrize("overlap", ["forward", "both"])
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_wait_behind_a_step_is_interrupted(wait: str, overlap: str) -> None:
+    made = InterruptedSteps(overlap)
+    if wait == "without gradients":
+        WAITS[wait](made)  # its code is compiled now: that may take longer than all updates
+    made.updates.fixed_s = LATE_S
+    made.step(1)
+    with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait() as where:
+        WAITS[wait](made)
+    assert where
+    assert made.store.slots.present == frozenset()
+    assert not differences(made.ends(), expected())
+
+
+@pytest.mark.parametrize(
+    ("overlap", "num_before", "wait"), [("backward", 0, "wait_after_step"), ("forward", 1, "_prepare")]
+)
+def test_a_wait_of_a_step_is_interrupted(overlap: str, num_before: int, wait: str) -> None:
+    """At its end, when all of it has begun; or for the step before, when nothing of it has: then it is made again."""
+    made = InterruptedSteps(overlap)
+    made.updates.fixed_s = LATE_S
+    made.backward(1)
+    for _ in range(num_before):
+        made.optimizer.step()
+    with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait() as where:
+        made.optimizer.step()
+    assert wait in where
+    for _ in range(num_before):
+        made.optimizer.step()
+    made.optimizer.zero_grad()
+    assert not differences(made.ends(), expected(1 + num_before))
+
+
+@pytest.mark.parametrize("overlap", ["backward", "both"])
+def test_a_backward_is_interrupted_whose_updates_have_begun(overlap: str) -> None:
+    """A forward is refused until a step has taken in what began; from then on all is as ever."""
+    made = InterruptedSteps(overlap)
+    loss = made.compiled(**made.case.batch(1))
+    made.updates.fixed_s = made.copies.fixed_s = LATE_S
+    with pytest.raises(KeyboardInterrupt), ctrl_c_in_a_wait(when=lambda: made.num_under_way > 0) as where:
+        loss.backward()
+    assert where
+    assert 0 < made.num_under_way < 4
+    del loss
+    made.copies.fixed_s = 0.0
+    with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
+        made.compiled(**made.case.batch(5))
+    made.optimizer.step()
+    made.optimizer.zero_grad()
+    before = [array(p) for p in made.model.parameters()] if overlap == "backward" else []
+    found = made.ends()
+    assert all(torch.isfinite(torch.as_tensor(value)).all() for value in found)
+    assert not before or differences(found[: len(before)], before)
+    assert made.num_under_way == 0
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_backward_is_interrupted_as_an_update_begins(begun: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right before or right behind the beginning: the group is updated once, in the backward or in the step."""
+    made = InterruptedSteps("backward")
+    begin, updates = made.store.updates.begin, made.store.updates
+    weight = made.weight_of(3)
+
+    def interrupted(group: int, update: Any) -> None:
+        if begun:
+            begin(group, update)
+        raise KeyboardInterrupt
+
+    loss = made.compiled(**made.case.batch(1))
+    before = int(made.optimizer.state[weight]["step"])
+    monkeypatch.setattr(updates, "begin", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        loss.backward()
+    monkeypatch.undo()
+    assert made.num_under_way == begun
+    with pytest.raises(chunkc.UnsupportedError, match=r"call optimizer.step\(\) after each backward"):
+        made.compiled(**made.case.batch(5))
+    old = array(weight)
+    made.optimizer.step()
+    assert int(made.optimizer.state[weight]["step"]) == before + 1
+    assert begun or differences(array(weight), old)
+    made.optimizer.zero_grad()
+    assert all(torch.isfinite(torch.as_tensor(value)).all() for value in made.ends())

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from program_cases import phase_program, segment_call
 from torch import fx, nn
 
 from chunkc.ir import chunk_ops
@@ -15,7 +16,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import ParamSpec
 from chunkc.ir.links import TO_DEVICE, TO_HOME, host_links
 from chunkc.ir.plan import EVICT, WRITE_BACK, Plan
-from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
+from chunkc.ir.program import MemoryStep, PhaseProgram, SegmentMemory
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.memory.profile import positions
@@ -46,16 +47,14 @@ MODULES = {name: nn.Identity() for name in MEMORIES}
 
 def forward_program() -> PhaseProgram:
     calls = tuple(
-        SegmentCall(
+        segment_call(
             f"forward.{i}",
+            f"x{i} w{i}",
+            f"x{i + 1}",
+            f"forward.{i}:0",
             "layer",
-            (f"x{i}", f"w{i}"),
-            (f"x{i + 1}",),
-            (f"forward.{i}:0",),
-            ((1, f"h.{i}.w"),),
-            (),
-            "h",
-            1.0,
+            parameters=((1, f"h.{i}.w"),),
+            module="h",
         )
         for i in range(NUM_LAYERS)
     )
@@ -64,24 +63,17 @@ def forward_program() -> PhaseProgram:
     storages |= {f"forward.{i}:0": 100 for i in range(NUM_LAYERS)}
     outputs = tuple(f"x{i}" for i in reversed(range(NUM_LAYERS + 1)))
     names = {f"w{i}": f"h.{i}.w" for i in range(NUM_LAYERS)}
-    return PhaseProgram("forward", inputs, storages, frozenset(inputs.values()), names, calls, outputs, 1)
+    return phase_program("forward", inputs, storages, calls, outputs, parameters=names)
 
 
 def backward_program() -> PhaseProgram:
     calls = tuple(
-        SegmentCall(
-            f"backward.{NUM_LAYERS - 1 - i}",
-            "layer_backward",
-            (f"g{i + 1}", f"x{i}", f"w{i}"),
-            (f"dw{i}", f"g{i}"),
-            (f"backward.{NUM_LAYERS - 1 - i}:0", f"backward.{NUM_LAYERS - 1 - i}:1"),
-            ((2, f"h.{i}.w"),),
-            ((f"dw{i}", f"h.{i}.w"),),
-            "h",
-            1.0,
+        segment_call(
+            f"backward.{at}", f"g{i + 1} x{i} w{i}", f"dw{i} g{i}", f"backward.{at}:0 backward.{at}:1",
+            "layer_backward", parameters=((2, f"h.{i}.w"),), gradients=((f"dw{i}", f"h.{i}.w"),), module="h",
         )
-        for i in reversed(range(NUM_LAYERS))
-    )
+        for at, i in enumerate(reversed(range(NUM_LAYERS)))
+    )  # fmt: skip
     layers = range(NUM_LAYERS)
     inputs = {f"x{i}": f"forward.{i - 1}:0" if i else "in:x0" for i in layers}
     inputs |= {f"w{i}": f"in:w{i}" for i in layers} | {f"g{NUM_LAYERS}": "in:g"}

@@ -1,4 +1,6 @@
-"""Names as the user knows them, of graphs that are compiled wherever in the model Dynamo breaks it."""
+"""Names as the user knows them, of graphs that are compiled wherever in the model Dynamo breaks it; and what the stack
+tells of a graph's caller, while the backend is asked to compile it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +15,7 @@ import chunkc
 from chunkc.ir.errors import BudgetError
 from chunkc.passes.graphs.graphs import is_compute, module_path
 from chunkc.session.session import owner
+from chunkc.tracing.caller import called_modules, runs_inside_the_compiled_call
 from chunkc.tracing.names import GraphNames, UserNames
 
 
@@ -28,14 +31,16 @@ class Block(nn.Module):
 class Looped(nn.Module):
     """One graph for all blocks, which are alike, and one for `score`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, breaks: bool = True) -> None:
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(8, 8)
+        self.breaks = breaks
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
-            torch._dynamo.graph_break()
+            if self.breaks:
+                torch._dynamo.graph_break()
         return self.score(x)
 
     def score(self, x: Tensor) -> Tensor:
@@ -176,3 +181,58 @@ def test_tied_parameters_do_not_mislead() -> None:
     ((names, modules),) = found
     assert set(names) == {"tokens.weight", "head.bias"}
     assert modules == {"", "head"}
+
+
+# ---------------------------------------------------------------- the caller
+
+
+def seen(call: Any, breaks: bool) -> list[tuple[bool, list[str]]]:
+    """Per graph: whether it runs inside the compiled call, and the classes that are called, the innermost first."""
+    found: list[tuple[bool, list[str]]] = []
+
+    def backend(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        found.append((runs_inside_the_compiled_call(), [type(module).__name__ for module in called_modules()]))
+        return gm.forward
+
+    torch._dynamo.reset()
+    call(Looped(breaks=breaks), backend)(torch.ones(2, 8))
+    return found
+
+
+def in_its_place(model: nn.Module, backend: Any) -> nn.Module:
+    model.compile(backend=backend)
+    return model
+
+
+def wrapped(model: nn.Module, backend: Any) -> Any:
+    return torch.compile(model, backend=backend)
+
+
+def held(model: nn.Module, backend: Any) -> Any:
+    return nn.Sequential(torch.compile(model, backend=backend))
+
+
+def of_a_function(model: nn.Module, backend: Any) -> Any:
+    return torch.compile(lambda x: model(x), backend=backend)
+
+
+@pytest.mark.parametrize("call", [in_its_place, wrapped, held, of_a_function])
+def test_a_graph_of_all_that_is_compiled(call: Any) -> None:
+    ((inside, modules),) = seen(call, breaks=False)
+    assert not inside
+    assert modules[-1:] == {held: ["Sequential"], wrapped: ["OptimizedModule"], of_a_function: []}.get(call, ["Looped"])
+
+
+@pytest.mark.parametrize("call", [in_its_place, wrapped, held, of_a_function])
+def test_graphs_inside_it(call: Any) -> None:
+    """One for all blocks, which are alike, and one for the method."""
+    part, last = seen(call, breaks=True)
+    assert part[0]
+    assert part[1][:2] == ["Block", "Looped"]
+    assert last[0]
+    assert last[1][0] == "Looped"
+
+
+def test_without_a_caller() -> None:
+    assert not runs_inside_the_compiled_call()
+    assert list(called_modules()) == []

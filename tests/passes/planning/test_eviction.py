@@ -1,5 +1,6 @@
 """Schedules replayed event by event: what is checked is what must hold, never where a copy happens to be. Who leaves
-where room is short: the same items as by looking at every one at every call, but in a moment.
+where room is short: the same items as by looking at every one at every call, but in a moment. Both ways of a link are
+busy at once, and the plan's own clock is the simulator's.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from hypothesis import strategies as st
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item
-from chunkc.ir.layout import Chunk
+from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.ir.links import FROM_DISK, ROUTES, TO_DEVICE, TO_DISK, TO_HOME, LinkSpec, host_links
-from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Position
-from chunkc.passes.planning.eviction import residency, schedule
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan, Position
+from chunkc.ir.program import BACKWARD
+from chunkc.ir.simulate import simulate, step_time
+from chunkc.passes.planning.copy_scheduling import TooSlow
+from chunkc.passes.planning.eviction import Schedule, residency, schedule
 
 Stops = Sequence[Sequence[Event]]
 
@@ -199,10 +203,10 @@ CHUNKS = "abcdef"
 
 
 @st.composite
-def instances(draw, uniform: bool = False, chunks: str = CHUNKS, max_calls: int = 14):
+def instances(draw, uniform: bool = False, in_ram: bool = False, chunks: Sequence[Any] = CHUNKS, max_calls: int = 14):
     """Items of one size on one link; or of several, in RAM or on a disk, on links with rates and latencies."""
     sizes = {c: 1 if uniform else draw(st.integers(1, 9)) for c in chunks}
-    on_disk = st.just(False) if uniform else st.booleans()
+    on_disk = st.just(False) if uniform or in_ram else st.booleans()
     items = {c: Item(n, *(Copy(link) for link in WAYS[draw(on_disk)])) for c, n in sizes.items()}
     pick = st.frozensets(st.sampled_from(chunks), max_size=2)
     num_calls = draw(st.integers(1, max_calls))
@@ -223,7 +227,7 @@ def instances(draw, uniform: bool = False, chunks: str = CHUNKS, max_calls: int 
     capacity = [required_nbytes(p, sizes) + draw(spare) for p in positions]
     barriers = sorted({0, *draw(st.sets(st.integers(1, num_calls), max_size=2))})
     rate = st.sampled_from([1e-9, 0.2, 1.0, 3.0, 1e9])
-    latency = st.just(0.0) if uniform else st.sampled_from([0.0, 0.5, 2.0])
+    latency = st.just(0.0) if uniform or in_ram else st.sampled_from([0.0, 0.5, 2.0])
     links = tuple(LinkSpec(name, draw(rate), draw(latency)) for name in ROUTES)
     return positions, items, capacity, Hardware(1.0, 1.0, links), barriers
 
@@ -379,3 +383,67 @@ def test_time_grows_with_the_calls_not_with_their_square() -> None:
         return time.process_time() - begin
 
     assert seconds(20_000) < 2
+
+
+# ---------------------------------------------------------------- copies against the clock
+
+
+def simulated_s(found: Schedule, positions: list[Position], hardware: Hardware) -> float:
+    moments = tuple(
+        Moment(
+            name=str(at), phase=BACKWARD, op="", module="", parameter_nbytes=0, gradient_nbytes=0, state_nbytes=0,
+            other_nbytes=0, non_model_nbytes=0, slot_nbytes=nbytes,
+        )
+        for at, nbytes in enumerate(found.occupancy)
+    )  # fmt: skip
+    costs = {str(at): one.cost_s for at, one in enumerate(positions)}
+    return step_time(simulate([PhasePlan(BACKWARD, found.stops(), moments)], costs, hardware)).total
+
+
+def test_what_leaves_does_not_hold_up_what_computes() -> None:
+    """Each call changes a chunk of its own, whose copies take as long as the call, and there is room for three: one
+    that comes, one that is changed, one that leaves. Only the first load and the last write-back are waited for."""
+    found = schedule(
+        [call("", name) for name in "abcdefgh"], items_of(dict.fromkeys("abcdefgh", 1)), [3] * 8, ONE_PER_CALL
+    )
+    assert found.seconds == pytest.approx(1 + 8 + 1)
+
+
+def test_a_chunk_that_is_needed_soon_does_not_wait_for_write_backs_that_leave_it_room() -> None:
+    """Four chunks are changed by quick calls, and a slow link takes them away while a long call computes."""
+    positions = [*(call("", name, 0.0) for name in "abcd"), call(cost_s=9.0), call("e")]
+    found = schedule(positions, items_of(dict.fromkeys("abcde", 1)), [5] * 6, Hardware(1.0, 1.0, host_links(1e9, 1.0)))
+    assert found.seconds == pytest.approx(10)
+
+
+def test_what_only_takes_its_room_takes_it_when_it_is_needed() -> None:
+    """As the slot of a gradient that all ranks add up: the parameter behind it in the queue is loaded ahead alone."""
+    items = items_of({"a": 1, "b": 1}) | {"g": Item(10, Copy(TO_DEVICE, 0), Copy(TO_HOME))}
+    found = schedule([call("a"), call("b", "g")], items, [100] * 2, Hardware(1.0, 1.0, host_links(1.0, 1e9)))
+    assert found.occupancy == (2, 11)
+    assert found.seconds == pytest.approx(1 + 2)
+
+
+@settings(deadline=None, max_examples=300)
+@given(instances(in_ram=True, chunks=[Chunk(kind, group) for kind in (PARAM, GRAD) for group in range(4)]))
+def test_the_clock_is_the_simulators(instance) -> None:
+    positions, _, _, hardware, _ = instance
+    found = schedule(*instance)
+    assert found.seconds == pytest.approx(simulated_s(found, positions, hardware))
+
+
+@settings(deadline=None, max_examples=100)
+@given(instances(in_ram=True), st.sampled_from([0.5, 0.999, 1.001, 2.0]))
+def test_only_calls_that_take_too_long_are_given_up(instance, part: float) -> None:
+    expected = schedule(*instance)
+    try:
+        found = schedule(*instance, most_s=expected.seconds * part)
+    except TooSlow:
+        assert part < 1
+    else:
+        assert (found.seconds, found.stops()) == (expected.seconds, expected.stops())
+
+
+def test_arithmetic_that_takes_too_long_is_not_begun() -> None:
+    with pytest.raises(TooSlow):
+        schedule([call(), call()], {}, [0, 0], ONE_PER_CALL, most_s=1.5)

@@ -1,4 +1,6 @@
-"""Storages that a forward drops and its backward makes again: every call gets the values it always got."""
+"""Storages that a forward drops and its backward makes again: every call gets the values it always got. Which saved
+storages may go home, and which do.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from program_cases import phase_program, segment_call
 from torch import fx
 
+from chunkc.ir.plan import Position
 from chunkc.ir.program import RECOMPUTE, MemoryStep, PhaseProgram, SegmentCall, SegmentMemory
 from chunkc.passes.memory.profile import last_holds, positions
-from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, with_offloaded
+from chunkc.passes.planning.offload import SMALL_NBYTES, Saved, candidates, choose, with_offloaded
 from chunkc.passes.planning.recompute import Recomputable, may_recompute, with_recompute
 from chunkc.passes.planning.recompute_search import (
     RecomputeRegions,
@@ -49,69 +53,39 @@ def random_programs(seed: int) -> tuple[PhaseProgram, PhaseProgram, frozenset[st
             outputs.append(value)
             made.append(storage)
         calls.append(
-            SegmentCall(
+            segment_call(
                 f"forward.{at}",
+                read,
+                outputs,
+                made,
                 f"s{rng.randrange(4)}",
-                tuple(read),
-                tuple(outputs),
-                tuple(made),
-                tuple((place, "m.w") for place, value in enumerate(read) if value == "w"),
-                (),
-                "m",
-                1.0,
-            )
+                parameters=tuple((place, "m.w") for place, value in enumerate(read) if value == "w"),
+            )  # fmt: skip
         )
         storage_of.update(zip(outputs, made))
     values = [value for call in calls for value in call.outputs]
     calls = [without_some_results(call, rng) if rng.random() < 0.6 else call for call in calls]
     user, saved = values[-1], [v for v in [*values, "x", "w"] if rng.random() < 0.7]
     held = frozenset(inputs.values())
-    forward = PhaseProgram(
-        "forward",
-        inputs,
-        storages,
-        held,
-        {"w": "m.w"},
-        tuple(calls),
-        (user, *saved),
-        1,
+    forward = phase_program(
+        "forward", inputs, storages, calls, (user, *saved), parameters={"w": "m.w"}, changing=frozenset({"b"}),
         plain=frozenset(v for v in values if rng.random() < 0.95),
-        changing=frozenset({"b"}),
-    )
+    )  # fmt: skip
     taken = {f"s_{value}": value for value in saved}
     behind = {name: storage_of[value] for name, value in taken.items()} | {"t": "in:t"}
     names, backward_calls = [*(name for name in taken if name != "s_w"), "t"], []
     for at in range(rng.randint(1, 6)):
         read = rng.choices([*names[-8:], "t"], k=4)
-        backward_calls.append(
-            SegmentCall(
-                f"backward.{at}",
-                "back",
-                tuple(dict.fromkeys(read)),
-                (f"g{at}",),
-                (f"backward.{at}:0",),
-                (),
-                (),
-                "m",
-                1.0,
-            )
-        )
+        backward_calls.append(segment_call(f"backward.{at}", dict.fromkeys(read), f"g{at}", f"backward.{at}:0", "back"))
         names.append(f"g{at}")
     back_storages = {s: storages.get(s, BIG) for s in {*behind.values(), *held, storage_of[user]}} | {
         f"backward.{i}:0": BIG for i in range(6)
     }
     parameters = {"s_w": "m.w"} if "s_w" in taken else {}
-    backward = PhaseProgram(
-        "backward",
-        behind,
-        back_storages,
-        held | {storage_of[user], "in:t"},
-        parameters,
-        tuple(backward_calls),
-        (f"g{len(backward_calls) - 1}",),
-        1,
-        saved_as=taken,
-    )
+    backward = phase_program(
+        "backward", behind, back_storages, backward_calls, (f"g{len(backward_calls) - 1}",),
+        held=held | {storage_of[user], "in:t"}, parameters=parameters, saved_as=taken,
+    )  # fmt: skip
     return forward, backward, frozenset({"s0"})
 
 
@@ -267,10 +241,7 @@ def layers(count: int, *, table: bool = False) -> Recomputable:
     storages = (
         {"in:x0": BIG, "T": BIG} | {f"X{i + 1}": BIG for i in range(count)} | {f"S{i}": 9 * BIG for i in range(count)}
     )
-    calls = tuple(
-        SegmentCall(f"forward.{i}", "s", (f"x{i}",), (f"x{i + 1}", f"s{i}"), (f"X{i + 1}", f"S{i}"), (), (), "m", 1.0)
-        for i in range(count)
-    )
+    calls = tuple(segment_call(f"forward.{i}", f"x{i}", f"x{i + 1} s{i}", f"X{i + 1} S{i}", "s") for i in range(count))
     saved = tuple(f"s{i}" for i in range(count))
     if table:
         outputs, made = (*calls[0].outputs, "t"), (*calls[0].output_storages, "T")
@@ -278,31 +249,15 @@ def layers(count: int, *, table: bool = False) -> Recomputable:
         saved = (*saved, "t")
     read = ("t",) if table else ()
     behind = tuple(
-        SegmentCall(f"backward.{i}", "b", (f"s{count - 1 - i}", *read), (f"g{i}",), (f"G{i}",), (), (), "m", 1.0)
-        for i in range(count)
+        segment_call(f"backward.{i}", (f"s{count - 1 - i}", *read), f"g{i}", f"G{i}", "b") for i in range(count)
     )
-    forward = PhaseProgram(
-        "forward",
-        {"x0": "in:x0"},
-        storages,
-        frozenset({"in:x0"}),
-        {},
-        calls,
-        (f"x{count}", *saved),
-        1,
-        plain=frozenset(saved),
-    )
-    backward = PhaseProgram(
-        "backward",
-        {value: value.upper() for value in saved},
-        {value.upper(): storages[value.upper()] for value in saved} | {f"G{i}": BIG for i in range(count)},
-        frozenset({f"X{count}"}),
-        {},
-        behind,
-        (f"g{count - 1}",),
-        1,
+    forward = phase_program("forward", {"x0": "in:x0"}, storages, calls, (f"x{count}", *saved), plain=frozenset(saved))
+    inputs = {value: value.upper() for value in saved}
+    behind_storages = {storage: storages[storage] for storage in inputs.values()} | {f"G{i}": BIG for i in range(count)}
+    backward = phase_program(
+        "backward", inputs, behind_storages, behind, (f"g{count - 1}",), held={f"X{count}"},
         saved_as={name: name for name in saved},
-    )
+    )  # fmt: skip
     return Recomputable(forward, backward, frozenset())
 
 
@@ -370,3 +325,93 @@ def test_what_draws_random_numbers_or_changes_its_input_runs_once() -> None:
     assert may_recompute(segment((attention, None, None)))
     assert may_recompute(segment((attention, None, None, 0.0)))
     assert not may_recompute(segment((attention, None, None, 0.1)))
+
+
+# ---------------------------------------------------------------- storages that go home
+
+BIG = SMALL_NBYTES
+
+
+def programs() -> tuple[PhaseProgram, PhaseProgram]:
+    """a is large, v a view of it; b is the user's; c is small; d is a view of the input; e is odd; f is not read."""
+    forward = phase_program(
+        "forward",
+        {"x": "in:x"},
+        {"in:x": BIG, "A": BIG, "B": BIG, "C": SMALL_NBYTES - 1, "E": BIG, "F": BIG},
+        (
+            segment_call("forward.0", "x", "a b", "A B"),
+            segment_call("forward.1", "a", "v c", "A C"),
+            segment_call("forward.2", "v", "e f d", "E F in:x"),
+        ),
+        "babvcdef",
+        plain=frozenset("abvcdf"),
+    )
+    backward = phase_program(
+        "backward",
+        {"a": "A", "b": "B", "v": "A", "c": "C", "d": "in:x", "e": "E", "f": "F", "t": "in:t"},
+        {"A": BIG, "B": BIG, "C": SMALL_NBYTES - 1, "E": BIG, "F": BIG, "in:x": BIG, "in:t": 4},
+        (
+            segment_call("backward.0", "t b c e", "g", "backward.0:0"),
+            segment_call("backward.1", "g v", "h", "backward.1:0"),
+        ),
+        "h",
+        held={"in:x", "B"},
+    )
+    return forward, backward
+
+
+def test_only_large_storages_that_nobody_else_holds_may_leave() -> None:
+    assert candidates(*programs()) == (Saved("A", BIG, 2, 1),)
+    assert candidates(programs()[0], None) == ()
+
+
+def test_what_the_user_gets_stays_whether_or_not_the_backward_counts_it_as_held() -> None:
+    forward, backward = programs()
+    assert candidates(forward, replace(backward, held=frozenset({"in:x"}))) == (Saved("A", BIG, 2, 1),)
+
+
+def test_all_values_of_a_storage_leave_together() -> None:
+    forward, backward = (with_offloaded(program, {"A"}) for program in programs())
+    assert forward.outputs == ("b", None, "b", None, "c", "d", "e", "f")
+    assert forward.copied == {"A": ("a", "v")}
+    assert forward.stand_ins == {1: ("A", 0), 3: ("A", 1)}
+    assert last_holds(forward)["A"] == 2
+    assert backward.copied == {"A": ("a", "v")}
+    assert backward.outputs == ("h",)
+
+
+def _line(needs: list[int], phase: str) -> list[Position]:
+    return [Position(f"{phase}.{i}", phase, n, "", "", frozenset(), frozenset(), 1.0) for i, n in enumerate(needs)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_more_leaves_than_is_needed(seed: int) -> None:
+    """All calls have room, where they can; and none that leaves could stay."""
+    rng, num = random.Random(seed), 6
+    saved = [Saved(f"s{i}", rng.randint(1, 9), rng.randrange(num), rng.randrange(num)) for i in range(8)]
+    made = {one.storage: rng.randint(0, one.last) for one in saved}
+    freed = {one.storage: rng.randint(one.first, num - 1) for one in saved}
+
+    def needs(away: frozenset[str]) -> list[int]:
+        """Each call holds what it uses, and what is kept before and after that."""
+        found = [5] * (2 * num)
+        for one in saved:
+            held = range(made[one.storage], num + freed[one.storage] + 1)
+            for at in held:
+                if one.storage not in away or at <= one.last or at >= num + one.first:
+                    found[at] += one.nbytes
+        return found
+
+    most, least = max(needs(frozenset())), max(needs(frozenset(one.storage for one in saved)))
+    forward, backward = _line(needs(frozenset())[:num], "forward"), _line(needs(frozenset())[num:], "backward")
+    assert least < most
+    for room in range(least, most + 1):
+        away = choose(saved, forward, backward, [room] * (2 * num))
+        assert max(needs(away)) <= room
+        assert all(max(needs(away - {name})) > room for name in away)
+    assert choose(saved, forward, backward, [most] * (2 * num)) == frozenset()
+    far = Saved("far", 50, 0, num - 1)
+    near = replace(far, storage="near", last=num - 1, first=0)
+    assert choose([near, far], _line([60] * num, "f"), _line([60] * num, "b"), [60] + [20] * (2 * num - 2) + [60]) == {
+        "far"
+    }

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from program_cases import phase_program, segment_call
 from torch import fx, nn
 from verify_cases import LAYOUT, MODULES, NUM_LAYERS, backward_program, case, plan_step
 
@@ -26,35 +27,13 @@ def events(*pairs: tuple[str, str]) -> tuple[Event, ...]:
     return tuple(Event(kind, chunk, 4) for kind, chunk in pairs)
 
 
-def call(name: str, inputs: str, outputs: str, storages: str, parameters=(), gradients=()) -> SegmentCall:
-    return SegmentCall(
-        name,
-        "segment0",
-        tuple(inputs.split()),
-        tuple(outputs.split()),
-        tuple(storages.split()),
-        parameters,
-        gradients,
-        "",
-        0.0,
-    )
-
-
 def program(*calls: SegmentCall, outputs: tuple[str | None, ...] = (), **inputs: tuple[str, int]) -> PhaseProgram:
-    storages = dict(inputs.values()) | {
-        s: 4 for c in calls for s in c.output_storages if s not in dict(inputs.values())
-    }
-    return PhaseProgram(
-        "backward",
-        {value: storage for value, (storage, _) in inputs.items()},
-        storages,
-        frozenset({"X"}),
-        {"w_in": "w", "v_in": "v"},
-        calls,
-        outputs,
-        len(outputs),
-        fitting=frozenset(value for one in calls for value, _ in one.gradients),
-    )
+    of_inputs = {value: storage for value, (storage, _) in inputs.items()}
+    storages = {s: 4 for c in calls for s in c.output_storages} | dict(inputs.values())
+    return phase_program(
+        "backward", of_inputs, storages, calls, outputs, held={"X"}, parameters={"w_in": "w", "v_in": "v"},
+        num_user_outputs=len(outputs), fitting=frozenset(value for one in calls for value, _ in one.gradients),
+    )  # fmt: skip
 
 
 def rewritten(subject: PhaseProgram, *stops: tuple[Event, ...], resident: frozenset[int] = frozenset()) -> fx.Graph:
@@ -77,7 +56,7 @@ def lines(graph: fx.Graph) -> list[str]:
 
 
 ONE_CALL = program(
-    call("backward.0", "x w_in", "a", "backward.0:0", parameters=((1, "w"),)),
+    segment_call("backward.0", "x w_in", "a", "backward.0:0", parameters=((1, "w"),)),
     outputs=("a",),
     x=("X", 8),
     w_in=("W", 0),
@@ -97,8 +76,8 @@ def test_events_come_before_their_call_and_after_the_last_one() -> None:
 
 def test_a_view_is_made_anew_for_every_call() -> None:
     subject = program(
-        call("backward.0", "x w_in", "a", "A", parameters=((1, "w"),)),
-        call("backward.1", "a w_in", "b", "B", parameters=((1, "w"),)),
+        segment_call("backward.0", "x w_in", "a", "A", parameters=((1, "w"),)),
+        segment_call("backward.1", "a w_in", "b", "B", parameters=((1, "w"),)),
         outputs=("b",),
         x=("X", 8),
         w_in=("W", 0),
@@ -115,7 +94,7 @@ def test_a_view_is_made_anew_for_every_call() -> None:
 def test_residents_and_small_parameters_are_read_where_they_are() -> None:
     assert lines(rewritten(ONE_CALL, resident=frozenset({0}))) == ["backward.0(x, w_in)"]
     small = program(
-        call("backward.0", "x w_in", "a", "A", parameters=((1, "bias"),)),
+        segment_call("backward.0", "x w_in", "a", "A", parameters=((1, "bias"),)),
         outputs=("a",),
         x=("X", 8),
         w_in=("W", 0),
@@ -137,8 +116,8 @@ def sinks(graph: fx.Graph) -> list[tuple]:
 
 def test_gradients_are_sunk_right_after_their_call() -> None:
     subject = program(
-        call("backward.0", "x", "g h", "backward.0:0 backward.0:1", gradients=(("g", "w"), ("h", "bias"))),
-        call("backward.1", "x", "k", "backward.1:0", gradients=(("k", "v"),)),
+        segment_call("backward.0", "x", "g h", "backward.0:0 backward.0:1", gradients=(("g", "w"), ("h", "bias"))),
+        segment_call("backward.1", "x", "k", "backward.1:0", gradients=(("k", "v"),)),
         outputs=(None, None, None),
         x=("X", 8),
     )
@@ -157,10 +136,10 @@ def test_gradients_are_sunk_right_after_their_call() -> None:
 @pytest.mark.parametrize(
     ("case", "outputs"),
     [
-        (call("backward.0", "x", "g", "X", gradients=(("g", "w"),)), (None,)),
-        (call("backward.0", "x", "g", "backward.0:0", gradients=(("g", "w"), ("g", "v"))), (None,)),
-        (call("backward.0", "x", "g h", "backward.0:0 backward.0:0", gradients=(("g", "w"),)), (None,)),
-        (call("backward.0", "x", "g", "backward.0:0", gradients=(("g", "w"),)), ("g",)),
+        (segment_call("backward.0", "x", "g", "X", gradients=(("g", "w"),)), (None,)),
+        (segment_call("backward.0", "x", "g", "backward.0:0", gradients=(("g", "w"), ("g", "v"))), (None,)),
+        (segment_call("backward.0", "x", "g h", "backward.0:0 backward.0:0", gradients=(("g", "w"),)), (None,)),
+        (segment_call("backward.0", "x", "g", "backward.0:0", gradients=(("g", "w"),)), ("g",)),
     ],
     ids=["in an input's storage", "of two parameters", "beside an alias", "that is returned too"],
 )
@@ -170,7 +149,7 @@ def test_a_gradient_is_not_its_sinks_own(case: SegmentCall, outputs: tuple[str |
 
 def test_a_gradient_laid_out_otherwise_is_not_its_sinks_own() -> None:
     subject = program(
-        call("backward.0", "x", "g", "backward.0:0", gradients=(("g", "w"),)), outputs=(None,), x=("X", 8)
+        segment_call("backward.0", "x", "g", "backward.0:0", gradients=(("g", "w"),)), outputs=(None,), x=("X", 8)
     )
     assert [owned for _, _, owned in sinks(rewritten(subject))] == [True]
     assert [owned for _, _, owned in sinks(rewritten(replace(subject, fitting=frozenset())))] == [False]
@@ -178,8 +157,8 @@ def test_a_gradient_laid_out_otherwise_is_not_its_sinks_own() -> None:
 
 def test_a_gradient_made_by_an_earlier_call_is_not_its_sinks_own() -> None:
     subject = program(
-        call("backward.0", "x", "a", "backward.0:0"),
-        call("backward.1", "a", "g", "backward.0:0", gradients=(("g", "w"),)),
+        segment_call("backward.0", "x", "a", "backward.0:0"),
+        segment_call("backward.1", "a", "g", "backward.0:0", gradients=(("g", "w"),)),
         outputs=(None,),
         x=("X", 8),
     )
@@ -187,13 +166,15 @@ def test_a_gradient_made_by_an_earlier_call_is_not_its_sinks_own() -> None:
 
 
 def test_outputs_keep_their_places() -> None:
-    subject = program(call("backward.0", "x", "a", "backward.0:0"), outputs=(None, "a", "x"), x=("X", 8))
+    subject = program(segment_call("backward.0", "x", "a", "backward.0:0"), outputs=(None, "a", "x"), x=("X", 8))
     (values,) = next(iter(reversed(rewritten(subject).nodes))).args
     assert [str(value) for value in values] == ["None", "getitem", "x"]
 
 
 def test_every_segment_is_there_once() -> None:
-    subject = program(call("backward.0", "x", "a", "A"), call("backward.1", "a", "b", "B"), outputs=("b",), x=("X", 8))
+    subject = program(
+        segment_call("backward.0", "x", "a", "A"), segment_call("backward.1", "a", "b", "B"), outputs=("b",), x=("X", 8)
+    )
     plan = PhasePlan("backward", ((), (), ()), ())
     segment = nn.Identity()
     gm = insert_events(subject, plan, {"segment0": segment}, group_of={}, resident=frozenset())

@@ -83,30 +83,24 @@ def blocks_graph(num_blocks: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     return trace(blocks, *args), args
 
 
-def cut_mlp(num_layers: int, groups: Sequence[int], *, whole: bool = False) -> tuple[list[list[str]], fx.GraphModule]:
-    gm, _ = mlp_graph(num_layers)
-    by_node = dict(zip(placeholders(gm.graph)[1:], groups))
-    return [ops(run) for run in cut(gm.graph, groups=by_node, gradient_groups={}, whole=whole)], gm
+LAYER = ["t", "mm", "relu"]
 
 
-def test_a_cut_falls_before_the_first_reader_of_a_new_chunk() -> None:
-    runs, _ = cut_mlp(4, (0, 0, 1, 1))
-    assert runs == [["t", "mm", "relu", "t", "mm", "relu"], ["t", "mm", "relu", "t", "mm", "relu"]]
-
-
-def test_going_back_to_an_earlier_chunk_is_a_cut_too() -> None:
-    runs, _ = cut_mlp(3, (0, 1, 0))
-    assert runs == [["t", "mm", "relu"]] * 3
-
-
-def test_nothing_is_cut_in_one_chunk_or_in_a_whole_graph() -> None:
-    assert len(cut_mlp(4, (0, 0, 0, 0))[0]) == 1
-    assert len(cut_mlp(4, (0, 1, 2, 3), whole=True)[0]) == 1
-
-
-def test_parameters_outside_chunks_cut_nothing() -> None:
-    gm, _ = mlp_graph(3)
-    assert len(cut(gm.graph, groups={placeholders(gm.graph)[1]: 0}, gradient_groups={})) == 1
+@pytest.mark.parametrize(
+    ("groups", "whole", "lengths"),
+    [
+        ((0, 0, 1, 1), False, [2, 2]),  # before the first reader of a new chunk
+        ((0, 1, 0), False, [1, 1, 1]),  # and before that of an earlier one again
+        ((0, 0, 0, 0), False, [4]),
+        ((0, 1, 2, 3), True, [4]),  # a whole graph
+        ((0, None, None), False, [3]),  # parameters outside of chunks
+    ],
+)
+def test_a_cut_falls_where_another_chunk_is_read(groups: Sequence[int | None], whole: bool, lengths: list[int]) -> None:
+    gm, _ = mlp_graph(len(groups))
+    by_node = {node: group for node, group in zip(placeholders(gm.graph)[1:], groups) if group is not None}
+    runs = cut(gm.graph, groups=by_node, gradient_groups={}, whole=whole)
+    assert [ops(run) for run in runs] == [LAYER * length for length in lengths]
 
 
 def with_dropouts(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -131,10 +125,7 @@ def test_a_dropout_made_again_of_its_mask_has_the_same_bits(dtype: torch.dtype) 
     assert len(drawing) == 2
     assert all({user.args[1] for user in node.users} == {1} for node in drawing)
     assert [node.name for node in returned(again.graph)] == [node.name for node in returned(gm.graph)]
-
-
-def test_a_dropout_that_drops_nothing_stays_as_it_is() -> None:
-    gm = trace(lambda x: aten.native_dropout(x, 0.5, False)[:1], torch.randn(4))
+    gm = trace(lambda x: aten.native_dropout(x, 0.5, False)[:1], torch.randn(4))  # drops nothing
     assert [n.target for n in with_dropouts_from_masks(gm).graph.nodes] == [n.target for n in gm.graph.nodes]
 
 
@@ -317,9 +308,6 @@ def test_views_that_the_graph_returns_are_home_views() -> None:
     product, view = run_pieces(gm, pieces, args)
     torch.testing.assert_close(product, args[0] @ args[1].view(4, 4).t())
     assert view.data_ptr() == args[1].data_ptr()
-
-
-def test_a_graph_without_returned_views_has_no_home_views() -> None:
     gm, _ = mlp_graph(2)
     assert home_views(gm.graph, placeholders(gm.graph)[1:]) == []
 
@@ -341,9 +329,6 @@ def test_gradients_that_are_bare_inputs_become_results() -> None:
     result = gm(gradient, torch.ones(3))
     torch.testing.assert_close(result[0], gradient)
     assert result[0].data_ptr() != gradient.data_ptr()
-
-
-def test_gradient_copies_have_the_strides_that_running_them_gives() -> None:
     gm = trace(lambda g: (g,), torch.ones(4, 3).t())
     materialise_returned_placeholders(gm.graph, [0])
     gm.recompile()
@@ -425,16 +410,6 @@ def test_a_constant_that_others_see_is_made_once(kept: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def test_blocks_of_other_sizes_or_dtypes_are_segments_of_their_own() -> None:
-    table = SegmentTable()
-    found = set()
-    for width, dtype in ((8, torch.float32), (16, torch.float32), (8, torch.float64)):
-        gm = trace(lambda x: (torch.relu(x) + 1,), torch.ones(2, width, dtype=dtype))
-        (piece,) = extract(gm, cut(gm.graph, groups={}, gradient_groups={}), table)
-        found.add(piece.segment.name)
-    assert len(found) == 3
-
-
 def test_for_the_backward_a_block_is_made_without_its_last_product() -> None:
     gm, args = blocks_graph(3)
     groups = {node: place // 3 for place, node in enumerate(placeholders(gm.graph)[1:])}
@@ -468,25 +443,43 @@ def test_a_view_of_what_is_passed_on_is_not_made_alone() -> None:
     assert recompute_pieces(gm, pieces, [saved], table) == {}
 
 
-def test_canonical_text_forgets_names_only() -> None:
-    one = trace(lambda x, y: (x + y * 2,), torch.ones(3), torch.ones(3)).graph
-    same = trace(lambda first, second: (first + second * 2,), torch.ones(3), torch.ones(3)).graph
-    assert canonical_text(one) == canonical_text(same)
+NEGATED = torch.ones(8, 8, dtype=torch.complex64).conj().imag
+SQUARE = torch.ones(4, 4)
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("function", "inputs"),
     [
-        lambda x, y: (x + y * 3,),
-        lambda x, y: (y + x * 2,),
-        lambda x, y: (x - y * 2,),
-        lambda x, y: (x + y * 2, y),
-        lambda x, y: (x.add(y * 2, alpha=2),),
+        (lambda x, y: (x + y * 3,), ()),
+        (lambda x, y: (y + x * 2,), ()),
+        (lambda x, y: (x - y * 2,), ()),
+        (lambda x, y: (x + y * 2, y), ()),
+        (lambda x, y: (x.add(y * 2, alpha=2),), ()),
+        (lambda x, y: (x + y * 2,), (torch.ones(5), torch.ones(5))),
+        (lambda x, y: (x + y * 2,), (torch.ones(3).double(), torch.ones(3).double())),
     ],
 )
-def test_canonical_text_tells_other_code_apart(other) -> None:
-    one = trace(lambda x, y: (x + y * 2,), torch.ones(3), torch.ones(3)).graph
-    assert canonical_text(one) != canonical_text(trace(other, torch.ones(3), torch.ones(3)).graph)
+def test_canonical_text_forgets_names_and_tells_other_code_apart(
+    function: Any, inputs: tuple[torch.Tensor, ...]
+) -> None:
+    def text(function: Any, *args: torch.Tensor) -> str:
+        return canonical_text(trace(function, *(args or (torch.ones(3), torch.ones(3)))).graph)
+
+    one = text(lambda x, y: (x + y * 2,))
+    assert text(lambda first, second: (first + second * 2,)) == one
+    assert text(function, *inputs) != one
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        (NEGATED, torch._neg_view(NEGATED)),
+        (SQUARE, SQUARE.t(), torch.ones(5, 4)[1:], torch.ones(4, 8)[:, ::2]),
+    ],
+    ids=["negated", "strides and offsets"],
+)
+def test_canonical_text_tells_inputs_apart(inputs: Sequence[torch.Tensor]) -> None:
+    assert len({canonical_text(trace(lambda x: (x + 1,), x).graph) for x in inputs}) == len(inputs)
 
 
 def rows_of(num_rows: int) -> torch.Tensor:
@@ -517,22 +510,6 @@ def test_segments_of_other_bytes_share_no_prediction(function: Any, inputs: Sequ
     alone = peaks_nbytes([SegmentTable() for _ in inputs])
     assert len(set(alone)) == len(inputs)
     assert peaks_nbytes([SegmentTable()] * len(inputs)) == alone
-
-
-def test_canonical_text_tells_negated_inputs_apart() -> None:
-    negated = COMPLEX.conj().imag
-    inputs = negated, torch._neg_view(negated)
-    texts = {canonical_text(trace(lambda x: (x + 1,), x).graph) for x in inputs}
-    assert [x.is_neg() for x in inputs] == [True, False]
-    assert len(texts) == 2
-
-
-def test_canonical_text_tells_strides_and_offsets_apart() -> None:
-    texts = {
-        canonical_text(trace(lambda x: (x + 1,), x).graph)
-        for x in (torch.ones(4, 4), torch.ones(4, 4).t(), torch.ones(5, 4)[1:], torch.ones(4, 8)[:, ::2])
-    }
-    assert len(texts) == 4
 
 
 def test_segments_with_constants_of_their_own_are_not_shared() -> None:

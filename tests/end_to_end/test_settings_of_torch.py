@@ -1,16 +1,120 @@
-"""Parameters and gradients that lie in memory in odd ways, in a compiled model: as with the backend `aot_eager`."""
+"""Settings of PyTorch's own, and parameters and gradients that lie in memory in odd ways: as in plain PyTorch, or
+refused before anything changes.
+
+Sessions know parameters by weak references, with which PyTorch swaps no tensors. A default device is for the user's own
+tensors: what chunkc makes is where it has to be.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from harness import array, differences, gradients, take_step, weights
+from optim_models import BUDGET_NBYTES, MLP, backward, batch, build
 from torch import Tensor, nn
 
 import chunkc
 from chunkc.optim.states import names_at_home
+
+SMALL, LARGE = 400 * 1024, 64 * 2**20
+
+
+@pytest.fixture
+def _swapping(fresh_dynamo: None) -> Iterator[None]:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def _converted(model: MLP) -> None:
+    model.to(torch.bfloat16)
+
+
+def _loaded(model: MLP) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def _assigned(model: MLP) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+
+
+@pytest.mark.usefixtures("_swapping")
+@pytest.mark.parametrize("budget_nbytes", [SMALL, LARGE])
+@pytest.mark.parametrize("change", [_converted, _assigned])
+def test_swapped_parameters_are_refused_before_anything_changes(
+    change: Callable[[MLP], None], budget_nbytes: int
+) -> None:
+    model, call = build("adopted", memory_budget=budget_nbytes)
+    backward(call, 0)
+    before = [weights(model), gradients(model), [p.data_ptr() for p in model.parameters()]]
+    with pytest.raises(RuntimeError, match="swap"):
+        change(model)
+    assert not differences([weights(model), gradients(model), [p.data_ptr() for p in model.parameters()]], before)
+    model.zero_grad()
+    backward(call, 0)  # and it works on
+    assert not differences(gradients(model), before[1])
+
+
+@pytest.mark.usefixtures("_swapping")
+@pytest.mark.parametrize("budget_nbytes", [SMALL, LARGE])
+def test_values_are_loaded_where_they_are(budget_nbytes: int) -> None:
+    """PyTorch copies loaded values before it swaps, and complains after that; without swapping it is content."""
+    model, call = build("adopted", memory_budget=budget_nbytes)
+    backward(call, 0)
+    halves = [array(p) * 0.5 for p in model.parameters()]
+    with pytest.raises(RuntimeError, match="swap"):
+        _loaded(model)
+    assert not differences([array(p) for p in model.parameters()], halves)
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    _loaded(model)
+    assert not differences([array(p) for p in model.parameters()], [half * 0.5 for half in halves])
+
+
+# ---------------------------------------------------------------- a default device
+
+BATCHES = [batch(step) for step in range(3)]
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: chunkc.optim.AdamW(parameters, lr=1e-2),
+    "int8": lambda parameters: chunkc.optim.AdamW(parameters, lr=1e-2, moments_dtype="int8"),
+    "lamb": lambda parameters: chunkc.optim.LAMB(parameters, lr=1e-2),
+    "torch": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+}
+
+
+def trained(optimizer_name: str, default: str, home: str) -> list[Any]:
+    """Losses, and the weights at the end, of two steps, a state saved and loaded again, and a third step."""
+    torch._dynamo.reset()
+    model, call = build("adopted", home=home, memory_budget=BUDGET_NBYTES)
+    losses = []
+    with torch.device(default):
+        optimizer = OPTIMIZERS[optimizer_name](model.parameters())
+        for step, x in enumerate(BATCHES):
+            loss = call(x)
+            take_step(loss, optimizer)
+            losses.append(array(loss))
+            if step == 1:
+                optimizer.load_state_dict(optimizer.state_dict())
+                model.load_state_dict(model.state_dict())
+    return [losses, weights(model)]
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("optimizer_name", "home"), [("adamw", "cpu"), ("int8", "disk"), ("lamb", "cpu"), ("torch", "disk")]
+)
+def test_a_default_device_changes_nothing(optimizer_name: str, home: str, tmp_path: Path) -> None:
+    if home == "disk":
+        home = f"disk:{tmp_path}"
+    expected = trained(optimizer_name, "cpu", home)
+    assert not differences(trained(optimizer_name, "meta", home), expected)
+
+
+# ---------------------------------------------------------------- parameters that lie in memory in odd ways
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -57,7 +161,7 @@ def compiled(kind: type[Odd], budget: str) -> tuple[Odd, Callable, Odd, Callable
     return model, call, shadow, twin_call
 
 
-def backward(call: Callable, step: int) -> Tensor:
+def run(call: Callable, step: int) -> Tensor:
     loss = call(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)))
     loss.backward()
     return loss
@@ -75,7 +179,7 @@ def assert_same_gradients(model: nn.Module, shadow: nn.Module) -> None:
 def test_gradients_are_those_of_autograd(kind: type[Odd], budget: str) -> None:
     model, call, shadow, twin_call = compiled(kind, budget)
     for step in range(3):  # later ones are added
-        assert torch.equal(backward(call, step), backward(twin_call, step))
+        assert torch.equal(run(call, step), run(twin_call, step))
         assert_same_gradients(model, shadow)
     assert bool(names_at_home(model.parameters())) == (budget == BUDGETS[0])
 
@@ -84,7 +188,7 @@ def test_gradients_are_those_of_autograd(kind: type[Odd], budget: str) -> None:
 def test_what_cannot_be_updated_is_named(budget: str) -> None:
     model, call, *_ = compiled(Expanded, budget)
     optimizer = chunkc.optim.AdamW(model.parameters())
-    backward(call, 0)
+    run(call, 0)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     with pytest.raises(chunkc.UnsupportedError, match="the parameter columns of shape"):
         optimizer.step()
@@ -131,7 +235,7 @@ def test_steps_are_those_of_torch_with_whatever_gradients_the_user_gives(give: C
     optimizer = chunkc.optim.AdamW(model.parameters(), **SETTINGS)
     twin_optimizer = torch.optim.AdamW(shadow.parameters(), **SETTINGS)
     for step in range(3):
-        torch.testing.assert_close(backward(call, step), backward(twin_call, step), rtol=0, atol=1e-5)
+        torch.testing.assert_close(run(call, step), run(twin_call, step), rtol=0, atol=1e-5)
         give(model)
         give(shadow)
         for of in (optimizer, twin_optimizer):
