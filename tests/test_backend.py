@@ -83,21 +83,11 @@ print(chunkc.report(model).memory_budget_nbytes)
 # ---------------------------------------------------------------- errors arrive as themselves
 
 
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"memory_budgte": 1}, "memory_budget"),
-        ({"memory_budget": -1}, "memory_budget"),
-        ({"codegen": "llvm"}, "codegen"),
-        ({"whole_graph": True}, "whole_graph"),
-        ({"home": "attic"}, "home"),
-        ({"verify": "yes"}, "verify"),
-    ],
-)
-def test_options_errors(options: dict[str, Any], match: str) -> None:
+@pytest.mark.parametrize("options", [{"memory_budgte": 1}, {"memory_budget": -1}], ids=str)
+def test_options_errors(options: dict[str, Any]) -> None:
     model = build()
     before = weights(model)
-    with pytest.raises(chunkc.OptionsError, match=match) as error:
+    with pytest.raises(chunkc.OptionsError, match="memory_budget") as error:
         torch.compile(model, backend="chunkc", options=options)(batch())
     assert type(error.value) is chunkc.OptionsError
     assert "\n" not in str(error.value)
@@ -143,9 +133,6 @@ def test_several_segments_otherwise(options: dict[str, Any]) -> None:
     model = build()
     compiled(model, **options)(batch()).backward()
     assert len(forward_calls(model)) >= LAYERS
-
-
-# ---------------------------------------------------------------- code generation
 
 
 # ---------------------------------------------------------------- sessions

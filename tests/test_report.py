@@ -248,20 +248,11 @@ def test_the_host_s_time_is_that_of_the_latest_step(monkeypatch: pytest.MonkeyPa
 
 def test_printed() -> None:
     report = chunkc.Report(
-        memory_budget_nbytes=3 * 2**20,
-        predicted_peak_nbytes=2**20,
-        measured_peak_nbytes=None,
-        minimum_budget_nbytes=512,
-        home_nbytes=1536,
-        chunk_size_nbytes=4096,
-        num_chunks=7,
-        num_resident_chunks=2,
-        traffic_nbytes={"to_device": 2048, "to_home": 0},
-        time_s={"compute": 1.25, "to_home": 0.0},
-        moments=(),
-        plan_text="",
-        host_step_s={"forward": 0.0625},
-    )
+        memory_budget_nbytes=3 * 2**20, predicted_peak_nbytes=2**20, measured_peak_nbytes=None,
+        minimum_budget_nbytes=512, home_nbytes=1536, chunk_size_nbytes=4096, num_chunks=7, num_resident_chunks=2,
+        traffic_nbytes={"to_device": 2048, "to_home": 0}, time_s={"compute": 1.25, "to_home": 0.0}, moments=(),
+        plan_text="", host_step_s={"forward": 0.0625},
+    )  # fmt: skip
     assert str(report).splitlines() == [
         "budget             3.00 MiB (3,145,728 bytes)",
         "smallest budget    512 bytes",

@@ -134,18 +134,15 @@ def test_a_private_part_would_be_seen(source: str) -> None:
     assert list(private_uses(source))
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
+def test_what_is_stable_may_stand_anywhere() -> None:
+    for source in (
         "from torch.utils import _pytree as pytree",
         "import torch\ntorch.ops.aten._to_copy.default",
         "import torch\nisinstance(x, torch._ops.OpOverload)",
         "class A:\n    def __init__(self, other):\n        self._x = other._x",
         "def name(operator):\n    return operator._schema.name",
-    ],
-)
-def test_what_is_stable_may_stand_anywhere(source: str) -> None:
-    assert not list(private_uses(source))
+    ):
+        assert not list(private_uses(source)), source
 
 
 def test_the_package_has_no_upper_bound_and_begins_with_the_first_version_checked() -> None:

@@ -20,34 +20,18 @@ WIDTH, VOCAB = 32, 64
 LOW = torch.bfloat16
 
 
-class Block(nn.Module):
-    """Attention and a feed-forward network, with dropout wherever GPT-2 has it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.attention = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
-        self.projection, self.dropout = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1)
-        self.feed = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        heads = self.attention(self.norm(x)).view(batch, length, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
-        dropout = 0.1 if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(*heads.unbind(), is_causal=True, dropout_p=dropout)
-        x = x + self.dropout(self.projection(mixed.transpose(1, 2).reshape(x.shape)))
-        return x + self.feed(x)
-
-
 class GPT(nn.Module):
-    """Tied embedding and head. `recomputed`: `use_reentrant` of the checkpoint around each block; None for none."""
+    """Dropout wherever GPT-2 has it; tied embedding and head.
+
+    `recomputed`: `use_reentrant` of the checkpoint around each block; None for none.
+    """
 
     def __init__(self, recomputed: bool | None = None) -> None:
         super().__init__()
         self.recomputed = recomputed
         self.embedding = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        kind: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(WIDTH, 2, 4 * WIDTH, 0.1, **kind) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embedding.weight
 

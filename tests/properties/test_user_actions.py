@@ -18,7 +18,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor, nn
 
 import chunkc
@@ -107,7 +114,8 @@ class UserActions(RuleBasedStateMachine):
     def _calls(self) -> tuple[Any, Any]:
         return self.pair.plain, self.pair.call
 
-    def _check(self) -> None:
+    @invariant()
+    def agree(self) -> None:
         self.pair.assert_equal()
         for left, right in self.kept:
             torch.testing.assert_close(right, left, rtol=2e-4, atol=2e-5)
@@ -133,9 +141,7 @@ class UserActions(RuleBasedStateMachine):
         assert outcomes[0] == outcomes[1], outcomes
         if not retained or outcomes[0] is not None:
             self.losses = None
-        if outcomes[0] is None:
-            self._check()
-        else:  # how far either got is nobody's promise
+        if outcomes[0] is not None:  # how far either got is nobody's promise
             self.kept.clear()
             for model in self.pair.both:
                 model.zero_grad()
@@ -146,33 +152,28 @@ class UserActions(RuleBasedStateMachine):
         with torch.no_grad():
             left, right = (call(x) for call in self._calls())
         torch.testing.assert_close(right, left, rtol=2e-4, atol=2e-5)
-        self._check()
 
     @rule()
     def step(self) -> None:
         for optimizer in self.pair.optimizers:
             optimizer.step()
-        self._check()
 
     @rule(to_none=st.booleans())
     def zero_grad(self, to_none: bool) -> None:
         for model in self.pair.both:
             model.zero_grad(set_to_none=to_none)
-        self._check()
 
     @rule(which=WHICH)
     def replace_data(self, which: int) -> None:
         for parameter in self.pair.parameters(which):
             parameter.data = parameter.data * 0.75
         self.losses = None
-        self._check()
 
     @rule(which=WHICH)
     def write_in_place(self, which: int) -> None:
         with torch.no_grad():
             for parameter in self.pair.parameters(which):
                 parameter.mul_(0.75)
-        self._check()
 
     @rule(which=WHICH, kept=st.booleans())
     def replace_gradient(self, which: int, kept: bool) -> None:
@@ -183,7 +184,6 @@ class UserActions(RuleBasedStateMachine):
                 parameter.grad = gradient
             if kept:
                 self.kept.append((left, right))
-        self._check()
 
     @rule(which=WHICH, let_go=st.booleans())
     def keep_a_gradient(self, which: int, let_go: bool) -> None:
@@ -193,13 +193,11 @@ class UserActions(RuleBasedStateMachine):
             self.kept.append((left.detach(), right.detach()))
         for model in self.pair.both if let_go else ():
             model.zero_grad()
-        self._check()
 
     @rule(which=st.sampled_from([1, 2, 6]), trained=st.booleans())
     def freeze(self, which: int, trained: bool) -> None:
         for parameter in self.pair.parameters(which):
             parameter.requires_grad_(trained)
-        self._check()
 
     @rule()
     def save(self) -> None:
@@ -212,7 +210,6 @@ class UserActions(RuleBasedStateMachine):
         for model in self.pair.both:
             model.load_state_dict(self.snapshot)
         self.losses = None
-        self._check()
 
     @rule()
     def interrupt(self) -> None:
@@ -235,7 +232,6 @@ class UserActions(RuleBasedStateMachine):
         for model in self.pair.both:
             model.zero_grad()
         self.losses = None
-        self._check()
 
     @precondition(lambda self: self.may_tear)
     @rule(first=st.integers(0, 3), second=st.integers(0, 3))
@@ -245,7 +241,6 @@ class UserActions(RuleBasedStateMachine):
         self.is_whole = False
         self.losses = None
         self.pair.make_optimizers()
-        self._check()
 
     @precondition(lambda self: self.may_tear)
     @rule()
@@ -257,7 +252,6 @@ class UserActions(RuleBasedStateMachine):
         pair.make_optimizers()
         self.is_whole = False
         self.losses = None
-        self._check()
 
     def teardown(self) -> None:
         if hasattr(self, "pair") and self.is_whole:

@@ -195,7 +195,8 @@ def seen(call: Any, breaks: bool) -> list[tuple[bool, list[str]]]:
         return gm.forward
 
     torch._dynamo.reset()
-    call(Looped(breaks=breaks), backend)(torch.ones(2, 8))
+    with torch.no_grad():
+        call(Looped(breaks=breaks), backend)(torch.ones(2, 8))
     return found
 
 

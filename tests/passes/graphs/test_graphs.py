@@ -139,29 +139,32 @@ def flops(function: Callable[..., object], *inputs: Tensor) -> int:
     return sum(node_flops(node) for node in nodes_of(function, *inputs))
 
 
-def test_a_matrix_product() -> None:
-    assert flops(torch.mm, torch.zeros(3, 5), torch.zeros(5, 7)) == 2 * 3 * 5 * 7
+HEADS = torch.zeros(2, 4, 16, 8)
+PRODUCT_OF_HEADS = 2 * 4 * (2 * 16 * 16 * 8)
+ROWS, MATRICES = torch.zeros(12, 16, dtype=torch.bfloat16), torch.zeros(3, 16, 32, dtype=torch.bfloat16)
 
 
-def test_attention_is_two_products_per_head() -> None:
-    query = torch.zeros(2, 4, 16, 8)
-    assert flops(F.scaled_dot_product_attention, query, query, query) == 2 * 4 * 2 * (2 * 16 * 16 * 8)
+def attention_and_its_gradient(q: Tensor) -> Tensor:
+    (grad,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
+    return grad
 
 
-def test_attention_backward_counts_five_products() -> None:
-    query = torch.zeros(2, 4, 16, 8, requires_grad=True)
+FLOPS: dict[str, tuple[Callable[..., object], tuple[Tensor, ...], int]] = {
+    "a matrix product": (torch.mm, (torch.zeros(3, 5), torch.zeros(5, 7)), 2 * 3 * 5 * 7),
+    "attention is two products per head": (F.scaled_dot_product_attention, (HEADS,) * 3, 2 * PRODUCT_OF_HEADS),
+    "its backward is five": (attention_and_its_gradient, (HEADS.clone().requires_grad_(),), (2 + 5) * PRODUCT_OF_HEADS),
+    "grouped rows meet one matrix each": (
+        lambda a, b, ends: torch._grouped_mm(a, b, offs=ends),
+        (ROWS, MATRICES, torch.tensor([4, 8, 12], dtype=torch.int32)),
+        2 * 12 * 16 * 32,
+    ),
+}
 
-    def step(q: Tensor) -> Tensor:
-        (grad,) = torch.autograd.grad(F.scaled_dot_product_attention(q, q, q).sum(), q)
-        return grad
 
-    assert flops(step, query) == 2 * 4 * (2 + 5) * (2 * 16 * 16 * 8)
-
-
-def test_grouped_rows_meet_one_matrix_each() -> None:
-    rows, matrices = torch.zeros(12, 16, dtype=torch.bfloat16), torch.zeros(3, 16, 32, dtype=torch.bfloat16)
-    ends = torch.tensor([4, 8, 12], dtype=torch.int32)
-    assert flops(lambda a, b, e: torch._grouped_mm(a, b, offs=e), rows, matrices, ends) == 2 * 12 * 16 * 32
+@pytest.mark.parametrize("name", FLOPS)
+def test_products_are_counted(name: str) -> None:
+    function, inputs, expected = FLOPS[name]
+    assert flops(function, *inputs) == expected
 
 
 @pytest.mark.parametrize("function", [torch.relu, torch.exp])

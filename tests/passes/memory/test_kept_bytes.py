@@ -82,11 +82,10 @@ def asked(graph: fx.Graph, code: str = "", num_threads: int = 2) -> bool:
     return compute.count == 1
 
 
-def test_bytes_are_computed_once() -> None:
-    assert asked(graph_of())
-    assert not asked(graph_of())
-    assert asked(graph_of(), "code")
-    assert not asked(graph_of(), "code")
+def test_bytes_are_computed_once_for_each_code_and_number_of_threads() -> None:
+    for code, num_threads in (("", 2), ("code", 2), ("other code", 2), ("", 3)):
+        assert asked(graph_of(), code, num_threads)
+        assert not asked(graph_of(), code, num_threads)
 
 
 def test_estimates_are_kept(folder: Path) -> None:
@@ -139,13 +138,6 @@ def test_other_graphs_have_other_entries(name: str, code: str) -> None:
     assert not asked(former(), code)
 
 
-def test_bytes_depend_on_code_and_threads() -> None:
-    assert asked(graph_of())
-    assert asked(graph_of(), "code")
-    assert asked(graph_of(), "other code")
-    assert asked(graph_of(), num_threads=3)
-
-
 def test_bytes_of_code_do_not_depend_on_the_graph_that_inductor_changes(folder: Path) -> None:
     compute = Computed(graph_of())
     for graph in (graph_of(), graph_of(num_operations=2)):
@@ -164,11 +156,12 @@ SETTINGS: dict[str, Callable[[pytest.MonkeyPatch], object]] = {
     },
     "bfloat16": lambda patch: flip_computes(patch, torch.bfloat16),
     "float16": lambda patch: flip_computes(patch, torch.float16),
-    "versions": lambda patch: patch.setattr(module, "_VERSIONS", ("2.99", *module._VERSIONS[1:])),
-    "PyTorch's commit": lambda patch: patch.setattr(
-        module, "_VERSIONS", (module._VERSIONS[0], "0", module._VERSIONS[2])
-    ),
-    "sources": lambda patch: patch.setattr(module, "_VERSIONS", (*module._VERSIONS[:2], "0")),
+    **{
+        name: lambda patch, at=at: patch.setattr(
+            module, "_VERSIONS", (*module._VERSIONS[:at], "0", *module._VERSIONS[at + 1 :])
+        )  # type: ignore[misc]
+        for at, name in enumerate(("versions", "PyTorch's commit", "sources"))
+    },
 }
 
 
@@ -282,32 +275,26 @@ def test_bytes_that_depend_on_more_are_not_kept(folder: Path, case: Callable[[],
     assert not folder.exists()
 
 
-def test_nothing_is_kept_where_scratch_is_declared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_taken_where_scratch_is_declared_or_calls_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     asked(graph_of())
     with monkeypatch.context() as patch:
         patch.setitem(declared._declared, "aten::mm", lambda *_: 1 << 20)
         assert asked(graph_of())
+    with record_calls():
+        assert asked(graph_of())
     assert not asked(graph_of())
 
 
-def test_recorded_calls_are_seen() -> None:
-    asked(graph_of())
-    with record_calls():
-        assert asked(graph_of())
-
-
-@pytest.mark.parametrize("off", [{"fx_graph_cache": False}, {"force_disable_caches": True}], ids=str)
-def test_entries_are_off_where_inductors_cache_is_off(folder: Path, off: dict[str, bool]) -> None:
+@pytest.mark.parametrize("off", [{"fx_graph_cache": False}, {"force_disable_caches": True}, {}], ids=str)
+def test_nothing_is_kept_where_caches_are_off_or_without_sources(
+    off: dict[str, bool], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a program that was frozen into one file: no other version of chunkc would have another key."""
+    if not off:
+        monkeypatch.setattr(module, "_VERSIONS", (*module._VERSIONS[:2], module._digest(module._sources([]))))
     with config.patch(off):
         assert asked(graph_of())
         assert asked(graph_of())
-    assert not folder.exists()
-
-
-def test_without_sources_nothing_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a program that was frozen into one file: no other version of chunkc would have another key."""
-    monkeypatch.setattr(module, "_VERSIONS", (*module._VERSIONS[:2], module._digest(module._sources([]))))
-    assert asked(graph_of())
     assert not folder.exists()
 
 
@@ -467,21 +454,17 @@ def refuse(*args: object, **kwargs: object) -> SegmentMemory:
     raise AssertionError("bytes are computed anew")
 
 
-@pytest.mark.parametrize("options", [{"codegen": "eager", "whole_graph": "auto"}], ids=["whole"])
-def test_eager_plans_and_bits_are_the_same_with_entries(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("codegen_name", "whole_graph"),
+    [
+        ("eager", "auto"),
+        *(pytest.param("inductor", whole, marks=pytest.mark.second_tier) for whole in ("auto", "never")),
+    ],
+)
+def test_a_second_start_computes_no_bytes_and_makes_the_same_plan_and_bits(
+    codegen_name: str, whole_graph: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_second_start(options, monkeypatch)
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("whole_graph", ["auto", "never"])
-def test_plans_and_bits_are_the_same_with_entries(whole_graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_second_start({"codegen": "inductor", "whole_graph": whole_graph}, monkeypatch)
-
-
-def check_second_start(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second start computes no bytes, and makes the same plan and bits."""
+    options = {"codegen": codegen_name, "whole_graph": whole_graph}
     cold_plan, cold = trained(**options)
     monkeypatch.setattr(codegen, "inductor_memory", refuse)
     monkeypatch.setattr(codegen, "eager_memory", lambda graph, *args: refuse_large(graph, *args))

@@ -52,16 +52,9 @@ def random_programs(seed: int) -> tuple[PhaseProgram, PhaseProgram, frozenset[st
             storages.setdefault(storage, rng.choice([BIG, 3 * BIG]))
             outputs.append(value)
             made.append(storage)
-        calls.append(
-            segment_call(
-                f"forward.{at}",
-                read,
-                outputs,
-                made,
-                f"s{rng.randrange(4)}",
-                parameters=tuple((place, "m.w") for place, value in enumerate(read) if value == "w"),
-            )  # fmt: skip
-        )
+        parameters = tuple((place, "m.w") for place, value in enumerate(read) if value == "w")
+        segment = f"s{rng.randrange(4)}"
+        calls.append(segment_call(f"forward.{at}", read, outputs, made, segment, parameters=parameters))
         storage_of.update(zip(outputs, made))
     values = [value for call in calls for value in call.outputs]
     calls = [without_some_results(call, rng) if rng.random() < 0.6 else call for call in calls]
