@@ -28,6 +28,7 @@ from harness import (
     refuse,
     session_of,
     train,
+    train_steps,
     weights,
 )
 from torch import Tensor, nn
@@ -350,13 +351,7 @@ def trained(name: str, **options: Any) -> tuple[list[Any], Any]:
     case = LADDER[name]
     model, compiled = compile_case(case, **options)
     optimizer = adamw(model.parameters())
-    losses = []
-    for step in range(2):
-        loss = case.loss(compiled(**case.batch(step)))
-        loss.backward()
-        losses.append(array(loss))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = train_steps(case, compiled, optimizer, range(2))
     return [*losses, weights(model)], model
 
 
@@ -410,9 +405,7 @@ def plans_of_steps(budget_nbytes: int, whole_graph: str, activations: str) -> tu
     model, compiled = compile_case(FEW_FIRST, place=False, **options)
     optimizer, plans = adamw(model.parameters()), []
     for step in range(3):
-        compiled(**FEW_FIRST.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_steps(FEW_FIRST, compiled, optimizer, range(step, step + 1))
         plans.append(chunkc.report(model).plan_text)
     return plans, weights(model), model
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import HUGE, TINY, TRACING_NBYTES, Result, array, in_a_small_budget, train
+from harness import HUGE, TINY, TRACING_NBYTES, Result, in_a_small_budget, train, train_steps
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
 from zoo import LADDER, Case
@@ -215,14 +215,7 @@ def plain_losses(case: Case) -> list[np.ndarray]:
     model = case.build(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
     torch.manual_seed(0)
-    losses = []
-    for step in range(STEPS):
-        loss = case.loss(model(**case.batch(step)))
-        loss.backward()
-        losses.append(array(loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return train_steps(case, model, optimizer, range(STEPS))
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import HUGE, TINY, Optimizer, adamw, array, compile_case, differences, gradients, refuse, weights
+from harness import (
+    HUGE,
+    TINY,
+    adamw,
+    array,
+    compile_case,
+    differences,
+    gradients,
+    refuse,
+    train_steps,
+    weights,
+)
 from plain_modules import Stack
 from store_cases import Builder, make_store
 from torch import nn
@@ -43,18 +54,6 @@ def small_budget() -> int:
     return int(1.05 * refuse(CASE, memory_budget=TINY, home="disk").minimum_nbytes)
 
 
-def train_steps(compiled: nn.Module, optimizer: Optimizer, steps: range) -> list[np.ndarray]:
-    """Run ordinary training steps; return the losses."""
-    losses = []
-    for step in steps:
-        loss = compiled(**CASE.batch(step))
-        loss.backward()
-        losses.append(array(loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def expected_losses(num_steps: int) -> list[np.ndarray]:
     """Return the losses of an undisturbed training."""
     return undisturbed()[0][:num_steps]
@@ -64,7 +63,7 @@ def expected_losses(num_steps: int) -> list[np.ndarray]:
 def undisturbed(num_steps: int = 3) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
     """Return losses, and weights at the end, of the first steps."""
     model, compiled = compile_case(CASE, memory_budget=HUGE, whole_graph="never")
-    return train_steps(compiled, adamw(model.parameters()), range(num_steps)), weights(model)
+    return train_steps(CASE, compiled, adamw(model.parameters()), range(num_steps)), weights(model)
 
 
 def once(at: int, real: Callable[..., Any], fault: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,7 +121,7 @@ def test_a_copy_that_fails_in_the_middle_of_a_step(
         CASE, memory_budget=small_budget(), home=f"disk:{tmp_path}", whole_graph="never", debug=True
     )
     optimizer = adamw(model.parameters())
-    losses = train_steps(compiled, optimizer, range(1))
+    losses = train_steps(CASE, compiled, optimizer, range(1))
     before = weights(model)
 
     def step(until: str) -> Iterator[str]:
@@ -161,12 +160,12 @@ def test_a_copy_that_fails_in_the_middle_of_a_step(
             assert not differences(after[name], before[name]), f"{name} is torn"
         del caught
         optimizer.zero_grad()
-        assert all(np.isfinite(loss) for loss in train_steps(compiled, optimizer, range(1, 3)))
+        assert all(np.isfinite(loss) for loss in train_steps(CASE, compiled, optimizer, range(1, 3)))
         return
     assert not differences(after, before)
     del caught
     optimizer.zero_grad()
-    losses += train_steps(compiled, optimizer, range(1, 3))
+    losses += train_steps(CASE, compiled, optimizer, range(1, 3))
     assert not differences(losses, expected_losses(3))
 
 
@@ -174,14 +173,14 @@ def test_a_batch_whose_loss_is_nan_can_be_left_out() -> None:
     """`if isfinite(loss)`, as many training loops do: as if the batch had never been."""
     model, compiled = compile_case(CASE, memory_budget=small_budget(), home="disk", whole_graph="never", debug=True)
     optimizer = adamw(model.parameters())
-    losses = train_steps(compiled, optimizer, range(1))
+    losses = train_steps(CASE, compiled, optimizer, range(1))
     loss = compiled(x=torch.full((8, 64), float("nan")))
     loss.backward()
     assert torch.isnan(loss)
     assert all(np.isnan(gradient).all() for gradient in gradients(model).values())
     del loss
     optimizer.zero_grad()
-    losses += train_steps(compiled, optimizer, range(1, 3))
+    losses += train_steps(CASE, compiled, optimizer, range(1, 3))
     expected, expected_weights = undisturbed()
     assert not differences(losses, expected)
     assert not differences(weights(model), expected_weights)
@@ -309,7 +308,7 @@ def test_a_disk_that_is_full_at_place(disk: Disk) -> None:
     disk.leave_free(8 * model_nbytes(model))
     chunkc.place(model, home=disk.home)  # what was reserved has been given back: now it works
     compiled = compiled_anew(model, memory_budget=small_budget(), home=disk.home)
-    assert not differences(train_steps(compiled, adamw(model.parameters()), range(2)), expected_losses(2))
+    assert not differences(train_steps(CASE, compiled, adamw(model.parameters()), range(2)), expected_losses(2))
 
 
 @pytest.mark.second_tier
@@ -334,7 +333,7 @@ def test_a_disk_that_is_full_at_the_first_call(disk: Disk, way_out: str) -> None
     else:
         disk.leave_free(8 * model_nbytes(model))
     compiled = compiled_anew(model, **options)
-    assert not differences(train_steps(compiled, adamw(model.parameters()), range(2)), expected_losses(2))
+    assert not differences(train_steps(CASE, compiled, adamw(model.parameters()), range(2)), expected_losses(2))
 
 
 def test_a_disk_that_is_full_at_the_first_optimizer_step(disk: Disk) -> None:
@@ -353,7 +352,7 @@ def test_a_disk_that_is_full_at_the_first_optimizer_step(disk: Disk) -> None:
     disk.leave_free(8 * model_nbytes(model))
     optimizer.step()
     optimizer.zero_grad()
-    losses = [array(loss), *train_steps(compiled, optimizer, range(1, 3))]
+    losses = [array(loss), *train_steps(CASE, compiled, optimizer, range(1, 3))]
     assert not differences(losses, expected_losses(3))
 
 
@@ -373,4 +372,4 @@ def test_an_unwritable_home_directory(tmp_path: Path, where: str, place: bool) -
     assert addresses(model) == before
     assert not differences(weights(model), weights(CASE.build(0)))
     compiled = compiled_anew(model, memory_budget=small_budget(), home=f"disk:{tmp_path}")
-    assert not differences(train_steps(compiled, adamw(model.parameters()), range(1)), expected_losses(1))
+    assert not differences(train_steps(CASE, compiled, adamw(model.parameters()), range(1)), expected_losses(1))

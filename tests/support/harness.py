@@ -88,6 +88,18 @@ def take_step(loss: Tensor, optimizer: Optimizer) -> None:
     optimizer.zero_grad()
 
 
+def train_steps(case: Case, call: Callable[..., Any], optimizer: Optimizer, steps: range) -> list[np.ndarray]:
+    """Run ordinary training steps; return the losses."""
+    losses = []
+    for step in steps:
+        loss = case.loss(call(**case.batch(step)))
+        loss.backward()
+        losses.append(array(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
 def adamw(parameters: Any) -> Optimizer:
     """chunkc's AdamW with the settings of every end-to-end test."""
     return chunkc.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1)

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import harness
 import numpy as np
 import pytest
 import torch
@@ -145,12 +146,7 @@ def backward(call: Callable[..., Tensor], step: int) -> np.ndarray:
 
 def train_steps(call: Callable[..., Tensor], optimizer: Optimizer, steps: range) -> list[np.ndarray]:
     """Run ordinary training steps; return the losses."""
-    losses = []
-    for step in steps:
-        losses.append(backward(call, step))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return harness.train_steps(CASE, call, optimizer, steps)
 
 
 def two_alike(model: nn.Module) -> tuple[nn.Parameter, nn.Parameter]:
