@@ -323,15 +323,12 @@ def test_results_that_pages_name_are_there() -> None:
     ("expected", "printed", "same"),
     [
         ("budget  32.00 MiB", "budget 30.1 MiB", True),
-        ("budget  32.00 MiB", "budget 32768 KiB", True),
         ("budget  32.00 MiB", "budget 3.2 MiB", False),
         ("budget  32.00 MiB", "peak 32.00 MiB", False),
         ("took 3 s", "took 140 ms", True),
         ("a\n...\nd", "a\nb\nc\nd", True),
-        ("a\n...", "a\nb", True),
         ("a\n...\nd", "a\nb", False),
         ("a", "a\nb", False),
-        ("a\nb", "a", False),
         ("a\nc", "a\nb\nc", False),
     ],
 )

@@ -60,8 +60,7 @@ def test_budgets_of_a_machine(budget: int | str, total: int, available: int, nby
 
 
 @pytest.mark.parametrize(
-    ("given", "on_a_cpu", "on_a_gpu"),
-    [("auto", True, False), ("states", False, False), ("everything", True, True)],
+    ("given", "on_a_cpu", "on_a_gpu"), [("auto", True, False), ("states", False, False), ("everything", True, True)]
 )
 def test_what_a_disk_holds(given: str, on_a_cpu: bool, on_a_gpu: bool):
     options = parse_options({"home": "disk", "disk_holds": given})

@@ -10,17 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import (
-    HUGE,
-    TINY,
-    array,
-    assert_same_training,
-    compile_case,
-    differences,
-    refuse,
-    train,
-    weights,
-)
+from harness import HUGE, TINY, array, assert_same_training, compile_case, differences, refuse, train, weights
 from plain_modules import FeedForward
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -74,11 +64,7 @@ def as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CHUNKC_DISABLE_PASS", "casts")
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "bf16": {},
-    "fp16": {"dtype": torch.float16},
-    "frozen": {"frozen": 2},
-}
+WAYS: dict[str, dict[str, Any]] = {"bf16": {}, "fp16": {"dtype": torch.float16}, "frozen": {"frozen": 2}}
 """On disks, by Inductor, with values and updates in every way: autocast models of `tests/properties/test_ladder.py`."""
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,12 +37,10 @@ WIDTH = 64
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
-def two_models() -> tuple[nn.Module, nn.Module]:
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(Residual())
-    return made[0], made[1]
+def two_models(kind: Callable[[], nn.Module] = Residual) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = kind()
+    return model, copy.deepcopy(model)
 
 
 def rows(num_rows: int) -> Tensor:
@@ -53,9 +51,19 @@ def same_bits(model: nn.Module, plain: nn.Module) -> bool:
     return all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
 
 
+def train_alike(model: nn.Module, call: Any, plain: nn.Module, x: Tensor) -> None:
+    """A step of both, the first by `call`: the same loss and gradients to the bit."""
+    losses = []
+    for module, run in ((model, call), (plain, plain)):
+        module.zero_grad()
+        losses.append(run(x))
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    assert same_bits(model, plain)
+
+
 @pytest.mark.second_tier
-@pytest.mark.parametrize("whole_graph", ["never", "auto"])
-@pytest.mark.parametrize("budget", [1_700_000, HUGE])
+@pytest.mark.parametrize(("budget", "whole_graph"), [(1_700_000, "never"), (HUGE, "auto")])
 def test_new_shapes_are_planned_and_not_compiled(
     budget: int, whole_graph: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,14 +78,7 @@ def test_new_shapes_are_planned_and_not_compiled(
     call = torch.compile(model, backend="chunkc", options=options)
     after_two = 0
     for index, num_rows in enumerate((4, 6, 3, 8, 6, 5, 2, 7, 13 if budget == HUGE else 9, 3)):
-        for module in (model, plain):
-            module.zero_grad()
-        x = rows(num_rows)
-        losses = [module(x) for module in (call, plain)]
-        for loss in losses:
-            loss.backward()
-        assert torch.equal(*losses)
-        assert same_bits(model, plain)
+        train_alike(model, call, plain, rows(num_rows))
         assert chunkc.report(model).predicted_peak_nbytes <= budget
         if index == 1:
             after_two = compilations.calls
@@ -85,22 +86,6 @@ def test_new_shapes_are_planned_and_not_compiled(
     assert plans.calls >= 9, "every shape has a plan of its own"
     if whole_graph == "never":
         assert compilations.calls == after_two
-
-
-def test_residents_make_room_for_a_larger_shape() -> None:
-    """What stayed for small batches moves home where a large one needs the room, and results stay the same bits."""
-    model, plain = two_models()
-    options = {"codegen": "eager", "memory_budget": 3_600_000, "activations": "keep"}
-    call = torch.compile(model, backend="chunkc", options=options)
-    residents = []
-    for num_rows in (3, 4, 20, 3):
-        for module in (model, plain):
-            module.zero_grad()
-        for module in (call, plain):
-            module(rows(num_rows)).backward()
-        assert same_bits(model, plain)
-        residents.append(chunkc.report(model).num_resident_chunks)
-    assert residents[0] == residents[1] > residents[2] == residents[3]
 
 
 @pytest.mark.second_tier
@@ -157,9 +142,7 @@ def test_a_graph_whose_sizes_cannot_be_read_is_compiled_by_shape(
     model, plain = two_models()
     call = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
     for num_rows in (4, 6, 3):
-        for module in (call, plain):
-            module(rows(num_rows)).backward()
-    assert same_bits(model, plain)
+        train_alike(model, call, plain, rows(num_rows))
     assert len(warnings) == 1
     assert "s0 cannot be read off" in warnings[0]
 
@@ -171,9 +154,7 @@ def test_views_of_other_tensors_are_compiled_by_shape(warnings: list[str], monke
     model, plain = two_models()
     call = torch.compile(model, backend="chunkc", options={"codegen": "eager", "memory_budget": HUGE})
     for num_rows in (4, 6, 3, 5):
-        for module in (call, plain):
-            module(rows(num_rows)[:, :-1]).backward()
-    assert same_bits(model, plain)
+        train_alike(model, call, plain, rows(num_rows)[:, :-1])
     assert any("is a view of a larger tensor" in warning for warning in warnings)
     assert captures.calls >= 4
 
@@ -201,28 +182,15 @@ class BlocksApart(Residual):
         return x.square().mean()
 
 
-def train_alike(models: list[nn.Module], call: Any, num_rows: int) -> None:
-    """A step of both, the first by `call`: the same loss and gradients to the bit."""
-    losses = []
-    for module, run in zip(models, (call, models[1])):
-        module.zero_grad()
-        losses.append(run(rows(num_rows)))
-        losses[-1].backward()
-    assert torch.equal(*losses)
-    assert same_bits(*models)
-
-
 @pytest.mark.second_tier
-@pytest.mark.parametrize("budget", [1_840_000, pytest.param(HUGE, marks=SLOW)])
-def test_modules_that_share_a_graph_are_compiled_once_each(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_that_share_a_graph_are_compiled_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Losses and gradients are plain PyTorch's bits at every shape."""
     captures = counted(monkeypatch, compilation, "capture_graph")
-    models: list[nn.Module] = [BlocksApart() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    call = segmented(models[0], budget)
+    model, plain = two_models(BlocksApart)
+    call = segmented(model, 1_840_000)
     after_two = 0
     for index, num_rows in enumerate((4, 6, 3, 8, 5, 4)):
-        train_alike(models, call, num_rows)
+        train_alike(model, call, plain, rows(num_rows))
         if index == 1:
             after_two = captures.calls
     assert captures.calls == after_two >= NUM_BLOCKS
@@ -240,12 +208,11 @@ def test_a_shared_graph_that_turns_out_valid_for_fewer_sizes_is_compiled_by_shap
         raise compilation.NotForAnyShapes from chunkc.UnsupportedError("two sizes must be equal")
 
     monkeypatch.setattr(backend, "_no_more_guards", guarded)
-    models: list[nn.Module] = [BlocksApart() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    call = segmented(models[0], 1_840_000)
+    model, plain = two_models(BlocksApart)
+    call = segmented(model, 1_840_000)
     for num_rows in (4, 6, 3, 8, 3):
-        train_alike(models, call, num_rows)
-        assert chunkc.report(models[0]).predicted_peak_nbytes <= 1_840_000
+        train_alike(model, call, plain, rows(num_rows))
+        assert chunkc.report(model).predicted_peak_nbytes <= 1_840_000
     assert [warning for warning in warnings if "two sizes must be equal" in warning]
 
 
@@ -263,15 +230,10 @@ class Tokens(Residual):
 @pytest.mark.second_tier
 def test_views_of_parameters_have_sizes_in_symbols(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = counted(monkeypatch, compilation, "capture_graph")
-    model, plain = Tokens(), Tokens()
-    plain.load_state_dict(model.state_dict())
+    model, plain = two_models(Tokens)
     call = segmented(model, 1_700_000)
     for num_rows in (4, 6, 3, 8):
-        for module in (model, plain):
-            module.zero_grad()
-        for module in (call, plain):
-            module(rows(num_rows)).backward()
-        assert same_bits(model, plain)
+        train_alike(model, call, plain, rows(num_rows))
     assert captures.calls == STATIC_AND_SYMBOLIC
 
 

@@ -219,8 +219,7 @@ def plain_losses(case: Case) -> list[np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=pytest.mark.second_tier if n in SECOND_TIER else pytest.mark.slow) for n in LADDER],
+    "name", [pytest.param(n, marks=pytest.mark.second_tier if n in SECOND_TIER else pytest.mark.slow) for n in LADDER]
 )
 def test_losses_are_those_of_plain_pytorch(name: str) -> None:
     case = LADDER[name]

@@ -172,10 +172,7 @@ def rungs() -> list[Any]:
 @pytest.mark.parametrize("name", rungs())
 @pytest.mark.parametrize(
     ("whole_graph", "percent"),
-    [
-        ("never", 115),
-        *(pytest.param("auto", percent, marks=pytest.mark.slow) for percent in (100, 150, 250, 400)),
-    ],
+    [("never", 115), *(pytest.param("auto", percent, marks=pytest.mark.slow) for percent in (100, 150, 250, 400))],
 )
 def test_training_does_what_the_policy_says_and_explain_says_so_too(name: str, whole_graph: str, percent: int) -> None:
     step = captured(name, parse_options(options_of(1, whole_graph)))

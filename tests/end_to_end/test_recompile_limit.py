@@ -101,12 +101,10 @@ class Numbered(nn.Module):
         return self.linear(x) * self.scale if self.scale < 100 else x
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("codegen", ["eager", "inductor"])
-def test_models_with_other_numbers_share_a_compilation(codegen: str) -> None:
+def test_models_with_other_numbers_share_a_compilation() -> None:
     for scale in (0.5, 1.5, 2.5, 3.5, 4.5):
         model = Numbered(scale)
-        y = torch.compile(model, backend="chunkc", options=OPTIONS | {"codegen": codegen})(X)
+        y = torch.compile(model, backend="chunkc", options=OPTIONS)(X)
         y.sum().backward()
         torch.testing.assert_close(y, model.linear(X) * scale)
         torch.testing.assert_close(model.linear.bias.grad, torch.full((8,), 2 * scale))

@@ -15,18 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import (
-    HUGE,
-    TINY,
-    adamw,
-    array,
-    compile_case,
-    differences,
-    gradients,
-    refuse,
-    train_steps,
-    weights,
-)
+from harness import HUGE, TINY, adamw, array, compile_case, differences, gradients, refuse, train_steps, weights
 from plain_modules import Stack
 from store_cases import Builder, make_store
 from torch import nn

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 from harness import TINY, Arrays, array, compile_case, differences, gradients, refuse, session_of
 from late_tiers import LateTier, tier_of_new_sessions
-from missing_waits import KINDS, KINDS_IN_BACKWARD, Subject, Wait, shows_by_the_clock, slow_without
+from missing_waits import KINDS, KINDS_IN_BACKWARD, Subject, Wait
 from plain_modules import Stack
 from zoo import Case, floats
 
 from chunkc.ir.errors import ChunkStateError
-from chunkc.runtime.device.tier import CpuTier
 from chunkc.runtime.execution import executor, saved_instructions
 
 pytestmark = pytest.mark.timeout(120)
@@ -29,31 +27,6 @@ def late(request: pytest.FixtureRequest) -> Iterator[Subject]:
 
 
 updated_after_the_backward = pytest.mark.parametrize("late", ["none"], indirect=True)
-
-
-class Delay:
-    """Seconds before each copy: none, but from `slow` to `fast` surely longer than a small segment runs."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def slow(self) -> None:
-        self.now_s = 0.2
-
-    def fast(self) -> None:
-        self.now_s = 0.0
-
-
-@updated_after_the_backward
-def test_the_step_that_is_broken_below_is_repeatable(late: Subject) -> None:
-    for _ in range(2):
-        assert not differences(late.step(), late.expected)
-    loss, grads, weights_after, _ = late.expected
-    assert np.isfinite(loss)
-    assert all(np.isfinite(a).all() for a in (*grads.values(), *weights_after.values()))
 
 
 @pytest.mark.parametrize(
@@ -110,26 +83,6 @@ def test_a_write_back_that_is_left_out_is_refused(late: Subject) -> None:
         _, error = late.outcome_without(Wait(phase, index, event.chunk, "out"), forced=False)
         assert error is not None
         assert "before it was written back" in str(error)
-
-
-def test_a_missing_wait_shows_with_real_threads_too() -> None:
-    """The first wait of every kind that the order inside a stream does not hide."""
-    delay = Delay()
-    subject = Subject(lambda: CpuTier(delay=delay))
-    executables = subject.executables
-    waits: dict[str, Wait] = {}
-    for wait in subject.waits():
-        if shows_by_the_clock(executables[wait.phase], wait):
-            waits.setdefault(wait.kind, wait)
-    assert {(wait.phase, wait.way) for wait in waits.values()} == {
-        ("forward", "in"), ("backward", "in"), ("backward", "out"), ("update", "in"), ("update", "out"),
-    }  # fmt: skip
-    for wait in waits.values():
-        broken = slow_without(subject.executables[wait.phase], wait, delay.slow, delay.fast)
-        found, error = subject.outcome_with(wait.phase, broken)
-        assert error is None
-        assert found, f"nothing differs without {wait}"
-    assert not differences(subject.step(), subject.expected)
 
 
 # ---------------------------------------------------------------- saved values

@@ -115,10 +115,7 @@ def test_a_first_graph_that_is_a_part_says_so() -> None:
 
 def test_a_whole_graph_may_need_less_than_all_its_chunks_at_once() -> None:
     """An error does not name them: cut into segments, the graph would do with fewer."""
-    whole, cut = (
-        (position(50, 0, 1),),
-        (position(50, 0), position(50, 1)),
-    )
+    whole, cut = ((position(50, 0, 1),), (position(50, 0), position(50, 1)))
     for is_whole, positions in ((True, whole), (False, cut)):
         known, noted = SessionNeeds(), StepNeeds(None, never_described if is_whole else None)
         noted.add(Needs.of(positions, LAYOUT))

@@ -119,12 +119,7 @@ def test_random_sabotage_is_reported_unless_it_is_harmless(
         elif node.target is chunk_ops.sink or other.target is chunk_ops.sink:
             continue  # a gradient cannot be sunk before it is made
         elif kind == "swap":
-            node.args, other.args, node.target, other.target = (
-                other.args,
-                node.args,
-                other.target,
-                node.target,
-            )
+            node.args, other.args, node.target, other.target = (other.args, node.args, other.target, node.target)
         elif kind == "move" and node is not other:
             other.prepend(node)
         elif kind == "repeat":

@@ -26,6 +26,12 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
     return build()
 
 
+def at_home(home: str, build: Callable[[], nn.Module]) -> nn.Module:
+    """A model that is built in its home."""
+    with chunkc.init(home=home):
+        return built(build)
+
+
 @pytest.fixture(params=["cpu", "disk"])
 def home(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return "cpu" if request.param == "cpu" else f"disk:{tmp_path}"
@@ -33,8 +39,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 def test_random_numbers_are_those_of_ordinary_construction(home: str, build: Callable[[], nn.Module]) -> None:
-    with chunkc.init(home=home):
-        model = built(build)
+    model = at_home(home, build)
     after = torch.rand(3)
     assert not differences(weights(model), weights(built(build)))
     assert torch.equal(after, torch.rand(3))
@@ -44,8 +49,7 @@ def test_random_numbers_are_those_of_ordinary_construction(home: str, build: Cal
 
 
 def test_tied_weights_stay_tied_and_frozen_ones_frozen(home: str) -> None:
-    with chunkc.init(home=home):
-        model = Tied()
+    model = at_home(home, Tied)
     assert model.head.weight is model.embedding.weight
     assert not model.scale.requires_grad
     assert model.body.weight.requires_grad
@@ -74,8 +78,7 @@ def test_a_model_trains_as_one_that_was_built_as_usual(home: str) -> None:
 
 
 def test_what_stays_on_the_compute_tier_leaves_home(home: str) -> None:
-    with chunkc.init(home=home):
-        model = built(Tied)
+    model = at_home(home, Tied)
     options = {"memory_budget": "1GiB", "codegen": "eager"}
     torch.compile(model, backend="chunkc", options=options)(torch.zeros(1, 2).long())
     assert all(unassigned_memory_of(p) is None for p in model.parameters())
@@ -83,8 +86,7 @@ def test_what_stays_on_the_compute_tier_leaves_home(home: str) -> None:
 
 
 def test_a_compilation_that_fails_leaves_parameters_where_they_were_born(home: str) -> None:
-    with chunkc.init(home=home):
-        model = built(Tied)
+    model = at_home(home, Tied)
     before, tokens = [p.data_ptr() for p in model.parameters()], torch.zeros(1, 2).long()
     with pytest.raises(chunkc.BudgetError):
         torch.compile(model, backend="chunkc", options={"memory_budget": 4096, "codegen": "eager"})(tokens)
@@ -92,16 +94,14 @@ def test_a_compilation_that_fails_leaves_parameters_where_they_were_born(home: s
 
 
 def test_another_home_is_refused_when_it_is_compiled(tmp_path: Path) -> None:
-    with chunkc.init(home=f"disk:{tmp_path}"):
-        model = built(Tied)
+    model = at_home(f"disk:{tmp_path}", Tied)
     call = torch.compile(model, backend="chunkc", options={"memory_budget": "1MiB", "home": "cpu"})
     with pytest.raises(chunkc.OptionsError, match=r"home is 'cpu', but the model's parameters already live .*init\(\)"):
         call(torch.zeros(1, 2).long())
 
 
 def test_place_goes_on_where_the_model_was_built(home: str) -> None:
-    with chunkc.init(home=home):
-        model = built(encoder)
+    model = at_home(home, encoder)
     chunkc.place(model)
     assert owner(next(model.parameters()))[0].options.home == home
     assert not differences(weights(model), weights(built(encoder)))

@@ -10,17 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import (
-    TINY,
-    Arrays,
-    array,
-    compile_case,
-    differences,
-    gradients,
-    refuse,
-    session_of,
-    weights,
-)
+from harness import TINY, Arrays, array, compile_case, differences, gradients, refuse, session_of, weights
 from late_tiers import Factory, tier_of_new_sessions
 from plain_modules import Stack
 from zoo import Case, floats
@@ -216,29 +206,15 @@ class Subject:
 
 
 KINDS = (
-    "forward in param",
-    "backward in param",
-    "backward in grad",
-    "backward out grad",
-    "update in param",
-    "update in grad",
-    "update in exp_avg",
-    "update in exp_avg_sq",
-    "update out param",
-    "update out exp_avg",
+    "forward in param", "backward in param", "backward in grad", "backward out grad", "update in param",
+    "update in grad", "update in exp_avg", "update in exp_avg_sq", "update out param", "update out exp_avg",
     "update out exp_avg_sq",
-)
+)  # fmt: skip
 
 KINDS_IN_BACKWARD = (
-    "forward in param",
-    "backward in param",
-    "backward in grad",
-    "backward in exp_avg",
-    "backward in exp_avg_sq",
-    "backward out param",
-    "backward out exp_avg",
-    "backward out exp_avg_sq",
-)
+    "forward in param", "backward in param", "backward in grad", "backward in exp_avg", "backward in exp_avg_sq",
+    "backward out param", "backward out exp_avg", "backward out exp_avg_sq",
+)  # fmt: skip
 """Where the backward updates: gradients do not go home."""
 
 

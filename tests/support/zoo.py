@@ -220,10 +220,7 @@ def _convnet_batch(seed: int) -> Batch:
 
 
 def _speech_batch(seed: int) -> Batch:
-    return {
-        "input_features": floats(seed, (BATCH, 16, 100)),
-        "labels": integers(seed, (BATCH, 20), VOCAB),
-    }
+    return {"input_features": floats(seed, (BATCH, 16, 100)), "labels": integers(seed, (BATCH, 20), VOCAB)}
 
 
 def _caption_batch(seed: int) -> Batch:

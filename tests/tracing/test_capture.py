@@ -30,6 +30,14 @@ from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.tracing.capture import TracedGraphs
 
 
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> list[TracedGraphs]:
+    """Graphs that are captured."""
+    found: list[TracedGraphs] = []
+    monkeypatch.setattr("chunkc.compile.log_capture", lambda capture, losses: found.append(capture))
+    return found
+
+
 class Blocks(nn.Module):
     """Blocks with dropout, recomputed in the backward: the same elements must be dropped again."""
 
@@ -97,9 +105,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("autocast", [False, True])
-def test_nothing_of_a_parameter_is_saved_between_checkpoints(autocast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[TracedGraphs] = []
-    monkeypatch.setattr("chunkc.compile.log_capture", lambda capture, losses: captured.append(capture))
+def test_nothing_of_a_parameter_is_saved_between_checkpoints(autocast: bool, captured: list[TracedGraphs]) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = Shared(autocast)
@@ -163,10 +169,8 @@ class Attends(nn.Module):
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_a_checkpoint_keeps_a_generator_s_state_for_what_draws_alone(
-    dropout: float, monkeypatch: pytest.MonkeyPatch
+    dropout: float, captured: list[TracedGraphs]
 ) -> None:
-    captured: list[TracedGraphs] = []
-    monkeypatch.setattr("chunkc.compile.log_capture", lambda capture, losses: captured.append(capture))
     torch.manual_seed(0)
     model, x = Attends(dropout), torch.randn(2, 8, 64)
     found = []

@@ -138,17 +138,6 @@ def test_regions_are_few(name: str) -> None:
     assert known.num_described <= 6
 
 
-def test_a_template_outside_its_region_is_wrong() -> None:
-    """The conditions are needed: without them, the same expressions give other bytes than the description."""
-    known = templates("short_gpt")
-    small, large = values(known, (2, 8)), values(known, (2, 48))
-    template = known.template(small, whole=False)
-    assert template.holds(small)
-    assert not template.holds(large)
-    expected = known.builder.described(whole=False, shapes=ShapesAt(large))
-    assert template.at(large).memories != expected.memories
-
-
 def test_outside_of_what_was_captured() -> None:
     known = templates("encoder")
     one = values(known, (1, 0))

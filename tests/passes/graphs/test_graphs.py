@@ -42,32 +42,6 @@ def test_attribute_path_is_the_users_name(source: str, name: str) -> None:
     assert graphs.attribute_path(source) == name
 
 
-def test_attribute_path_of_what_dynamo_really_writes() -> None:
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(3, 3)) for _ in range(2))
-            self.scale = torch.nn.Parameter(torch.ones(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for block in self.blocks:
-                x = block(x)
-            return x * self.scale
-
-    found: list[str] = []
-
-    def backend(gm: fx.GraphModule, inputs: list[object]) -> object:
-        for node in graphs.placeholders(gm.graph):
-            name = node.meta["grapharg"].source.name
-            found.append(graphs.attribute_path(name() if callable(name) else name))
-        return gm.forward
-
-    torch._dynamo.reset()
-    model = Model()
-    torch.compile(model, backend=backend)(torch.ones(2, 3))
-    assert {name for name in found if name} == {name for name, _ in model.named_parameters()}
-
-
 @pytest.mark.parametrize(
     ("meta", "path"),
     [

@@ -316,12 +316,7 @@ def forward_of(
     pieces += extract(gm, [views], table, reads_home=True) if views else []
     memories = {s.name: eager_memory(s.module.graph, 1) for s in table.segments.values()}
     return forward_program(
-        gm.graph,
-        pieces,
-        memories,
-        parameters=parameters,
-        num_user_outputs=num_user_outputs,
-        hardware=hardware,
+        gm.graph, pieces, memories, parameters=parameters, num_user_outputs=num_user_outputs, hardware=hardware
     )
 
 
@@ -532,10 +527,7 @@ def test_aliases_given_together_are_released_by_the_later_one() -> None:
         segment_call("0", "x", "a b", "A A", "s"),
         segment_call("1", "a b", "c", "C", "t"),
     )
-    memories = {
-        "s": memory(10, released=(1,), outputs=(0, 0)),
-        "t": memory(0, 7, 3, released=(1, 2), storages=(40,)),
-    }
+    memories = {"s": memory(10, released=(1,), outputs=(0, 0)), "t": memory(0, 7, 3, released=(1, 2), storages=(40,))}
     assert nbytes(subject, memories)[1] == 100 + 10 + 7
 
 

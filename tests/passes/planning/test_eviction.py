@@ -57,10 +57,7 @@ def items_of(sizes: Mapping[str, int]) -> dict[str, Item]:
 def calls(text: str) -> list[Position]:
     """`"a b+c"`: two calls, the first reads a, the second b and c; an upper case letter is written."""
     return [
-        call(
-            " ".join(c for c in group.split("+") if c.islower()),
-            " ".join(c for c in group.split("+") if c.isupper()),
-        )
+        call(" ".join(c for c in group.split("+") if c.islower()), " ".join(c for c in group.split("+") if c.isupper()))
         for group in text.split()
     ]
 
@@ -211,16 +208,7 @@ def instances(draw, uniform: bool = False, in_ram: bool = False, chunks: Sequenc
     pick = st.frozensets(st.sampled_from(chunks), max_size=2)
     num_calls = draw(st.integers(1, max_calls))
     positions = [
-        Position(
-            "call",
-            "forward",
-            0,
-            "op",
-            "",
-            draw(pick),
-            draw(pick),
-            draw(st.sampled_from([0.0, 0.3, 1.0, 5.0])),
-        )
+        Position("call", "forward", 0, "op", "", draw(pick), draw(pick), draw(st.sampled_from([0.0, 0.3, 1.0, 5.0])))
         for _ in range(num_calls)
     ]
     spare = st.integers(0, 3 if uniform else 25)

@@ -118,10 +118,7 @@ def test_the_error_says_what_fills_the_peak() -> None:
 
 
 def test_small_parameters_and_step_counters_stay() -> None:
-    specs = [
-        ParamSpec("a.bias", (8,), (1,), torch.float32, True),
-        ParamSpec("a.w", (1024,), (1,), torch.float32, True),
-    ]
+    specs = [ParamSpec("a.bias", (8,), (1,), torch.float32, True), ParamSpec("a.w", (1024,), (1,), torch.float32, True)]
     layout = lay_out(specs, CHUNK_NBYTES)
     assert layout.small_nbytes == 2 * STEP_NBYTES + 32 * 4
     frozen = [ParamSpec("a.bias", (8,), (1,), torch.float32, False)]

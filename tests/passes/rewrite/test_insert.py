@@ -122,13 +122,7 @@ def test_gradients_are_sunk_right_after_their_call() -> None:
         x=("X", 8),
     )
     graph = rewritten(subject)
-    assert [line.partition("(")[0] for line in lines(graph)] == [
-        "backward.0",
-        "sink",
-        "sink",
-        "backward.1",
-        "sink",
-    ]
+    assert [line.partition("(")[0] for line in lines(graph)] == ["backward.0", "sink", "sink", "backward.1", "sink"]
     assert sinks(graph) == [("w", Chunk("grad", 0), True), ("bias", None, True), ("v", Chunk("grad", 1), True)]
     assert sinks(rewritten(subject, resident=frozenset({1})))[2] == ("v", None, True)
 

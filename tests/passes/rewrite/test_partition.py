@@ -17,18 +17,8 @@ from chunkc.passes.rewrite.runner import Graphs
 from chunkc.tracing.passes import CUT_JOINT, OF_PHASES, JointContext, TraceContext, run
 
 MOVES = (
-    "view",
-    "t",
-    "transpose",
-    "permute",
-    "expand",
-    "unsqueeze",
-    "squeeze",
-    "slice",
-    "select",
-    "clone",
-    "alias",
-)
+    "view", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "slice", "select", "clone", "alias",
+)  # fmt: skip
 CASTS = ("_to_copy", "convert_element_type", "to")
 
 

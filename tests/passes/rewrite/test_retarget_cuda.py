@@ -220,17 +220,10 @@ def describe(graph: OfflineGraph) -> None:
             assert eager_memory(module.graph, 1).steps
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("convnet", "encoder", "called_twice", "dropout", "odd_layouts"),
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in LADDER
-            if name not in ("convnet", "encoder", "called_twice", "dropout", "odd_layouts", "lstm")  # lstm: no graph
-        ),
-    ],
-)
+QUICK = ("convnet", "encoder", "called_twice", "dropout", "odd_layouts")
+
+
+@pytest.mark.parametrize("name", rungs((name for name in LADDER if name != "lstm"), QUICK))  # lstm: no graph
 def test_models_of_the_ladder(name: str) -> None:
     case = LADDER[name]
     for graph in capture_offline(case.build(), (), case.batch(0), codegen="eager").graphs:

@@ -320,10 +320,7 @@ def test_gradients_that_are_bare_inputs_become_results() -> None:
     assert op_name(second) == "aten.mul"
     assert third is placeholders(gm.graph)[0], "only what was asked for"
     assert not set(storage_keys(first)) & set(storage_keys(third))
-    assert (first.meta["val"].shape, first.meta["val"].dtype) == (
-        third.meta["val"].shape,
-        third.meta["val"].dtype,
-    )
+    assert (first.meta["val"].shape, first.meta["val"].dtype) == (third.meta["val"].shape, third.meta["val"].dtype)
     gm.recompile()
     gradient = torch.arange(3.0)
     result = gm(gradient, torch.ones(3))
@@ -472,10 +469,7 @@ def test_canonical_text_forgets_names_and_tells_other_code_apart(
 
 @pytest.mark.parametrize(
     "inputs",
-    [
-        (NEGATED, torch._neg_view(NEGATED)),
-        (SQUARE, SQUARE.t(), torch.ones(5, 4)[1:], torch.ones(4, 8)[:, ::2]),
-    ],
+    [(NEGATED, torch._neg_view(NEGATED)), (SQUARE, SQUARE.t(), torch.ones(5, 4)[1:], torch.ones(4, 8)[:, ::2])],
     ids=["negated", "strides and offsets"],
 )
 def test_canonical_text_tells_inputs_apart(inputs: Sequence[torch.Tensor]) -> None:

@@ -62,18 +62,9 @@ def mlp(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor
     return hidden, torch.mm(hidden, v) + 1
 
 
-def softmax(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return torch.softmax(x * 2, -1), x.sum(0)
-
-
 def norm(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     variance, mean = torch.var_mean(x, -1, keepdim=True)
     return mean, (x - mean) * torch.rsqrt(variance + 1e-5) * w
-
-
-def views(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    one = (x + w).view(-1)
-    return one[:8], one.view(32, 32).t(), x.t()
 
 
 def convolution(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -100,9 +91,7 @@ def chain(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 FUNCTIONS = {
     "mlp": (mlp, (32, 64), (64, 128), (128, 16)),
-    "softmax": (softmax, (64, 128)),
     "norm": (norm, (64, 128), (128,)),
-    "views": (views, (32, 32), (32, 32)),
     "convolution": (convolution, (2, 3, 16, 16), (8, 3, 3, 3)),
     "image_as_rows": (image_as_rows, (2, 16, 32, 32), (16, 16, 3, 3)),
     "bias": (bias, (64, 32), (32, 2050), (2050,)),
@@ -154,7 +143,7 @@ def no_compiler(tmp_path: Path) -> Iterator[None]:
         yield
 
 
-_ASKS_FOR_THE_COMPILER = {"softmax", "norm", "convolution", "image_as_rows"}
+_ASKS_FOR_THE_COMPILER = {"norm", "convolution", "image_as_rows"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -221,11 +210,8 @@ def described_and_compiled(
     ("name", "whole_graph"),
     [
         ("frozen_mlp", "never"),
-        pytest.param("byte_gpt", "never", marks=SLOW),
         pytest.param("byte_gpt", "auto", marks=SLOW),
-        pytest.param("bert", "never", marks=SLOW),
         pytest.param("bert_dropout", "never", marks=SLOW),
-        pytest.param("convnet", "never", marks=SLOW),
         pytest.param("convnet", "auto", marks=SLOW),
     ],
 )

@@ -130,10 +130,7 @@ COPIES: dict[str, tuple[torch._ops.OpOverload, tuple[Any, ...], Any, list[int]]]
     "of what is turned": (aten._softmax_backward_data.default, (TURNED, TURNED, 1, torch.float32), X, 3 * [X.nbytes]),
     "a safe softmax": (aten._safe_softmax.default, (X, 1), X, [X.numel(), 64, 4]),
     "a layer norm's gradient": (*layer_norm_backward(65_536, 1024), []),
-    "of many rows": (
-        *layer_norm_backward(131_072, 1024),
-        [*(2 * [4 * (32_768 // 32) * 1024]), *SECOND_PASS, 4 * 1024],
-    ),
+    "of many rows": (*layer_norm_backward(131_072, 1024), [*(2 * [4 * (32_768 // 32) * 1024]), *SECOND_PASS, 4 * 1024]),
     "a bias's gradient": (
         aten.sum.dim_IntList,
         (meta(1024, 1024, dtype=HALF), [0]),
