@@ -34,8 +34,8 @@ IN_FLOAT32 = tuple(name for name in TO_THE_BYTE if name not in LOW_PRECISION)
 CONVOLUTIONS = ("aten.convolution", "aten.convolution_backward")
 
 QUICK = (
-    "gpt2_dropout", "t5", "convnet", "short_gpt", "frozen_mlp", "called_twice", "encoder", "sometimes_unused",
-    "resnet", "convnext", "lstm_cells", "unet", "dropout", "checkpointed_gpt", "autocast_gpt", "odd_layouts",
+    "gpt2_dropout", "t5", "convnet", "encoder", "resnet", "convnext", "lstm_cells", "unet", "dropout",
+    "checkpointed_gpt", "autocast_gpt", "odd_layouts",
 )  # fmt: skip
 """The part of the ladder that the default run climbs; the rest is slow."""
 

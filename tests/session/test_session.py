@@ -158,7 +158,7 @@ def step(call: Any, optimizer: Any, dtype: torch.dtype = torch.float32) -> None:
     take_step(call(rows(4).to(dtype)), optimizer)
 
 
-@pytest.mark.second_tier
+@pytest.mark.quick(0, second=3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_states_go_home_and_training_goes_on_with_the_same_bits(optimizer: str, dtype: torch.dtype) -> None:

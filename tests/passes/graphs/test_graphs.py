@@ -21,10 +21,6 @@ def trace(function, *args: torch.Tensor) -> fx.Graph:
     return make_fx(function, tracing_mode="fake")(*args).graph
 
 
-def find(graph: fx.Graph, name: str) -> fx.Node:
-    return next(node for node in graph.nodes if node.name == name)
-
-
 @pytest.mark.parametrize(
     ("source", "name"),
     [

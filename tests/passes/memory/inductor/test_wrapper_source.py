@@ -98,7 +98,7 @@ FUNCTIONS = {
     "chain": (chain, (1000,)),
 }
 SLOW, SECOND = pytest.mark.slow, pytest.mark.second_tier
-MARKS = {"mlp": (), "norm": (), "convolution": SECOND, "bias": SECOND}
+MARKS = {"mlp": (), "norm": (), "convolution": SECOND}
 NAMES = [pytest.param(name, marks=MARKS.get(name, SLOW)) for name in FUNCTIONS]
 
 

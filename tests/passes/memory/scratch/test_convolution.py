@@ -215,7 +215,7 @@ def test_unusual_ones_are_never_predicted_too_little(name: str, dtype: torch.dty
         check_both(UNUSUAL[name], bias=num_threads == 3, dtype=dtype, channels_last=channels_last)
 
 
-@pytest.mark.second_tier
+@pytest.mark.quick(0, second=6)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(8))
 def test_never_too_little_for_any_shape(seed: int, dtype: torch.dtype) -> None:
