@@ -87,12 +87,10 @@ def test_graphs_are_those_of_all_layers_traced(
     assert all_layers > 1.3 * few or ((variant, codegen) == ("dropout", "inductor") and few == all_layers)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("variant", ["", "checkpoints"])
 def test_layers_that_were_partitioned_once_train_as_all(
-    monkeypatch: pytest.MonkeyPatch, variant: str, num_partitioned: list[int]
+    monkeypatch: pytest.MonkeyPatch, num_partitioned: list[int]
 ) -> None:
-    model = Deep(variant)
+    model = Deep()
     found = []
     for left_out in ("", "unroll"):
         monkeypatch.setenv("CHUNKC_DISABLE_PASS", left_out)
@@ -194,7 +192,7 @@ def test_passes_of_the_user_see_all_layers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.second_tier
-def test_other_sizes_and_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sizes_casts_and_two_kinds_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     once, whole, num_alike = both_ways(monkeypatch, Deep(), dynamic=True)
     assert num_alike
     assert once == whole
@@ -202,6 +200,9 @@ def test_other_sizes_and_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         once, whole, num_alike = both_ways(monkeypatch, Deep("dropout"))
     assert num_alike
+    assert once == whole
+    once, whole, num_alike = both_ways(monkeypatch, Deep(hidden=(32, 16) * NUM_LAYERS))
+    assert num_alike >= 6, "two kinds of layers in turn are one block"
     assert once == whole
 
 
@@ -219,13 +220,6 @@ def test_what_is_not_alike_is_traced_whole(
 ) -> None:
     once, whole, num_alike = both_ways(monkeypatch, Deep(variant, hidden))
     assert num_alike == 0
-    assert once == whole
-
-
-@pytest.mark.second_tier
-def test_two_kinds_of_layers_in_turn_are_one_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    once, whole, num_alike = both_ways(monkeypatch, Deep(hidden=(32, 16) * NUM_LAYERS))
-    assert num_alike >= 6
     assert once == whole
 
 
