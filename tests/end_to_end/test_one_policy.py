@@ -1,7 +1,10 @@
-"""Training and `explain` are one policy, driven twice: what was decided in a real run is what is decided on paper."""
+"""Training and `explain` are one policy, driven twice: what was decided in a real run is what is decided on paper. And
+what `overlap="backward"` takes is what was predicted, moment by moment.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,9 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import adamw, take_step
+from harness import adamw, compile_case, minimum_nbytes, session_of, take_step
 from zoo import CASES, MORE_CASES
 
+import chunkc
 from chunkc.explaining import predicted_step as predicted_step
 from chunkc.explaining.explain import explain_step, step_on
 from chunkc.explaining.predicted_step import PredictedStep
@@ -19,6 +23,7 @@ from chunkc.machines.presets import load_hardware
 from chunkc.optim.step import PreparedUpdate
 from chunkc.options import parse_options
 from chunkc.policy.state import StepRequest, UpdateRequest
+from chunkc.runtime.device import cpu_allocator
 from chunkc.session.compiled_step import CompiledGraph, PlannedStep
 from chunkc.session.session import Session, sessions_of
 from chunkc.tracing.steps import SizedStep
@@ -115,3 +120,60 @@ def test_training_does_what_the_policy_says_and_explain_says_so_too(name: str, w
         assert explain_step(PredictedStep(step, parse_options(options), CPU), name).fits
     assert [told(request) for request in ran] == [told(request) for request in shown]
     assert session.store.resident == ran[-1].planner_state.resident
+
+
+# ---------------------------------------------------------------- updates in the backward, inside a hard limit
+
+NAME = "byte_gpt"
+
+
+def last_step(budget_nbytes: int) -> tuple[frozenset[int], dict[str, tuple[int, int]], dict[str, int]]:
+    """Groups that the backward of the last step updated, (predicted, measured) bytes of its moments, and bytes that the
+    step copied."""
+    cpu_allocator.install()
+    gc.collect()
+    foreign_nbytes, case = cpu_allocator.current_nbytes(), CASES[NAME]
+    model, compiled = compile_case(case, memory_budget=budget_nbytes, whole_graph="never")
+    optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, overlap="backward")
+    before: dict[str, int] = {}
+    torch.manual_seed(0)
+    for step in range(NUM_STEPS):
+        before = dict(chunkc.report(model).traffic_nbytes) if step else {}
+        batch = case.batch(step)
+        with cpu_allocator.hard_limit(foreign_nbytes + budget_nbytes if step else None):  # Dynamo traces in the first
+            case.loss(compiled(**batch)).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        del batch
+    record, traffic = session_of(model).records.latest["backward"], chunkc.report(compiled).traffic_nbytes
+    predicted = {moment.name: moment.nbytes for moment in record.plan.moments if moment.phase == "backward"}
+    moments = {}
+    for label, measured in record.measurement.peaks:
+        moments[label] = predicted[label], measured - foreign_nbytes
+    updated = frozenset(group for phase in record.plan.phases for group in phase.updated)
+    return updated, moments, {way: traffic[way] - before[way] for way in before}
+
+
+@pytest.mark.second_tier
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("percent", [100, pytest.param(130, marks=pytest.mark.slow), 300])
+def test_what_is_explained_is_measured(percent: int) -> None:
+    """Of a model in one graph: bytes at each moment of the backward, peak and copies of a step. At the last budget all
+    stays that moves without `overlap`, and none of its gradients."""
+    case, budget = CASES[NAME], minimum_nbytes(NAME) * percent // 100
+    updated, moments, traffic_nbytes = last_step(budget)
+    for label, (predicted, measured) in moments.items():
+        assert predicted == measured, label
+    options: dict[str, Any] = {"memory_budget": budget, "whole_graph": "never", "activations": "keep"}
+    options |= {"hardware": "cpu", "codegen": "eager"}
+    explanation = chunkc.explain(case.build(), **case.batch(0), **options, overlap="backward")
+    assert dataclasses.asdict(explanation.traffic_nbytes) == traffic_nbytes
+    assert any(moment.call.startswith("update.") and moment.phase == "backward" for moment in explanation.moments) == (
+        bool(updated)
+    )
+    without = chunkc.explain(case.build(), **case.batch(0), **options)
+    assert explanation.minimum_budget_nbytes == without.minimum_budget_nbytes
+    if updated:
+        assert explanation.traffic_nbytes.to_device < without.traffic_nbytes.to_device
+        assert explanation.traffic_nbytes.to_home < without.traffic_nbytes.to_home
+        assert any("the backward updates" in note for note in explanation.notes)
