@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from harness import HUGE, compile_case
-from torch._inductor import codecache, config
+from torch._inductor import codecache, config, cpu_vec_isa
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.decomposition import select_decomp_table
@@ -265,19 +265,34 @@ class Builds:
         self.build = counted
 
 
-def test_vector_instructions_are_tried_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(2)
+def test_vector_instructions_are_tried_until_some_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[str] = []
 
     class Tried(str):
         def __bool__(self) -> bool:
-            together.wait(WAIT_S)
-            return True
+            tried.append(str(self))
+            return self != "avx512 avx512_vnni"
 
+        def bit_width(self) -> int:
+            return 512 if "512" in self else 256
+
+    isas = [Tried("amx_tile"), Tried("avx512 avx512_vnni"), Tried("avx512"), Tried("avx2")]
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    monkeypatch.setattr(inductor, "x86_isa_checker", lambda: ["avx2", "avx512"])
-    monkeypatch.setattr(inductor, "supported_vec_isa_list", [Tried("avx2"), Tried("avx512"), Tried("avx2 amx_tile")])
+    for module in (inductor, cpu_vec_isa):
+        monkeypatch.setattr(module, "x86_isa_checker", lambda: ["avx2", "avx512", "avx512_vnni"])
+        monkeypatch.setattr(module, "supported_vec_isa_list", isas)
+    unpatched = functools.cache(inductor._all_vector_isas.__wrapped__)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", unpatched)
+    monkeypatch.setattr(inductor, "_all_vector_isas", unpatched)
     inductor.try_vector_isas()
-    assert not together.broken
+    assert cpu_vec_isa.pick_vec_isa() == "avx512"
+    assert tried == ["avx512 avx512_vnni", "avx512"]
+    with config.patch({"cpp.simdlen": 256}):
+        assert cpu_vec_isa.pick_vec_isa() == "avx2"
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    assert cpu_vec_isa.pick_vec_isa() == "avx2"
+    inductor.try_vector_isas()  # once is enough
+    assert tried.count("avx512") == 2
 
 
 @pytest.fixture
