@@ -37,36 +37,29 @@ def test_mistakes_in_the_optimizer(section: dict[str, Any], message: str) -> Non
     assert message in str(caught.value)
 
 
+OF_LAMB = {"eps": 1e-8, "weight_decay": 0.0, "always_adapt": True, "min_coeff": 0.01, "max_coeff": 10.0}
+
+
 @pytest.mark.parametrize(
-    ("section", "kind", "values"),
+    ("name", "params", "kind", "values"),
     [
-        ({"type": "Adam"}, chunkc.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0, "eps": 1e-8}),
-        ({"type": "adam", "params": {"adam_w_mode": False}}, chunkc.optim.Adam, {"weight_decay": 0.0}),
-        ({"type": "AdamW", "params": {"adam_w_mode": False}}, chunkc.optim.AdamW, {}),
-        ({"type": "AdamW", "params": {"amsgrad": True}}, chunkc.optim.AdamW, {"amsgrad": True}),
-        ({"type": "AdamW", "params": {"torch_adam": True}}, chunkc.optim.AdamW, {"weight_decay": 1e-2}),
-        (
-            {"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}},
-            chunkc.optim.Adam,
-            {"weight_decay": 0},
-        ),
-        (
-            {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
-            chunkc.optim.SGD,
-            {"momentum": 0.9, "nesterov": False},
-        ),
-        ({"type": "RMSprop", "params": {"alpha": 0.9}}, torch.optim.RMSprop, {"alpha": 0.9}),
-        (
-            {"type": "Lamb"},
-            chunkc.optim.LAMB,
-            {"eps": 1e-8, "weight_decay": 0.0, "always_adapt": True, "min_coeff": 0.01, "max_coeff": 10.0},
-        ),
-        ({"type": "Lamb", "params": {"max_coeff": 0.3}}, chunkc.optim.LAMB, {"min_coeff": 0.01, "max_coeff": 0.3}),
-        ({"type": "Lion"}, chunkc.optim.Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}),
+        ("Adam", {}, chunkc.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.0, "eps": 1e-8}),
+        ("adam", {"adam_w_mode": False}, chunkc.optim.Adam, {"weight_decay": 0.0}),
+        ("AdamW", {"adam_w_mode": False}, chunkc.optim.AdamW, {}),
+        ("AdamW", {"amsgrad": True}, chunkc.optim.AdamW, {"amsgrad": True}),
+        ("AdamW", {"torch_adam": True}, chunkc.optim.AdamW, {"weight_decay": 1e-2}),
+        ("Adam", {"torch_adam": True, "adam_w_mode": False}, chunkc.optim.Adam, {"weight_decay": 0}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}, chunkc.optim.SGD, {"momentum": 0.9, "nesterov": False}),
+        ("RMSprop", {"alpha": 0.9}, torch.optim.RMSprop, {"alpha": 0.9}),
+        ("Lamb", {}, chunkc.optim.LAMB, OF_LAMB),
+        ("Lamb", {"max_coeff": 0.3}, chunkc.optim.LAMB, {"min_coeff": 0.01, "max_coeff": 0.3}),
+        ("Lion", {}, chunkc.optim.Lion, {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.0}),
     ],
 )
-def test_optimizers_have_deepspeeds_defaults(section: dict[str, Any], kind: type, values: dict[str, Any]) -> None:
-    _, optimizer = engine(optimizer=section)
+def test_optimizers_have_deepspeeds_defaults(
+    name: str, params: dict[str, Any], kind: type, values: dict[str, Any]
+) -> None:
+    _, optimizer = engine(optimizer={"type": name, "params": params} if params else {"type": name})
     assert type(optimizer) is kind
     assert {name: optimizer.defaults[name] for name in values} == values
 

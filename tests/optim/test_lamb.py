@@ -39,13 +39,14 @@ def minimum() -> int:
 
 
 def groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Biases without weight decay, one weight with a rate of its own, and one that adapts without weight decay."""
+    """Biases without weight decay, and weights: one maximizes, one adapts without decay, and two within limits."""
     weights = [layer.weight for layer in model.layers]  # type: ignore[union-attr]
     return [
         {"params": [layer.bias for layer in model.layers], "weight_decay": 0.0},  # type: ignore[union-attr]
-        {"params": weights[:2]},
-        {"params": weights[2:3], "lr": 0.03, "betas": (0.8, 0.95)},
-        {"params": weights[3:], "weight_decay": 0.0, "always_adapt": True},
+        {"params": weights[:1], "maximize": True},
+        {"params": weights[1:2], "weight_decay": 0.0, "always_adapt": True},
+        {"params": weights[2:3], "lr": 0.03, "betas": (0.8, 0.95), "max_coeff": 0.3},
+        {"params": weights[3:], "lr": 1e-3, "min_coeff": 3.0, "eps": 1e-3},
     ]
 
 
@@ -55,10 +56,11 @@ def lamb(model: nn.Module) -> chunkc.optim.LAMB:
 
 def hyper(group: dict[str, Any], step: int) -> LambHyper:
     (beta1, beta2), decay = group["betas"], group["weight_decay"]
-    return LambHyper(group["lr"], beta1, beta2, group["eps"], decay, step, adapt=bool(decay or group["always_adapt"]))
+    limits = {name: group[name] for name in ("maximize", "min_coeff", "max_coeff")}
+    adapt = bool(decay or group["always_adapt"])
+    return LambHyper(group["lr"], beta1, beta2, group["eps"], decay, step, adapt=adapt, **limits)
 
 
-@pytest.mark.second_tier
 def test_steps_follow_the_paper() -> None:
     of = case()
     model, compiled = compile_case(of, memory_budget=minimum(), **OPTIONS)

@@ -292,28 +292,18 @@ def test_without_room_for_them_no_backward_begins(overlap: str, monkeypatch: pyt
 
 
 IN_ADAM = {"lr": 1e-2, "moments_dtype": "int8", "stochastic_rounding": True}
+IN_SGD: dict[str, Any] = {"optimizer": chunkc.optim.SGD, "arguments": {"lr": 1e-2, "momentum": 0.9}}
+AT_RANDOM, BF16 = ADAMW | {"stochastic_rounding": True}, torch.bfloat16
 CASES: dict[str, dict[str, Any]] = {
-    "adamw, bf16, split masters": {"dtype": torch.bfloat16},
-    "adam, 8 bits": {"optimizer": chunkc.optim.Adam, "arguments": IN_ADAM, "dtype": torch.bfloat16},
-    "sgd, fp16": {
-        "optimizer": chunkc.optim.SGD,
-        "arguments": {"lr": 1e-2, "momentum": 0.9},
-        "dtype": torch.float16,
-    },
+    "adamw, bf16, split masters": {"dtype": BF16},
+    "adam, 8 bits": {"optimizer": chunkc.optim.Adam, "arguments": IN_ADAM, "dtype": BF16},
+    "sgd, fp16": IN_SGD | {"dtype": torch.float16},
     "lamb": {"optimizer": chunkc.optim.LAMB, "arguments": {"lr": 1e-2, "weight_decay": 0.1}},
     "no room for updates": {"spare_nbytes": 0},
     "9,000 bytes of room": {"spare_nbytes": 9_000},
     "some stays": {"spare_nbytes": WITHOUT_GRADIENTS},
-    "rounded at random, some stays": {
-        "arguments": ADAMW | {"stochastic_rounding": True},
-        "dtype": torch.bfloat16,
-        "spare_nbytes": 120_000,
-    },
-    "sgd, some stays": {
-        "optimizer": chunkc.optim.SGD,
-        "arguments": {"lr": 1e-2, "momentum": 0.9},
-        "spare_nbytes": 60_000,
-    },
+    "rounded at random, some stays": {"arguments": AT_RANDOM, "dtype": BF16, "spare_nbytes": 120_000},
+    "sgd, some stays": IN_SGD | {"spare_nbytes": 60_000},
     "inductor": {"codegen": "inductor"},
     "disk": {"home": "disk"},
 }
