@@ -157,7 +157,7 @@ RESUMED: list[Any] = [
     # In another budget and home.
     ({}, {"budget": LARGE}, {"budget": SMALL}),
     pytest.param({}, {"budget": SMALL}, {"budget": LARGE, "home": "disk"}, marks=SECOND),
-    pytest.param({}, {"budget": LARGE, "home": "disk"}, AT_HOME, marks=SECOND),
+    pytest.param({}, {"budget": LARGE, "home": "disk"}, AT_HOME, marks=RARE),
     pytest.param({}, AT_HOME, {"budget": SMALL}, marks=SECOND),
     pytest.param({"codegen": "inductor"}, {"budget": SMALL}, {"budget": SMALL, "home": "disk"}, marks=RARE),
     # Every form of states.
@@ -193,8 +193,8 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_never_ended(
     "how",
     [
         *(
-            pytest.param({"budget": SMALL, "overlap": overlap, "update_on": "cpu"}, marks=SECOND)
-            for overlap in ("none", "forward", "backward", "both")
+            pytest.param({"budget": SMALL, "overlap": overlap, "update_on": "cpu"}, marks=marks)
+            for overlap, marks in (("none", RARE), ("forward", SECOND), ("backward", RARE), ("both", SECOND))
         ),
         {"budget": None},
     ],

@@ -100,7 +100,7 @@ def trained(kind: type[Int8], budget: int | None = None, **options: Any) -> tupl
         (Int8, "eager"),
         pytest.param(FourBits, "eager", marks=pytest.mark.second_tier),
         pytest.param(Int8, "inductor", marks=pytest.mark.slow),
-        pytest.param(FourBits, "inductor", marks=pytest.mark.second_tier),
+        pytest.param(FourBits, "inductor", marks=pytest.mark.slow),
     ],
 )
 def test_the_base_moves_in_its_few_bits(kind: type[Int8], codegen: str) -> None:

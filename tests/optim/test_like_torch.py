@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optim_models import (
@@ -35,7 +37,7 @@ ADAMS: list[dict[str, Any]] = [
     {},
     {"amsgrad": True},
     {"amsgrad": True, "weight_decay": 0.1, "maximize": True, "betas": (0.5, 0.6)},
-    {"weight_decay": 0.1, "eps": 1e-3, "lr": torch.tensor(0.01, dtype=FP64)},
+    {"weight_decay": 1, "eps": 1e-3, "betas": (np.float64(0.5), 0.75), "lr": torch.tensor(0.01, dtype=FP64)},
 ]
 SGDS: list[dict[str, Any]] = [
     {},
@@ -54,8 +56,8 @@ ULP = {FP32: 1e-6, FP64: 1e-14, torch.complex64: 1e-6, torch.complex128: 1e-14}
 @pytest.mark.parametrize("dtype", ULP, ids=str)
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=str)
 def test_updates_are_torch_s(name: str, settings: dict[str, Any], dtype: torch.dtype) -> None:
-    """Of a dense parameter, one in another order, and a scalar."""
-    ours, theirs = KINDS[name]
+    """Of a dense parameter, one in another order, and a scalar; a rate in a tensor changes in place."""
+    (ours, theirs), settings = KINDS[name], copy.deepcopy(settings)
     shapes = [(7, 5), (6, 4), ()]
     values = [torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(3)) for shape in shapes]
     values[1] = values[1].t()
@@ -70,6 +72,8 @@ def test_updates_are_torch_s(name: str, settings: dict[str, Any], dtype: torch.d
             p.grad, q.grad = gradient, gradient.clone()
         optimizer.step()
         other.step()
+        if "lr" in settings:
+            settings["lr"].mul_(0.9)
     for p, q in zip(mine, shadow_copies):
         torch.testing.assert_close(p, q, rtol=ULP[dtype], atol=ULP[dtype])
         for kind in other.state[q]:

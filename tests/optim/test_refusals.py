@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from optim_models import MLP, OPTIMIZERS, WITHOUT_SENSE, train
+from optim_models import MLP, WITHOUT_SENSE, train
 from torch import nn
 
 import chunkc
@@ -97,22 +96,6 @@ def test_what_torch_refuses_too(made: Any) -> None:
         made([weight]).add_param_group([nn.Parameter(torch.ones(3))])
     with pytest.raises(ValueError, match="more than one parameter group"):
         made([weight]).add_param_group({"params": [weight]})
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_numbers_that_torch_takes_too(name: str) -> None:
-    ours, theirs = OPTIMIZERS[name]
-    mine, shadow = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
-    lr = torch.tensor(0.1)
-    optimizers = [
-        of([p], lr=lr, betas=(np.float64(0.5), 0.75), weight_decay=1) for of, p in ((ours, mine), (theirs, shadow))
-    ]
-    for step in range(3):
-        for parameter, optimizer in zip((mine, shadow), optimizers):
-            parameter.grad = torch.full((3,), float(step + 1))
-            optimizer.step()
-        lr.mul_(0.5)
-        torch.testing.assert_close(mine, shadow, rtol=0, atol=1e-6)
 
 
 def test_states_of_another_optimizer_are_named() -> None:
