@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from larger_than_memory import stage, status_nbytes
+from plain_modules import FeedForward
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -35,16 +36,6 @@ SMALL = 1_400_000
 LARGE = 1 << 30
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 256), nn.Linear(256, 64)
-        self.drop = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
-
-
 class Model(nn.Module):
     """Blocks that draw random numbers, a buffer that each forward changes, and an output tied to the input."""
 
@@ -53,7 +44,7 @@ class Model(nn.Module):
     def __init__(self, num_blocks: int = 3) -> None:
         super().__init__()
         self.tokens = nn.Embedding(32, 64)
-        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(FeedForward(64, dropout=0.1) for _ in range(num_blocks))
         self.head = nn.Linear(64, 32, bias=False)
         self.head.weight = self.tokens.weight
         self.register_buffer("count", torch.zeros(2))

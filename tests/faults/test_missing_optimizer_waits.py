@@ -225,7 +225,7 @@ def test_a_failed_update_is_told_before_anything_is_loaded(made: Gated) -> None:
         patch.setattr("chunkc.optim.optimizer.update_in_place", lambda *args: None)
         made.optimizer.step()
         before = dict(made.states())
-        with pytest.raises(chunkc.StreamError, match="division by zero"):
+        with pytest.raises(chunkc.StreamError, match=r"layers.*division by zero"):
             made.optimizer.load_state_dict(saved)
     assert made.states().keys() == before.keys() > {EXP_AVG}
     made.optimizer.load_state_dict(saved)

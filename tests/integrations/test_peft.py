@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import differences, limited, session_of, weights
-from loops import assert_close, batches, gpt, tokens
+from loops import assert_close, batches, gpt, losses_of, tokens
 from torch import nn
 
 import chunkc
@@ -26,17 +26,8 @@ def with_adapters(base: nn.Module, **settings: Any) -> Any:
     return get_peft_model(base, config)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 4) -> list[float]:
-    losses = []
-    for batch in batches(tokens(num_steps), 1):
-        loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        del loss
-    return losses
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    return losses_of(model, optimizer, batches(tokens(4), 1), max_norm=0.5)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

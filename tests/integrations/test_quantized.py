@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from harness import differences, limited, session_of, weights
-from loops import assert_close
+from loops import assert_close, losses_of
 from torch import Tensor, nn
 
 import chunkc
@@ -68,30 +68,18 @@ def batch(seed: int) -> Tensor:
     return torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
-def train(model: nn.Module, call: nn.Module, optimizer: torch.optim.Optimizer, steps: range = range(3)) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = call(batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        del loss
-    return losses
-
-
 def trained(kind: type[Int8], budget: int | None = None, **options: Any) -> tuple[nn.Module, nn.Module, list[float]]:
     """Without a budget: by plain PyTorch."""
     torch._dynamo.reset()
     model = call = Net(kind)
     trainable = [p for p in model.parameters() if p.requires_grad]
     if budget is None:
-        return model, model, train(model, model, torch.optim.AdamW(trainable, lr=1e-2))
+        return model, model, losses_of(model, torch.optim.AdamW(trainable, lr=1e-2), map(batch, range(3)))
     chunkc.place(model)
     call = torch.compile(model, backend="chunkc", options={**OPTIONS, **options, "memory_budget": budget})
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-2)  # which may have what it could not train
     with limited(budget):
-        return model, call, train(model, call, optimizer)
+        return model, call, losses_of(call, optimizer, map(batch, range(3)))
 
 
 @pytest.mark.parametrize(
@@ -133,7 +121,7 @@ def test_it_is_built_saved_and_resumed_as_any_other(tmp_path: Path) -> None:
     trainable = [p for p in model.parameters() if p.requires_grad]
     call = torch.compile(model, backend="chunkc", options={**OPTIONS, "memory_budget": 2**20, "codegen": "eager"})
     optimizer = chunkc.optim.AdamW(trainable, lr=1e-2)
-    losses = train(model, call, optimizer, range(2))
+    losses = losses_of(call, optimizer, map(batch, range(2)))
     with chunkc.Checkpoint(tmp_path / "checkpoints", model=model, optimizer=optimizer) as checkpoint:
         checkpoint.save(2)
     chunkc.save(model, tmp_path / "saved")
@@ -142,7 +130,7 @@ def test_it_is_built_saved_and_resumed_as_any_other(tmp_path: Path) -> None:
     optimizer = chunkc.optim.AdamW([p for p in again.parameters() if p.requires_grad], lr=1e-2)
     assert chunkc.Checkpoint(tmp_path / "checkpoints", model=again, optimizer=optimizer).load_latest() == 2
     call = torch.compile(again, backend="chunkc", options={**OPTIONS, "memory_budget": 2**20, "codegen": "eager"})
-    losses += train(again, call, optimizer, range(2, 3))
+    losses += losses_of(call, optimizer, [batch(2)])
     assert losses == trained(FourBits, 2**24, codegen="eager")[2]
     loaded = Net(FourBits)
     missing, unexpected = chunkc.load(loaded, tmp_path / "saved")

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from plain_modules import FeedForward
 from torch import Tensor, nn
 
 import chunkc
@@ -26,19 +27,10 @@ NUM_STEPS = 5
 OPTIONS = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never"}
 
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
 class Model(nn.Module):
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(FeedForward(width) for _ in range(depth)))
         self.head = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

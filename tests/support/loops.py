@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,24 @@ def batches(examples: Sequence[dict[str, Tensor]], size: int) -> Iterator[dict[s
     for at in range(0, len(examples), size):
         part = examples[at : at + size]
         yield {key: torch.stack([example[key] for example in part]) for key in part[0]}
+
+
+def losses_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer, given: Iterable[Any], max_norm: float | None = None
+) -> list[float]:
+    """Train on batches; return the losses."""
+    losses = []
+    for batch in given:
+        found = model(**batch) if isinstance(batch, dict) else model(batch)
+        loss = found if isinstance(found, Tensor) else found.loss
+        loss.backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        del found, loss
+    return losses
 
 
 def assert_moved(model: nn.Module, budget_nbytes: int) -> chunkc.Report:

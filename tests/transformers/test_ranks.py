@@ -18,7 +18,7 @@ LAUNCHER = ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu",
 
 def launched(folder: Path) -> dict[str, Any]:
     words = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
-    script = Path(__file__).with_name("trainer_ranks.py")
+    script = Path(forked.__file__).with_name("trainer_ranks.py")
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = forked.run(*LAUNCHER, *words, script, folder, environment=environment, starts=["chunkc.transformers"])
     assert done.returncode == 0, done.stderr[-4000:]

@@ -12,7 +12,8 @@ import transformers
 from harness import differences, limited, weights
 from loops import assert_clipped_in_slots, assert_close, assert_moved, gpt, tokens
 from torch import nn
-from transformers import HfArgumentParser, TrainerCallback
+from trainer_ranks import StopAt
+from transformers import HfArgumentParser
 
 import chunkc
 from chunkc.transformers import TensorBoardCallback, Trainer, TrainingArguments
@@ -104,16 +105,6 @@ def arguments_for(folder: Path, cls: Any = TrainingArguments, **changes: Any) ->
 
 def losses(trainer: transformers.Trainer, key: str = "loss") -> list[float]:
     return [entry[key] for entry in trainer.state.log_history if key in entry]
-
-
-class StopAt(TrainerCallback):
-    """Ends the training after some steps, as an interruption would."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop |= state.global_step == self.step
 
 
 def made(cls: Any, arguments: Any, model: nn.Module, **settings: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a launcher starts in `test_ranks`: Hugging Face's Trainer, or accelerate's loop, on every rank.
+"""What a launcher starts in `tests/transformers`: Hugging Face's Trainer, or accelerate's loop, on every rank.
 
     accelerate launch ... trainer_ranks.py FOLDER
 
@@ -12,12 +12,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import loops
 import torch
 import torch.distributed as dist
-
-sys.path.append(str(Path(__file__).parents[1] / "support"))
-
-import loops
 from transformers import TrainerCallback
 
 import chunkc
@@ -35,6 +32,8 @@ OURS: dict[str, Any] = {"memory_budget": 1_700_000, "backend_options": {"codegen
 
 
 class StopAt(TrainerCallback):
+    """Ends the training after some steps, as an interruption would."""
+
     def __init__(self, step: int) -> None:
         self.step = step
 
