@@ -26,7 +26,8 @@ TESTS=(
     tests/end_to_end/test_unknown_operators.py
     # what Dynamo and AOTAutograd hand over
     tests/test_backend.py tests/tracing/test_autograd_checks.py tests/tracing/test_capture.py
-    tests/tracing/test_decompositions.py tests/tracing/test_names.py tests/end_to_end/test_compiled_steps.py
+    tests/tracing/test_decompositions.py tests/tracing/test_names.py tests/tracing/test_trace_cache.py
+    tests/end_to_end/test_compiled_steps.py
     tests/end_to_end/test_several_graphs.py tests/end_to_end/test_autocast.py tests/properties/test_user_actions.py
     # sizes in symbols
     tests/end_to_end/test_dynamic_shapes.py

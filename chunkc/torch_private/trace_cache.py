@@ -1,4 +1,4 @@
-"""PyTorch's AOTAutogradCache: results of AOTAutograd by key, in Inductor's cache directory (PyTorch 2.13 and later).
+"""PyTorch's AOTAutogradCache: results of AOTAutograd by key, in Inductor's cache directory.
 
 PyTorch has the runtime wrappers of a traced graph in an entry, and compiled code by way of an `OutputCode`. Here that
 code is graphs, which chunkc plans (`Phase`). `torch.compiler.save_cache_artifacts()` takes the entries along.
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch._functorch import config
 from torch._functorch._aot_autograd import autograd_cache
+from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._inductor.output_code import OutputCode
 from torch._library.utils import is_builtin
 from torch._logging._internal import trace_log
@@ -33,17 +34,7 @@ from chunkc.torch_private.fake import (
     is_traceable_wrapper_subclass,
 )
 
-try:
-    from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
-except ImportError:  # PyTorch 2.12 and earlier, of which some have parts of it
-    SerializableAOTDispatchCompiler = None  # type: ignore[assignment, misc]
-
 Boxed = Callable[[list[Any]], list[Any]]
-
-HAS_CACHE = SerializableAOTDispatchCompiler is not None and all(
-    hasattr(config, name) for name in ("bundled_autograd_cache", "force_non_lazy_backward_lowering")
-)
-"""Whether this PyTorch keeps what AOTAutograd returns for compilers that are not Inductor."""
 
 _SETTINGS = re.compile(r"_get_\w*(sdp|fastpath|cudnn|cublas|mkldnn|onednn|nnpack|deterministic|matmul|backend|cpu_)\w*")
 """Of `torch._C`: functions that return process-wide settings by which operators are chosen as they are traced."""
@@ -84,11 +75,11 @@ class Phase(OutputCode):
 
 
 def is_on() -> bool:
-    """Whether entries are written and read: PyTorch has the cache, and no option or log of the user is against it.
+    """Whether entries are written and read: no option or log of the user is against it.
 
     With logs of graphs all is traced, so that they show the graphs that are planned.
     """
-    return HAS_CACHE and autograd_cache.should_use_local_autograd_cache() and not trace_log.handlers
+    return autograd_cache.should_use_local_autograd_cache() and not trace_log.handlers
 
 
 @contextmanager

@@ -21,15 +21,11 @@ from traced_graphs import TOKENS, Deep, all_captured, text
 from zoo import DEEP, LADDER, Case
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.torch_private.trace_cache import HAS_CACHE
 from chunkc.tracing import trace_cache
 from chunkc.tracing.capture import TracedGraphs
 from chunkc.tracing.trace_cache import stand_in
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_dynamo"),
-    pytest.mark.skipif(not HAS_CACHE, reason="this PyTorch keeps no traces"),
-]
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 @pytest.fixture(autouse=True)
