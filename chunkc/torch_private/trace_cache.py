@@ -91,6 +91,9 @@ def cached(gm: fx.GraphModule, facts: str, restore: Callable[[bytes], Boxed]) ->
         restore: called with the content of each phase of an entry that is found, the forward's first; returns what
             runs the phase. If it raises, the graph is traced.
     """
+    for node in gm.graph.find_nodes(op="call_method"):
+        for value in node.all_input_nodes:
+            value.meta.setdefault("example_value", None)  # PyTorch looks for it, to see that a method is a tensor's
     gm.chunkc_facts = facts  # type: ignore[assignment]  # attributes of a graph are part of PyTorch's key
     token = _RESTORE.set(restore)
     try:

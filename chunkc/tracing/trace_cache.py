@@ -90,7 +90,7 @@ class Entry:
         """Return the entry for a graph; None if it is to be traced whatever the cache has."""
         if not is_on() or not are_all_run_unchecked() or TracingContext.try_get() is None:
             return None
-        facts = _facts(context) if is_cacheable(gm, inputs) else None
+        facts = _facts(gm, context) if is_cacheable(gm, inputs) else None
         return None if facts is None else Entry(gm, whole, facts)
 
     def looked_up(self, restore: Callable[[bytes], Boxed]) -> AbstractContextManager[None]:
@@ -160,14 +160,15 @@ def _refuse(*inputs: Any) -> Any:
     raise UnsupportedError("PyTorch would run a backward of chunkc's without its plan")
 
 
-def _facts(context: TraceContext) -> str | None:
-    """Describe what the trace of a graph depends on besides the graph; None: on more than a key can hold."""
+def _facts(gm: fx.GraphModule, context: TraceContext) -> str | None:
+    """Describe what the trace of a graph depends on besides its code; None: on more than a key can hold."""
     state, repeats = process_state(), context.repeats
     if state is None:
         return None
     blocks = None if repeats is None else (len(repeats.blocks), repeats.own)
     is_parameter = [name is not None for name in context.parameter_names]
-    of_graph = (is_parameter, list(context.without_gradient), context.num_outputs, context.codegen, blocks)
+    marks = [[str(node.meta[mark]) for mark in ("recompute", "custom") if mark in node.meta] for node in _nodes(gm)]
+    of_graph = (is_parameter, list(context.without_gradient), context.num_outputs, context.codegen, blocks, marks)
     return repr((_code(), state, of_graph))
 
 
