@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -22,10 +23,12 @@ from torch.distributed.tensor import DTensor
 sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
-from rank_cases import HUGE, STAGES, Result, adamw, bits, compiled, differs, mesh, whole_bits
+from rank_cases import FILES, HUGE, STAGES, Result, adamw, bits, compiled, differs, mesh, of_all, whole_bits
 
 import chunkc
 from chunkc.checkpoint import writing
+
+NEWEST = "step-000000000002"
 
 
 class Model(nn.Module):
@@ -95,18 +98,21 @@ class Run:
         }
 
 
-def goes_on(folder: Path) -> Result:
-    """In every stage: trained on, and resumed from a checkpoint that was written meanwhile."""
-    found: Result = {}
+def resumed(folder: Path, num_steps: int, **how: Any) -> None:
+    """Trained on, and resumed from a checkpoint that was written meanwhile: the same."""
+    run = Run(folder, **how)
+    run.train(2)
+    run.checkpoint.save(2)
+    expected = [2, run.train(num_steps), run.bits()]
+    run.checkpoint.close()
+    again = Run(folder, seed=7, **how)
+    assert [again.checkpoint.load_latest(), again.train(num_steps), again.bits()] == expected, how
+
+
+def goes_on(folder: Path) -> None:
+    """In every stage: losses, weights, states, buffers, schedulers and random generators of each rank."""
     for stage in STAGES:
-        run = Run(folder / str(stage), stage=stage)
-        run.train(2)
-        run.checkpoint.save(2)
-        expected = [2, run.train(2), run.bits()]
-        run.checkpoint.close()
-        again = Run(folder / str(stage), stage=stage, seed=7)
-        found[str(stage)] = [[again.checkpoint.load_latest(), again.train(2), again.bits()], expected]
-    return found
+        resumed(folder / str(stage), 2, stage=stage)
 
 
 FORMS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
@@ -117,18 +123,10 @@ FORMS: dict[str, tuple[torch.dtype, Callable[[Any], Any]]] = {
 }
 
 
-def forms(folder: Path) -> Result:
+def forms(folder: Path) -> None:
     """Forms of states, and an optimizer of PyTorch."""
-    found: Result = {}
     for name, (dtype, make) in FORMS.items():
-        run = Run(folder / name, dtype=dtype, make=make)
-        run.train(2)
-        run.checkpoint.save(2)
-        expected = [2, run.train(1), run.bits()]
-        run.checkpoint.close()
-        again = Run(folder / name, dtype=dtype, make=make, seed=7)
-        found[name] = [[again.checkpoint.load_latest(), again.train(1), again.bits()], expected]
-    return found
+        resumed(folder / name, 1, dtype=dtype, make=make)
 
 
 def saved(folder: Path) -> Result:
@@ -138,7 +136,9 @@ def saved(folder: Path) -> Result:
         run.train(1)
         run.checkpoint.save(step)
     run.checkpoint.close()
-    return {"bits": run.bits(), "files": sorted(path.name for path in (folder / "steps").glob("step*2/*"))}
+    names = sorted(path.name for path in (folder / "steps").glob("step*2/*"))
+    assert [name for name in names if not name.startswith("rank-1.")] == FILES
+    return {"bits": run.bits()}
 
 
 def loaded(folder: Path) -> Result:
@@ -163,12 +163,11 @@ def slowly(write: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return late
 
 
-def meanwhile(folder: Path) -> Result:
+def meanwhile(folder: Path) -> None:
     """The next step waits until this rank's parts are read; without the wait, the change is noticed on all ranks."""
     run = Run(folder)
     run.train(1)
     expected = whole_bits(run.model, run.optimizer)
-    found: Result = {}
     with patch.object(writing, "_write_all", slowly(writing._write_all, 0.05)):
         run.checkpoint.save(1)
         run.train(1)
@@ -176,12 +175,11 @@ def meanwhile(folder: Path) -> Result:
         with patch("chunkc.optim.optimizer.await_readers", lambda parameters: None):
             run.checkpoint.save(2)
             run.train(1)
-        found["without"] = attempted(run.checkpoint.wait)
+        check_told(run.checkpoint.wait, "CheckpointError .* was changed while it was being saved")
     run.checkpoint.close()
     other = Run(folder, seed=7)
-    found["loaded"] = [other.checkpoint.load_latest(), whole_bits(other.model, other.optimizer)]
-    found["saved"] = [1, expected]
-    return found
+    assert other.checkpoint.load_latest() == 1
+    assert whole_bits(other.model, other.optimizer) == expected
 
 
 # --- faults: of a model that is not trained ---
@@ -194,6 +192,11 @@ def attempted(action: Callable[[], Any]) -> str:
         return f"{action()} after {time.monotonic() - start:.0f} s"
     except chunkc.ChunkcError as error:
         return f"{type(error).__name__} after {time.monotonic() - start:.0f} s: {error}"
+
+
+def check_told(action: Callable[[], Any], expected: str) -> None:
+    found = attempted(action)
+    assert re.match(expected, found), found
 
 
 def linear(seed: int = 0, **how: Any) -> nn.Module:
@@ -217,9 +220,8 @@ FAULTS: dict[str, tuple[int, str, int]] = {
 """On which rank which call fails, and how."""
 
 
-def faults(folder: Path) -> Result:
-    """A call fails on one rank; then none does."""
-    found: Result = {}
+def faults(folder: Path) -> None:
+    """A call fails on one rank, which is an error of all that names it; then none does."""
     for name, (rank, call, number) in FAULTS.items():
         place = folder / name.replace(" ", "-")
         ck = chunkc.Checkpoint(place, model=linear())
@@ -234,33 +236,45 @@ def faults(folder: Path) -> Result:
 
         with patch.object(os, call, failing if dist.get_rank() == rank else real):
             told = attempted(lambda: (ck.save(2), ck.wait()))  # noqa: B023
-        before = left_in(place)
+        assert re.match(r"CheckpointError after \d s: ", told), told
+        assert os.strerror(number) in told
+        assert (dist.get_rank() != rank) == (f"rank {rank} of {dist.get_world_size()}: " in told), "which rank it was"
+        assert left_in(place) == ["step-000000000001"]
         ck.save(2)
         ck.close()
-        found[name] = [told, before, left_in(place)]
-    return found
+        assert left_in(place) == ["step-000000000001", NEWEST]
 
 
-def elsewhere(folder: Path) -> Result:
+def elsewhere(folder: Path) -> None:
     """Several models; another model; ranks with directories of their own, or other steps; what is not distributed."""
-    rank = dist.get_rank()
-    model = linear()
-    found = {"directory": attempted(lambda: chunkc.Checkpoint(folder / str(rank), model=model).save(1))}
+    rank, model, plain = dist.get_rank(), linear(), nn.Linear(2, 2)
+
+    def saves(place: str, model: Any, step: int = 1) -> Callable[[], None]:
+        return lambda: chunkc.Checkpoint(folder / place, model=model).save(step)
+
+    check_told(
+        saves(str(rank), model), "CheckpointError .* is not there as rank 0 has it: all ranks save to one directory"
+    )
     two, again = {"a": model, "b": linear(1)}, {"a": linear(8), "b": linear(9)}
     with chunkc.Checkpoint(folder / "two", model=two) as ck:
-        found["nothing yet"] = attempted(ck.load_latest)
+        assert ck.load_latest() is None
         ck.save(1)
         ck.wait()
-        found["two"] = attempted(chunkc.Checkpoint(folder / "two", model=again).load_latest)
-        found["two alike"] = str([bits(two[name]) == bits(again[name]) for name in two])
+        assert chunkc.Checkpoint(folder / "two", model=again).load_latest() == 1
+        assert all(bits(two[name]) == bits(again[name]) for name in two)
     other = chunkc.distribute(nn.Sequential(nn.Linear(8, 9)), mesh())
-    found["model"] = attempted(chunkc.Checkpoint(folder / "two", model={"a": model, "b": other}).load_latest)
-    found["step"] = attempted(lambda: chunkc.Checkpoint(folder / "step", model=model).save(1 + differs()))
-    plain = nn.Linear(2, 2)
-    found["plain"] = attempted(lambda: chunkc.Checkpoint(folder / "plain", model=plain).save(1))
-    mixed = {"a": model, "b": plain}
-    found["mixed"] = attempted(lambda: chunkc.Checkpoint(folder / "mixed", model=mixed).save(1))
-    return found
+    check_told(
+        chunkc.Checkpoint(folder / "two", model={"a": model, "b": other}).load_latest,
+        "CheckpointError .* cannot be loaded: the checkpoint is of another model: ",
+    )
+    differs_in = (
+        r"DistributedError .* ranks differ in the phase: rank 1 of . .*save\(2\) instead of Checkpoint.save\(1\)"
+    )
+    check_told(saves("step", model, 1 + differs()), differs_in)
+    refused = "UnsupportedError .* there are several processes, and the model is not distributed over them"
+    check_told(saves("plain", plain), refused)
+    mixed = "UnsupportedError .* b/weight is not distributed as a/0.weight is"
+    check_told(saves("mixed", {"a": model, "b": plain}), mixed)
 
 
 def plain(folder: Path) -> Result:
@@ -273,7 +287,7 @@ def plain(folder: Path) -> Result:
     return {"whole": {name: value.tolist() for name, value in values.items()}}
 
 
-def damaged(folder: Path) -> Result:
+def damaged(folder: Path) -> None:
     """Each file of the newest checkpoint is damaged once: all ranks name it, and take the one before."""
     model = linear()
     with chunkc.Checkpoint(folder, model=model) as ck:
@@ -282,10 +296,11 @@ def damaged(folder: Path) -> Result:
                 model[0].weight.fill_(float(step))
             ck.save(step)
             ck.wait()
-    newest = folder / "step-000000000002"
-    found: Result = {"files": sorted(path.name for path in newest.iterdir())}
+    newest = folder / NEWEST
+    names = sorted(path.name for path in newest.iterdir())
+    assert len(names) == 1 + 3 * dist.get_world_size()
     generator = random.Random(0)
-    for name in found["files"]:
+    for name in names:
         content = (newest / name).read_bytes()
         dist.barrier()
         if dist.get_rank() == 0:
@@ -295,9 +310,11 @@ def damaged(folder: Path) -> Result:
         other = linear(7)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            step = chunkc.Checkpoint(folder, model=other).load_latest()
-        value = other[0].weight.to_local().detach().unique().tolist()
-        found[name] = [step, value, [str(one.message) for one in told if "damaged" in str(one.message)]]
+            assert chunkc.Checkpoint(folder, model=other).load_latest() == 1
+        assert other[0].weight.to_local().detach().unique().tolist() == [1.0]
+        said = [str(one.message) for one in told if "damaged" in str(one.message)]
+        assert re.search(f"{NEWEST} is damaged and left out: {re.escape(name)} is damaged", said[0])
+        assert of_all(said) == [said] * dist.get_world_size(), "all say the same"
         dist.barrier()
         if dist.get_rank() == 0:
             (newest / name).write_bytes(content)
@@ -307,9 +324,11 @@ def damaged(folder: Path) -> Result:
     warnings.simplefilter("ignore")
     other = linear(7)
     before = bits(other)
-    found["none"] = attempted(chunkc.Checkpoint(folder, model=other).load_latest)
-    found["kept"] = bits(other) == before
-    return found
+    check_told(
+        chunkc.Checkpoint(folder, model=other).load_latest,
+        r"(?s)CheckpointError .* is whole:.*step-0*2 .*step-0*1 ",
+    )
+    assert bits(other) == before, "nothing has changed"
 
 
 def ended(folder: Path, ending: Callable[[], Any]) -> Result:
@@ -339,10 +358,5 @@ def hung(folder: Path) -> Result:
     return ended(folder / "hung", lambda: time.sleep(5))
 
 
-CASES = {
-    case.__name__: case
-    for case in (goes_on, forms, saved, loaded, meanwhile, plain, faults, elsewhere, damaged, killed, hung)
-}
-
 if __name__ == "__main__":
-    rank_cases.run_command_line(CASES, CASES)
+    rank_cases.run_command_line(globals())

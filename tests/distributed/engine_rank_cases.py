@@ -13,7 +13,7 @@ from torch import nn
 sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
-from rank_cases import Result, arrays, batches, bits, made, mean, own
+from rank_cases import Result, arrays, batches, bits, made, mean, own, told
 
 import chunkc
 from chunkc.session.session import sessions_of
@@ -64,51 +64,44 @@ def stages() -> Result:
     return found
 
 
-def groups() -> Result:
+def groups() -> None:
     """Parameter groups that were made before the model was distributed."""
     model = made(num_blocks=1)
     given = [{"params": list(model.blocks.parameters()), "lr": 0.5}, {"params": model.embed.weight}]
     engine, optimizer = chunkc.initialize_engine(model, 0, config(3, scheduler=None), model_parameters=given)
     mine = {id(parameter) for parameter in engine.module.parameters()}
+    assert all(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.01]
     plain = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
-    try:
-        chunkc.initialize_engine(made(num_blocks=1), 0, config(3), optimizer=plain)
-    except chunkc.UnsupportedError as error:
-        refused = str(error)
-    return {
-        "same": all(id(p) in mine for group in optimizer.param_groups for p in group["params"]),
-        "rates": [group["lr"] for group in optimizer.param_groups],
-        "refused": refused,
-    }
+    refused = told(lambda: chunkc.initialize_engine(made(num_blocks=1), 0, config(3), optimizer=plain))
+    assert "2 processes cannot take an optimizer that has the parameters of one" in refused
+    assert refused.startswith("UnsupportedError: ")
 
 
-def on_disks(folder: Path) -> Result:
-    """Offloaded to nvme: states alone, then parameters, too; each rank in a directory of its own; and in RAM."""
+def on_disks(folder: Path) -> None:
+    """Offloaded to nvme: states alone, then parameters, too; each rank in a directory of its own. As in RAM."""
     own_folder = folder / str(dist.get_rank())
     own_folder.mkdir(exist_ok=True)
     nvme = {"device": "nvme", "nvme_path": str(own_folder)}
-    ways: dict[str, dict[str, Any]] = {
-        "RAM": {},
-        "states": {"offload_optimizer": nvme},
-        "everything": {"offload_optimizer": nvme, "offload_param": nvme},
-    }
-    found: Result = {}
-    for name, offload in ways.items():
+    states = ["exp_avg", "exp_avg_sq"]
+    ways: list[tuple[dict[str, Any], list[str]]] = [
+        ({}, []),
+        ({"offload_optimizer": nvme}, states),
+        ({"offload_optimizer": nvme, "offload_param": nvme}, [*states, "grad", "param"]),
+    ]
+    found = []
+    for offload, kinds in ways:
         torch._dynamo.reset()
         zero = {"stage": 3, **offload}
         engine, _ = chunkc.initialize_engine(made(num_blocks=1), 0, config(3, zero_optimization=zero))
-        of_way = trained(engine, STEPS)
+        found.append((trained(engine, STEPS), bits(engine.module)))
         (session,) = sessions_of(engine.module.parameters())
         layout = session.store.layout
-        of_way["bits"] = bits(engine.module)
-        of_way["on disk"] = sorted({kind for g in layout.groups for kind in g.update_kinds if layout.is_on_disk(kind)})
-        of_way["mapped"] = str(own_folder) in Path("/proc/self/maps").read_text()
-        found[name] = of_way
-    found["files"] = [path.name for path in own_folder.iterdir()]
-    return found
+        assert sorted({k for g in layout.groups for k in g.update_kinds if layout.is_on_disk(k)}) == kinds
+        assert (str(own_folder) in Path("/proc/self/maps").read_text()) == bool(kinds)
+    assert found[0] == found[1] == found[2]
+    assert not list(own_folder.iterdir()), "files have no names"
 
-
-CASES = {case.__name__: case for case in (stages, groups, on_disks)}
 
 if __name__ == "__main__":
-    rank_cases.run_command_line(CASES, ["on_disks"])
+    rank_cases.run_command_line(globals())

@@ -85,7 +85,5 @@ def refused(folder: Path) -> Result:
     return found
 
 
-CASES = {case.__name__: case for case in (saved, loaded, refused)}
-
 if __name__ == "__main__":
-    rank_cases.run_command_line(CASES, CASES)
+    rank_cases.run_command_line(globals())

@@ -3,7 +3,8 @@ everything.
 
     python rank_cases.py FOLDER NUM_RANKS TIMEOUT_S CASE ...
 
-Prints what each rank of each case came to, as JSON: what the case returned, or the error's class and message.
+A case checks what it can by itself. Prints what each rank of each case came to, as JSON: what the case returned, or the
+error's class and message.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import faulthandler
 import functools
 import gc
 import hashlib
+import inspect
 import json
 import os
+import re
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -136,6 +139,12 @@ def train(
     return losses
 
 
+def take_step(loss: Tensor, optimizer: Any) -> None:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def adamw(model: nn.Module) -> Any:
     """eps is large: where gradients are nearly zero, rounding would become steps."""
     return chunkc.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
@@ -154,16 +163,77 @@ def bits(model: nn.Module) -> str:
     return found.hexdigest()
 
 
-# --- cases ---
-
-
 def arrays(model: nn.Module) -> list[Any]:
     """Whole parameters in memory that torch does not know of."""
     values = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
     return [value.detach().numpy().copy() for value in values]
 
 
-def _as_one_process(codegen: str, stages: Sequence[int] = (3,)) -> Result:
+def check_close(found: Sequence[float], expected: Sequence[float], within: float = 0.0, relative: float = 0.0) -> None:
+    """Check numbers, such as losses, within the larger of two distances."""
+    for one, other in zip(found, expected, strict=True):
+        assert abs(one - other) <= max(within, relative * abs(other)), (found, expected)
+
+
+def check_weights(model: nn.Module, expected: list[Any], within: float = 1e-6) -> None:
+    """Check that whole parameters are nearly what `arrays` has given of another model."""
+    difference = max(float(abs(value - other).max()) for value, other in zip(arrays(model), expected, strict=True))
+    assert difference < within, difference
+
+
+def check_peak(model: nn.Module, budget: int, beside: int = NUMBERS_NBYTES) -> None:
+    """Check that the measured bytes are those that were predicted, but for the loop's own, and these in the budget."""
+    measured, predicted = chunkc.report(model).measured_peak_nbytes, chunkc.report(model).predicted_peak_nbytes
+    assert 0 <= measured - predicted <= beside, (measured, predicted)
+    assert predicted <= budget
+
+
+def of_all(value: Any) -> list[Any]:
+    """What each rank gives."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def told(action: Callable[[], Any]) -> str:
+    """The error of chunkc's that something raises, in words."""
+    try:
+        action()
+    except chunkc.ChunkcError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def trained(
+    run: Any, model: nn.Module, optimizer: Any, steps: Callable[..., list[float]] = train
+) -> tuple[list[float], dict[str, int]]:
+    """Losses of three steps, of which the last keeps to a hard limit; and what it has sent, by channel."""
+    losses = steps(run, model, optimizer, range(2))
+    (session,) = sessions_of(model.parameters())
+    before, sent = dict(session.transport.sent_nbytes), session.transport.sent_nbytes
+    with cpu_allocator.hard_limit(chunkc.report(model).predicted_peak_nbytes + NUMBERS_NBYTES):
+        losses += steps(run, model, optimizer, range(2, 3))
+    return losses, {channel: nbytes - before[channel] for channel, nbytes in sent.items()}
+
+
+# --- cases ---
+
+
+@contextlib.contextmanager
+def counting_messages() -> Iterator[list[int]]:
+    """Bytes of each message that this rank hands to a process group."""
+    sizes: list[int] = []
+    isend = dist.isend
+
+    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(tensor.nbytes)
+        return isend(tensor, *args, **kwargs)
+
+    with patch.object(dist, "isend", counting):
+        yield sizes
+
+
+def as_one_process(codegen: str = "eager") -> None:
     """Train in one process, then on the ranks in stages of ZeRO: each with room for all, and with none to spare under a
     hard limit."""
     reference: Any = made()
@@ -171,83 +241,61 @@ def _as_one_process(codegen: str, stages: Sequence[int] = (3,)) -> Result:
     expected = train(reference, reference, plain, range(3), lambda batch: batch)
     weights = arrays(reference)
     cpu_allocator.install()  # what was allocated before is not metered
-    found: Result = {"expected": expected, "num_ranks": dist.get_world_size(), "runs": []}
-    least = HUGE
-    for stage, budget in ((stage, budget) for stage in stages for budget in (HUGE, None)):
+    others, least = dist.get_world_size() - 1, HUGE
+    found, homes, gathers = set(), [], {}
+    for stage, is_roomy in ((stage, is_roomy) for stage in STAGES for is_roomy in (True, False)):
         torch._dynamo.reset()
-        budget = budget or least
-        model = chunkc.distribute(made(), mesh(), zero_stage=stage)
-        optimizer, run = adamw(model), compiled(model, budget, codegen)
-        losses = train(run, model, optimizer, range(2))
-        before = chunkc.report(model)
-        (session,) = sessions_of(model.parameters())
-        sent = dict(session.transport.sent_nbytes)
-        with cpu_allocator.hard_limit(before.predicted_peak_nbytes + NUMBERS_NBYTES):
-            losses += train(run, model, optimizer, range(2, 3))
-        report, groups = chunkc.report(model), session.store.layout.groups
-        gathered = [report.plan_text.count(f"prefetch(param:{group.index}, gather)") for group in groups]
-        pairs = zip(arrays(model), weights, strict=True)
-        found["runs"].append(
-            {
-                "losses": losses,
-                "stage": stage,
-                "bits": bits(model),
-                "difference": max(float(abs(value - other).max()) for value, other in pairs),
-                "peaks": (report.measured_peak_nbytes, report.predicted_peak_nbytes, budget),
-                "sent": {channel: n - sent[channel] for channel, n in session.transport.sent_nbytes.items()},
-                "gathered": [(n, sum(s.spec.home_nbytes for s in g.slices)) for n, g in zip(gathered, groups)],
-                "lacking": sum(
-                    s.spec.whole_nbytes - s.spec.home_nbytes for g in groups if g.trainable for s in g.slices
-                ),
-                "home": report.home_nbytes,
-                "trained": sum(s.spec.home_nbytes for g in groups if g.trainable for s in g.slices),
-            }
-        )
+        budget = HUGE if is_roomy else least
+        with counting_messages() as messages:
+            model = chunkc.distribute(made(), mesh(), zero_stage=stage)  # type: ignore[arg-type]
+            losses, sent = trained(compiled(model, budget, codegen), model, adamw(model))
+        report, (session,) = chunkc.report(model), sessions_of(model.parameters())
+        check_close(losses, expected, within=1e-6)
+        check_weights(model, weights)
+        if codegen == "eager":
+            check_peak(model, budget)
+        groups = session.store.layout.groups
+        parts = [(group, slice.spec) for group in groups for slice in group.slices]
+        fetched = [report.plan_text.count(f"prefetch(param:{group.index}, gather)") for group, _ in parts]
+        gathered = 2 * sum(number * spec.home_nbytes for number, (_, spec) in zip(fetched, parts, strict=True))
+        if stage < 3:
+            gathered = sum(spec.home_nbytes for group, spec in parts if group.trainable)
+        lacking = sum(spec.whole_nbytes - spec.home_nbytes for group, spec in parts if group.trainable)
+        assert sent["gathers"] == others * gathered, "each gather sends this rank's part"
+        assert sent["scatters"] == 2 * lacking, "what others have of trained parameters"
+        assert sum(messages) == sum(session.transport.sent_nbytes.values()), "all that was sent is counted"
+        gathers[stage, is_roomy] = sent["gathers"]
+        found.add(bits(model))
+        homes.append(report.home_nbytes)
         least = report.minimum_budget_nbytes
-    return found
+    assert len(found) == 1, "a budget or a stage changed the result"
+    assert max(gathers[2, True], gathers[1, True]) < gathers[3, True] < gathers[3, False]
+    homes = [nbytes for of_rank in of_all(homes) for nbytes in of_rank]
+    assert max(homes) < 1.25 * min(homes), "parts differ by a row at most"
 
 
-def as_one_process() -> Result:
-    return _as_one_process("eager", STAGES)
+def as_one_process_inductor() -> None:
+    as_one_process("inductor")
 
 
-def as_one_process_inductor() -> Result:
-    return _as_one_process("inductor", STAGES)
-
-
-def chosen() -> Result:
-    """The plan chooses what is whole, from room for all down to none to spare; beside that, the forced stages."""
-    found: Result = {"runs": []}
+def chosen() -> None:
+    """The plan chooses what is whole: all with room for all, as stage 2, and none with none to spare."""
     cpu_allocator.install()
-
-    def run_with(budget: int, stage: int | None) -> Any:
+    budget, found, plans, whole = HUGE, set(), [], []
+    for stage in (2, None, None):
         torch._dynamo.reset()
         model = chunkc.distribute(made(), mesh(), zero_stage=stage)  # type: ignore[arg-type]
-        optimizer, run = adamw(model), compiled(model, budget)
-        losses = train(run, model, optimizer, range(2))
-        before = chunkc.report(model)
-        (session,) = sessions_of(model.parameters())
-        with cpu_allocator.hard_limit(before.predicted_peak_nbytes + NUMBERS_NBYTES):
-            losses += train(run, model, optimizer, range(2, 3))
-        report, layout = chunkc.report(model), session.store.layout
-        found["runs"].append(
-            {
-                "stage": stage,
-                "budget": budget,
-                "losses": losses,
-                "bits": bits(model),
-                "whole": sorted(layout.replicated_by_choice),
-                "groups": len(layout.groups),
-                "plan": report.plan_text.partition("\n")[2],
-                "peaks": (report.measured_peak_nbytes, report.predicted_peak_nbytes),
-            }
-        )
-        return report
-
-    run_with(HUGE, 2)
-    roomy = run_with(HUGE, None)
-    run_with(roomy.minimum_budget_nbytes, None)
-    return found
+        losses, _ = trained(compiled(model, budget), model, adamw(model))
+        check_peak(model, budget)
+        found.add((*losses, bits(model)))
+        report, (session,) = chunkc.report(model), sessions_of(model.parameters())
+        plans.append(report.plan_text.partition("\n")[2])
+        whole.append(sorted(session.store.layout.replicated_by_choice))
+        if stage is None:
+            budget = report.minimum_budget_nbytes
+    assert len(found) == 1, "a choice changed the result"
+    assert plans[0] == plans[1]
+    assert whole[1:] == [list(range(len(session.store.layout.groups))), []]
 
 
 class Telling(nn.Module):
@@ -263,10 +311,10 @@ class Telling(nn.Module):
         return x.square().mean(), x
 
 
-def leaving() -> Result:
+def leaving() -> None:
     """One rank keeps outputs, for which what is whole has to go: on all ranks, for good, and without a changed bit."""
-    found: Result = {"runs": []}
     cpu_allocator.install()
+    found = set()
     for stage in (3, None):
         torch._dynamo.reset()
         gc.collect()
@@ -275,21 +323,26 @@ def leaving() -> Result:
         optimizer, run = adamw(model), compiled(model, 310_000)
         kept, whole = [], []
         for step in range(6):
-            loss, told = run(torch.full((64, 64), 0.1 * (step + dist.get_rank())))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss, output = run(torch.full((64, 64), 0.1 * (step + dist.get_rank())))
+            take_step(loss, optimizer)
             (session,) = sessions_of(model.parameters())
             whole.append(sorted(session.store.layout.replicated_by_choice))
             if dist.get_rank() == 1:
-                kept.append(told.detach())
-        peaks = chunkc.report(model).measured_peak_nbytes, chunkc.report(model).predicted_peak_nbytes
-        found["runs"].append({"bits": bits(model), "whole": whole, "peaks": peaks})
-    return found
+                kept.append(output.detach())
+        if dist.get_rank() == 1:
+            check_peak(model, HUGE)
+        else:
+            assert chunkc.report(model).measured_peak_nbytes <= chunkc.report(model).predicted_peak_nbytes
+        found.add(bits(model))
+    assert len(found) == 1, "a choice changed the result"
+    assert of_all(whole) == [whole] * dist.get_world_size(), "ranks choose alike"
+    numbers = [len(groups) for groups in whole]
+    assert numbers == sorted(numbers, reverse=True)
+    assert numbers[0] > numbers[2] > numbers[-1] == 0, "some were whole, and others not"
 
 
-def let_go() -> Result:
-    """Gradients at home, which between steps nobody has; then one that somebody has kept."""
+def let_go() -> None:
+    """Gradients at home, which between steps nobody has, take no memory; one that somebody has kept stays."""
     model: Any = chunkc.distribute(made(), mesh())
     optimizer, run = adamw(model), compiled(model, HUGE)
     cpu_allocator.install()
@@ -298,198 +351,134 @@ def let_go() -> Result:
     arena = session.store.arena
     gradients = [chunk for chunk in arena.chunks if chunk.kind == GRAD]
     used = [chunk for chunk in gradients if not arena.is_zero(chunk)]
+    assert len(used) > 1
     batch = own(batches(0)[0])
     loss, before = run(batch), arena.used_nbytes
-    found: Result = {"used": len(used), "left": sum(not arena.is_zero(chunk) for chunk in gradients)}
+    assert all(map(arena.is_zero, gradients))
     loss.backward()
-    found["grown"] = arena.used_nbytes - before - sum(session.store.layout.groups[c.group].nbytes(GRAD) for c in used)
+    grown = arena.used_nbytes - before
+    assert grown == sum(session.store.layout.groups[c.group].nbytes(GRAD) for c in used), "they are home again"
     kept = model.embed.weight.grad.to_local()
     expected = kept.clone()
     optimizer.step()
     optimizer.zero_grad()
     run(batch)
-    found |= {"kept": torch.equal(kept, expected), "values": bool(expected.any())}
+    assert torch.equal(kept, expected), "what somebody still has keeps its values"
+    assert expected.any()
     del kept
     run(batch)
-    found["left at last"] = sum(not arena.is_zero(chunk) for chunk in gradients)
+    assert all(map(arena.is_zero, gradients))
     report = chunkc.report(model)
-    found["peaks"] = report.measured_peak_nbytes, report.measured_with_home_nbytes, report.home_nbytes
-    return found
+    peak_nbytes = report.measured_peak_nbytes
+    assert peak_nbytes < report.measured_with_home_nbytes <= peak_nbytes + report.home_nbytes
 
 
-def loss_in_tiles() -> Result:
+def loss_in_tiles() -> None:
     """The head's weight is gathered for each tile, in the backward, too."""
     reference: Any = made(num_blocks=1)
     expected = train(reference, reference, adamw(reference), range(3), lambda batch: batch)
-    found: Result = {"expected": expected, "runs": []}
-    least = HUGE
-    for stage, budget in ((stage, budget) for stage in (3, 1) for budget in (HUGE, None)):
+    least, found = HUGE, set()
+    for stage, is_roomy in ((stage, is_roomy) for stage in (3, 1) for is_roomy in (True, False)):
         torch._dynamo.reset()
-        model = chunkc.distribute(made(num_blocks=1), mesh(), zero_stage=stage)
-        optimizer, run = adamw(model), compiled(model, budget or int(1.1 * least), loss_tile_rows=4)
-        found["runs"].append({"losses": train(run, model, optimizer, range(3)), "bits": bits(model)})
+        model = chunkc.distribute(made(num_blocks=1), mesh(), zero_stage=stage)  # type: ignore[arg-type]
+        run = compiled(model, HUGE if is_roomy else int(1.1 * least), loss_tile_rows=4)
+        check_close(train(run, model, adamw(model), range(3)), expected, within=1e-6)
+        found.add(bits(model))
         least = chunkc.report(model).minimum_budget_nbytes
-    return found
+    assert len(found) == 1, "a budget or a stage changed the result"
 
 
-class Square(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.map = nn.Linear(64, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.map(x).tanh()
-
-
-class Deep(nn.Module):
-    """So many blocks that one more or less is a few percent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.h = nn.ModuleList([Square() for _ in range(32)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.h:
-            x = block(x)
-        return x.square().mean()
-
-
-def sent() -> Result:
-    """Bytes that this rank hands to the process group in a step, by stage, in a budget without room to spare."""
-    counted = [0]
-    isend = dist.isend
-
-    def counting(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        counted[0] += tensor.nbytes
-        return isend(tensor, *args, **kwargs)
-
-    dist.isend = counting
-    found: Result = {"parameters": sum(p.nbytes for p in Deep().parameters()), "by stage": {}}
-    least = HUGE
-    for stage, budget in ((3, HUGE), (3, None), (2, HUGE), (1, HUGE), (None, None)):
-        torch._dynamo.reset()
-        budget = budget or least + (found["parameters"] // 2 if stage is None else 0)
-        torch.manual_seed(0)
-        model = chunkc.distribute(Deep(), mesh(), zero_stage=stage)  # type: ignore[arg-type]
-        optimizer, run = adamw(model), compiled(model, budget, debug=False)
-        for _ in range(2):
-            before = counted[0]
-            run(torch.ones(4, 64)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        (session,) = sessions_of(model.parameters())
-        least = min(least, chunkc.report(model).minimum_budget_nbytes)
-        found["by stage"]["chosen" if stage is None else stage] = counted[0] - before
-        found["whole"] = len(session.store.layout.replicated_by_choice) / len(session.store.layout.groups)
-    return found
-
-
-def announced() -> Result:
-    """Stage 1: ranks exchange gradients in the last backward of a step alone, where the others are announced."""
+def announced() -> None:
+    """Stage 1: ranks exchange gradients in the last backward of a step alone, where the others are announced. What was
+    announced and then dropped leaves nothing behind."""
     reference: Any = made()
     plain: Any = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-3)
     expected = train(reference, reference, plain, range(3), lambda batch: batch)
-    found: Result = {"expected": expected, "runs": []}
     cpu_allocator.install()
-    budget = HUGE
+    budget, found = HUGE, set()
     for _ in range(2):
         torch._dynamo.reset()
         model = chunkc.distribute(made(), mesh(), zero_stage=1)
         optimizer, run = adamw(model), compiled(model, budget)
-        losses = train_announced(run, model, optimizer, range(2))
-        report = chunkc.report(model)
+        losses, sent = trained(run, model, optimizer, train_announced)
+        check_close(losses, expected, within=1e-6)
         (session,) = sessions_of(model.parameters())
-        sent = dict(session.transport.sent_nbytes)
-        with cpu_allocator.hard_limit(report.predicted_peak_nbytes + NUMBERS_NBYTES):
-            losses += train_announced(run, model, optimizer, range(2, 3))
         groups = [g for g in session.store.layout.groups if g.trainable]
         lacking = sum(s.spec.whole_nbytes - s.spec.home_nbytes for g in groups for s in g.slices)
-        scattered = session.transport.sent_nbytes["scatters"] - sent["scatters"]
-        budget = report.minimum_budget_nbytes
-        found["runs"].append({"losses": losses, "bits": bits(model), "scattered": scattered, "lacking": lacking})
-    run(own(batches(0)[0])).backward()  # exchanged; then dropped, as are those that wait
-    optimizer.zero_grad()
+        assert sent["scatters"] == lacking, "once in a step of two micro-batches"
+        found.add(bits(model))
+        budget = chunkc.report(model).minimum_budget_nbytes
+    assert len(found) == 1, "the budget changed the result"
+
+    def gradients() -> list[list[float]]:
+        run(own(batches(0)[0])).backward()
+        values = [p.grad.to_local().flatten().tolist()[:4] for p in model.parameters() if p.grad is not None]
+        optimizer.zero_grad()
+        return values
+
+    gradients()  # exchanged; then dropped, as are those that wait
     for _ in range(2):
         with optimizer.accumulating():
             run(own(batches(1)[0])).backward()
         model.zero_grad()
-    run(own(batches(0)[0])).backward()
-    found["after dropping"] = [
-        p.grad.to_local().flatten().tolist()[:4] for p in model.parameters() if p.grad is not None
-    ]
-    optimizer.zero_grad()
-    run(own(batches(0)[0])).backward()
-    found["alone"] = [p.grad.to_local().flatten().tolist()[:4] for p in model.parameters() if p.grad is not None]
-    return found
+    assert gradients() == gradients()
 
 
 def train_announced(run: Any, model: nn.Module, optimizer: Any, steps: range) -> list[float]:
     losses = []
     for step in steps:
-        first, last = batches(step)
-        with optimizer.accumulating():
-            loss = run(own(first)) / 2
-            loss.backward()
-        losses.append(mean(loss))
-        loss = run(own(last)) / 2
-        loss.backward()
-        losses.append(mean(loss))
+        for batch, announced in zip(batches(step), (optimizer.accumulating(), contextlib.nullcontext()), strict=True):
+            with announced:
+                loss = run(own(batch)) / 2
+                loss.backward()
+            losses.append(mean(loss))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
     return losses
 
 
-def not_exchanged() -> Result:
+def not_exchanged() -> None:
     """What reads gradients that ranks have not exchanged, or adds them to others, is refused."""
-    found: Result = {}
     model = chunkc.distribute(Tiny(), mesh(), zero_stage=1)
     optimizer, run = adamw(model), compiled(model, HUGE)
-
-    def attempt(name: str, action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except chunkc.ChunkcError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
     with optimizer.accumulating():
         run(own(batches(0)[0])).backward()
-    attempt("clipped", lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
-    attempt("read", lambda: model.head.weight.grad.full_tensor())
-    attempt("stepped", optimizer.step)
+    for action in (
+        lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: model.head.weight.grad.full_tensor(),  # type: ignore[union-attr]
+        optimizer.step,
+    ):
+        found = told(action)
+        assert found.startswith("UnsupportedError: ranks have not exchanged the gradient of "), found
     run(own(batches(0)[0])).backward()
     optimizer.step()
     with optimizer.accumulating():
-        attempt("added", lambda: run(own(batches(0)[0])).backward())
-    return found
+        found = told(lambda: run(own(batches(0)[0])).backward())
+    assert "has a gradient, which ranks have exchanged already: call optimizer.zero_grad()" in found
 
 
-def disk_home(folder: Path) -> Result:
-    """Training with homes in RAM and on a disk, in every stage; the smallest budget moves most."""
-    found: Result = {}
-    for stage in STAGES:
-        least = HUGE
+def disk_home(folder: Path) -> None:
+    """Training with homes in RAM and on a disk; the smallest budget moves most. Parameters lie in its own file."""
+    for stage in (3, 1):
+        least, found = HUGE, []
         for home in ("cpu", "cpu", f"disk:{folder}"):
             torch._dynamo.reset()
-            model = chunkc.distribute(made(num_blocks=1), mesh(), zero_stage=stage, home=home)
-            optimizer, run = adamw(model), compiled(model, least)
-            losses = train(run, model, optimizer, range(2))
-            (session,) = sessions_of(model.parameters())
-            found[f"{stage} {home.partition(':')[0]}"] = [losses, bits(model)]
+            model = chunkc.distribute(made(num_blocks=1), mesh(), zero_stage=stage, home=home)  # type: ignore[arg-type]
+            found.append([train(compiled(model, least), model, adamw(model), range(2)), bits(model)])
             least = chunkc.report(model).minimum_budget_nbytes
+        assert found[1] == found[2]
         maps = Path("/proc/self/maps").read_text()
         addresses = {address_range(line) for line in maps.splitlines() if str(folder) in line}
         used = [p.to_local() for name, p in model.named_parameters() if not name.startswith("unused")]
-        parts = [part for part in used if part.numel()]
-        found[f"{stage} on disk"] = all(any(b <= p.data_ptr() < e for b, e in addresses) for p in parts)
-        found[f"{stage} option"] = session.options.home
+        assert all(any(b <= p.data_ptr() < e for b, e in addresses) for p in used if p.numel())
+        (session,) = sessions_of(model.parameters())
+        assert session.options.home == f"disk:{folder}"
     place = str(folder) if dist.get_rank() == 0 else str(folder / "nowhere")
-    model = nn.Linear(4, 4)
-    try:
-        chunkc.distribute(model, mesh(), home=f"disk:{place}")
-    except chunkc.ChunkcError as error:
-        found["nowhere"] = f"{type(error).__name__}: {error}"
-    return found | {"kept": type(model.weight) is nn.Parameter}
+    kept = nn.Linear(4, 4)
+    found_by_rank = told(lambda: chunkc.distribute(kept, mesh(), home=f"disk:{place}"))
+    assert found_by_rank.startswith("HomeError: " if dist.get_rank() == 1 else "DistributedError: rank 1 of 2: ")
+    assert type(kept.weight) is nn.Parameter
 
 
 def address_range(line: str) -> tuple[int, int]:
@@ -498,25 +487,30 @@ def address_range(line: str) -> tuple[int, int]:
     return int(begin, 16), int(end, 16)
 
 
-def written() -> Result:
-    """Between steps, all ranks or one of them write to parameters in ways that no version counter sees."""
-    found: Result = {}
+def written() -> None:
+    """Between steps, all ranks or one of them write to parameters in ways that no version counter sees: it counts in
+    every stage."""
+    found = []
     for stage in STAGES:
         torch._dynamo.reset()
-        model = chunkc.distribute(made(num_blocks=1), mesh(), zero_stage=stage)
+        model = chunkc.distribute(made(num_blocks=1), mesh(), zero_stage=stage)  # type: ignore[arg-type]
         optimizer, run = adamw(model), compiled(model, HUGE)
         losses = train(run, model, optimizer, range(1))
         with torch.no_grad():
             model.embed.weight.mul_(1.5)
         losses += train(run, model, optimizer, range(1, 2))
         if dist.get_rank() == 1:
-            model.blocks[0].up.weight.to_local().data.numpy()[0] += 1
+            model.blocks[0].up.weight.to_local().data.numpy()[0] += 1  # type: ignore[union-attr, index, operator]
         with torch.no_grad():
             losses.append(mean(run(own(batches(2)[0]))))
         model.load_state_dict(chunkc.distribute(made(seed=1, num_blocks=1), mesh()).state_dict())
         losses += train(run, model, optimizer, range(2, 3))
-        found[str(stage)] = {"losses": losses, "bits": bits(model)}
-    return found
+        found.append((losses, bits(model)))
+    assert found[0] == found[1] == found[2]
+
+
+FILES = ["manifest.json", "model.safetensors", "optimizer.safetensors", "state.json", "state.safetensors"]
+"""Of a checkpoint of chunkc's, beside each rank's own."""
 
 
 def saved(folder: Path) -> Result:
@@ -549,15 +543,17 @@ def whole_bits(model: nn.Module, optimizer: Any) -> str:
     numbers = {id(p): number for number, p in enumerate(optimizer.param_groups[0]["params"])}
     by_number = optimizer.state_dict()["state"]
     for name, parameter in model.named_parameters():
-        found.update(bytes_of(parameter.full_tensor()))
+        found.update(bytes_of(parameter))
         if name.startswith("unused"):
             continue  # it has no states before a checkpoint is loaded, and zeros after that
         for _, value in sorted(by_number.get(numbers[id(parameter)], {}).items()):
-            found.update(bytes_of(value.full_tensor() if isinstance(value, DTensor) else value))
+            found.update(bytes_of(value))
     return found.hexdigest()
 
 
 def bytes_of(tensor: Tensor) -> bytes:
+    """Of all of it, wherever it is."""
+    tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return array.tobytes()
 
@@ -709,12 +705,12 @@ def refused_on_one() -> Result:
         model = nn.Linear(4, 4)
         if dist.get_rank() == given.pop("views", None):
             model.weight.data = model.weight.data.t()
-        try:
+
+        def distributed_and_called() -> None:
             chunkc.distribute(model, **{"mesh": mesh(), "timeout_s": 20} | given)
             compiled(model, HUGE if dist.get_rank() else "a lot")(torch.ones(2, 4))
-        except chunkc.ChunkcError as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
+
+        return told(distributed_and_called)
 
     start, backwards = time.monotonic(), list(reversed(range(dist.get_world_size())))
     messages = [attempt(views=1), attempt(views=0), attempt(home="cpu" if dist.get_rank() else "nowhere")]
@@ -724,38 +720,57 @@ def refused_on_one() -> Result:
     return {"message": "\n".join(messages), "took": time.monotonic() - start}
 
 
-def refused() -> Result:
-    """What a distributed model does not do, by what was tried; each rank is refused by itself."""
-    found: Result = {}
-
-    def attempt(name: str, action: Callable[[], Any]) -> None:
-        try:
-            action()
-        except chunkc.ChunkcError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-
+def refused() -> None:
+    """What a distributed model does not do: each rank is refused by itself."""
     model = chunkc.distribute(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 2)), mesh())
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    make = chunkc.optim
-    attempt("8 bits", lambda: make.AdamW(model.parameters(), moments_dtype="int8").step())
-    attempt("twice", lambda: chunkc.distribute(model, mesh()))
-    attempt("tensor parallel", lambda: chunkc.distribute(tensor_parallel(), mesh()))
-    attempt("plain gradient", lambda: with_plain_gradient(model))
-    attempt("copied", lambda: compiled(copy.deepcopy(model), HUGE)(torch.ones(2, 4)))
     numbers = nn.Linear(2, 2, device="meta")
     numbers.register_buffer("numbers", torch.ones(3, device="meta"), persistent=False)
-    attempt("meta", lambda: chunkc.distribute(numbers, mesh()))
-    attempt("stage", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), zero_stage=4))
-    attempt("timeout", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), timeout_s=0))
-    attempt("mesh", lambda: chunkc.distribute(nn.Linear(2, 2), None))
     others = DeviceMesh("cpu", [(dist.get_rank() + 1) % dist.get_world_size()], _init_backend=False)
-    attempt("other ranks' mesh", lambda: chunkc.distribute(nn.Linear(2, 2), others))
+
+    def small(place: Any = None, **how: Any) -> Callable[[], Any]:
+        return lambda: chunkc.distribute(nn.Linear(2, 2), place or mesh(), **how)
+
+    for action, message in (
+        (
+            lambda: chunkc.optim.AdamW(model.parameters(), moments_dtype="int8").step(),
+            "UnsupportedError: AdamW updates distributed parameters with fp32 or bf16 moments",
+        ),
+        (
+            lambda: chunkc.distribute(model, mesh()),
+            "UnsupportedError: 0.weight is distributed or compiled already",
+        ),
+        (
+            lambda: chunkc.distribute(tensor_parallel(), mesh()),
+            "UnsupportedError: 0.weight is a DTensor over ranks that have no mesh in common",
+        ),
+        (
+            lambda: with_plain_gradient(model),
+            "UnsupportedError: the gradient of a distributed parameter must be cut",
+        ),
+        (
+            lambda: compiled(copy.deepcopy(model), HUGE)(torch.ones(2, 4)),
+            "UnsupportedError: the model takes a DTensor that chunkc.distribute has not made",
+        ),
+        (
+            lambda: chunkc.distribute(numbers, mesh()),
+            "UnsupportedError: the buffer numbers is on the meta device, and no file of weights has it",
+        ),
+        (small(zero_stage=4), "OptionsError: zero_stage is 4; allowed: "),
+        (small(timeout_s=0), "OptionsError: timeout_s is 0"),
+        (
+            lambda: chunkc.distribute(nn.Linear(2, 2), None),  # type: ignore[arg-type]
+            "OptionsError: mesh must be a DeviceMesh of one or two dimensions",
+        ),
+        (small(others), "OptionsError: mesh must be .*; this process is in none"),
+        (small(home="nowhere"), "OptionsError: option 'home' is 'nowhere'"),
+    ):
+        assert re.match(message, found := told(action)), found
     kept = model.state_dict()
-    attempt("shared", lambda: compiled(model, HUGE)(torch.ones(2, 4)))
+    shared = told(lambda: compiled(model, HUGE)(torch.ones(2, 4)))
+    assert shared.startswith("UnsupportedError: this rank's part of 0.weight shares its memory")
     del kept
-    attempt("home", lambda: chunkc.distribute(nn.Linear(2, 2), mesh(), home="nowhere"))
-    return found
 
 
 def tensor_parallel() -> nn.Module:
@@ -771,55 +786,18 @@ def with_plain_gradient(model: nn.Module) -> None:
         parameter.grad = None
 
 
-CASES: dict[str, Callable[..., Result]] = {
-    case.__name__: case
-    for case in (
-        as_one_process,
-        as_one_process_inductor,
-        chosen,
-        leaving,
-        let_go,
-        loss_in_tiles,
-        sent,
-        disk_home,
-        written,
-        announced,
-        not_exchanged,
-        announced_on_one,
-        saved,
-        loaded,
-        killed,
-        hung,
-        another_phase,
-        another_step,
-        hooked_on_one,
-        another_budget,
-        another_stage,
-        out_of_memory,
-        interrupted,
-        another_code,
-        too_small_on_one,
-        another_model,
-        refused_on_one,
-        refused,
-    )
-}
-"""By name."""
-
-WITH_FOLDER = {"disk_home", "saved", "loaded"}
-"""Cases that get a folder, which all ranks share."""
-
-
 # --- processes ---
 
 
-def main(folder: Path, num_ranks: int, timeout_s: float, names: list[str]) -> Iterator[tuple[str, list[Result]]]:
+def main(
+    folder: Path, num_ranks: int, timeout_s: float, cases: Mapping[str, Callable[..., Result | None]]
+) -> Iterator[tuple[str, list[Result]]]:
     faulthandler.enable()
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    for name in names:
+    for name, case in cases.items():
         files = [folder / f"{name}.{rank}.json" for rank in range(num_ranks)]
-        children = [fork(name, rank, num_ranks, folder / f"{name}.store", file) for rank, file in enumerate(files)]
+        children = [fork(case, rank, num_ranks, folder / f"{name}.store", file) for rank, file in enumerate(files)]
         deadline = time.monotonic() + timeout_s
         for child, file in zip(children, files, strict=True):
             while os.waitpid(child, os.WNOHANG) == (0, 0):
@@ -831,7 +809,7 @@ def main(folder: Path, num_ranks: int, timeout_s: float, names: list[str]) -> It
         yield name, [json.loads(file.read_text()) if file.exists() else {"error": "killed"} for file in files]
 
 
-def fork(name: str, rank: int, num_ranks: int, store: Path, file: Path) -> int:
+def fork(case: Callable[..., Result | None], rank: int, num_ranks: int, store: Path, file: Path) -> int:
     child = os.fork()
     if child:
         return child
@@ -840,7 +818,8 @@ def fork(name: str, rank: int, num_ranks: int, store: Path, file: Path) -> int:
         mesh()
         started = time.monotonic()
         try:
-            found = CASES[name](*([store.parent] if name in WITH_FOLDER else []))
+            takes_folder = "folder" in inspect.signature(case, follow_wrapped=False).parameters
+            found = case(*([store.parent] if takes_folder else [])) or {}
         except BaseException as error:  # that of a checkpoint of PyTorch is no Exception
             found = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
         found["seconds"] = time.monotonic() - started
@@ -854,13 +833,12 @@ def fork(name: str, rank: int, num_ranks: int, store: Path, file: Path) -> int:
         os._exit(0)
 
 
-def run_command_line(cases: Mapping[str, Callable[..., Result]], with_folder: Iterable[str] = ()) -> None:
-    """Run what the command line names, of these cases and those of this file; some get a folder."""
-    CASES.update(cases)
-    WITH_FOLDER.update(with_folder)
+def run_command_line(cases: Mapping[str, Any]) -> None:
+    """Run what the command line names of these cases; one with a parameter `folder` gets one that all ranks share."""
     folder, num_ranks, timeout_s, *names = sys.argv[1:]
-    print(json.dumps(dict(main(Path(folder), int(num_ranks), float(timeout_s), names))))
+    wanted = {name: cases[name] for name in names}
+    print(json.dumps(dict(main(Path(folder), int(num_ranks), float(timeout_s), wanted))))
 
 
 if __name__ == "__main__":
-    run_command_line(CASES)
+    run_command_line(globals())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,21 @@ sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
 from loop_cases import small
-from rank_cases import HUGE, VOCABULARY, Result, adamw, bits, compiled, differs, mean, mesh
+from rank_cases import (
+    HUGE,
+    NUMBERS_NBYTES,
+    VOCABULARY,
+    adamw,
+    bits,
+    check_close,
+    compiled,
+    differs,
+    mean,
+    mesh,
+    of_all,
+    take_step,
+    told,
+)
 
 import chunkc
 from chunkc.runtime.device import cpu_allocator
@@ -37,8 +53,9 @@ def batch(step: int, rank: int, *, shapes: Sequence[Any] = SHAPES) -> Tensor:
     return torch.randint(VOCABULARY, of_step[rank % len(of_step)], generator=generator)
 
 
-def uneven() -> Result:
-    """Each rank's gradient is of the mean over its own batch, and ranks' means count alike."""
+def uneven() -> None:
+    """A smaller last batch on one rank alone, and then other lengths; evaluations between, of other sizes again. Each
+    rank's gradient is of the mean over its own batch, and ranks' means count alike."""
     num_ranks = dist.get_world_size()
     reference: Any = small()
     optimizer, expected = adamw(reference), []
@@ -50,9 +67,8 @@ def uneven() -> Result:
         with torch.no_grad():
             evaluated = [float(reference(batch(step, rank + 1))) for rank in range(num_ranks)]
         expected += [float(sum(losses).detach()), sum(evaluated) / num_ranks]  # type: ignore[union-attr]
-    found: Result = {"expected": expected, "runs": []}
     cpu_allocator.install()  # what was allocated before is not metered
-    least = HUGE
+    least, found, renewed = HUGE, set(), []
     for stage, budget, dynamic in ((3, HUGE, None), (None, None, None), (1, HUGE, True)):
         torch._dynamo.reset()
         model: Any = chunkc.distribute(small(), mesh(), zero_stage=stage)
@@ -61,28 +77,25 @@ def uneven() -> Result:
         optimizer, losses = adamw(model), []
         for step in range(len(SHAPES)):
             loss = run(batch(step, dist.get_rank()))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
             with torch.no_grad():
                 losses += [mean(loss), mean(run(batch(step, dist.get_rank() + 1)))]
+        check_close(losses, expected, relative=1e-6)
         report = chunkc.report(model)
         least = report.minimum_budget_nbytes
+        within = report.predicted_peak_nbytes + NUMBERS_NBYTES
+        assert report.measured_peak_nbytes <= within, "predicted for the largest of any rank"
+        assert report.predicted_peak_nbytes <= options["memory_budget"]
         (session,) = sessions_of(model.parameters())
-        found["runs"].append(
-            {
-                "losses": losses,
-                "bits": bits(model),
-                "peaks": (report.measured_peak_nbytes, report.predicted_peak_nbytes, options["memory_budget"]),
-                "renewed": session.transport.num_renewed,
-            }
-        )
+        found.add(bits(model))
+        renewed.append(session.transport.num_renewed)
         del model, optimizer, run, session, report, loss  # of stage 1 much stands on the compute tier
         gc.collect()
-    return found
+    assert len(found) == 1, "a budget or a stage changed the result"
+    assert of_all(renewed) == [renewed] * num_ranks
 
 
-def sliced() -> Result:
+def sliced() -> None:
     """Each rank takes a slice of a batch for all, whose size changes: a view, which begins elsewhere on every rank."""
     reference: Any = small()
     model: Any = chunkc.distribute(small(), mesh())
@@ -96,7 +109,7 @@ def sliced() -> Result:
         loss = run(whole[rank * each :][:each])
         loss.backward()
         losses.append(mean(loss))
-    return {"expected": expected, "runs": [{"losses": losses, "bits": "", "peaks": (0, 0, 0)}]}
+    check_close(losses, expected, relative=1e-6)
 
 
 class Turning(nn.Module):
@@ -111,36 +124,23 @@ class Turning(nn.Module):
         return loss + loss.square() if tokens.shape[1] > 6 else loss
 
 
-def ended_by(action: Callable[[Any], Any]) -> Result:
+def another_graph() -> None:
     torch.manual_seed(0)
     run = compiled(chunkc.distribute(Turning(), mesh(), timeout_s=20), HUGE)
-    try:
-        run(batch(0, 0)).backward()
-        action(run)
-    except chunkc.ChunkcError as error:
-        return {"message": f"{type(error).__name__}: {error}"}
-    return {"message": "none"}
+    run(batch(0, 0)).backward()
+    refused = told(lambda: run(batch(0, 0, shapes=[[(4, 8 if differs() else 5)]])))
+    assert f"ranks differ in the program of the model: rank 1 of {dist.get_world_size()}" in refused
 
 
-def another_graph() -> Result:
-    return ended_by(lambda run: run(batch(0, 0, shapes=[[(4, 8 if differs() else 5)]])))
-
-
-def too_large_on_one() -> Result:
+def too_large_on_one() -> None:
     """A batch for which one rank's budget is too small: it is so for all."""
     model: Any = chunkc.distribute(small(), mesh(), timeout_s=20)
-    run = compiled(model, 100_000)
-    try:
-        run(batch(0, 0)).backward()
-        run(batch(0, 0, shapes=[[(400 if differs() else 4, 5)]]))
-    except chunkc.ChunkcError as error:
-        return {"message": f"{type(error).__name__}: {error}"}
-    return {"message": "none"}
+    run, start = compiled(model, 100_000), time.monotonic()
+    run(batch(0, 0)).backward()
+    refused = told(lambda: run(batch(0, 0, shapes=[[(400 if differs() else 4, 5)]])))
+    assert re.match("BudgetError: |DistributedError: rank . of [24] cannot go on. BudgetError", refused)
+    assert time.monotonic() - start < 60
 
-
-CASES: dict[str, Callable[[], Result]] = {
-    case.__name__: case for case in (uneven, sliced, another_graph, too_large_on_one)
-}
 
 if __name__ == "__main__":
-    rank_cases.run_command_line(CASES)
+    rank_cases.run_command_line(globals())

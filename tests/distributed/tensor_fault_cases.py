@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 sys.path.append(str(Path(__file__).parent))
 
 import rank_cases
-from rank_cases import HUGE, Result, batches, compiled, ended_by, fault, refusal
+from rank_cases import HUGE, Result, batches, compiled, ended_by, fault, refusal, told
 from tensor_cases import grid, own
 
 import chunkc
@@ -93,11 +92,7 @@ def refused_on_one() -> Result:
         model = layers()
         if given.pop("views", False):
             model.extra.weight.data = model.extra.weight.data.t()
-        try:
-            chunkc.distribute(model, **{"mesh": grid()["dp"], "timeout_s": 20} | given)
-        except chunkc.ChunkcError as error:
-            return f"{type(error).__name__}: {error}"
-        return "nothing"
+        return told(lambda: chunkc.distribute(model, **{"mesh": grid()["dp"], "timeout_s": 20} | given))
 
     start, is_one = time.monotonic(), dist.get_rank() == 1
     messages = [attempt(views=is_one), attempt(home="nowhere" if is_one else "cpu"), attempt()]
@@ -112,14 +107,7 @@ def lamb_of_others(run: Any, model: Any) -> None:
     chunkc.optim.LAMB(model.parameters()).step()
 
 
-_OWN = (killed_in_a_layer, hung, another_codegen, another_stage, refused_on_one, lamb_of_others)
-_SAME = ("killed", "another_phase", "another_step", "hooked_on_one", "too_small_on_one", "out_of_memory")
-CASES: dict[str, Callable[..., Result]] = {
-    **{name: rank_cases.CASES[name] for name in _SAME},
-    **{case.__name__: case for case in _OWN},
-}
-
 if __name__ == "__main__":
     rank_cases.tiny = tiny
     rank_cases.own = own
-    rank_cases.run_command_line(CASES)
+    rank_cases.run_command_line(vars(rank_cases) | globals())

@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from chunkc.distributed.agreement import Here, agree, begin_phase, rendezvous, together, transport_of
-from chunkc.ir.errors import BudgetError, DistributedError, FileError, UnsupportedError
-from chunkc.ir.shards import Shards
+from chunkc.ir.errors import BudgetError, DistributedError, FileError
 from chunkc.runtime.distributed.transport import AGREEMENTS
-from chunkc.runtime.store.shards import LocalShard
 
 
 class Heard:
@@ -38,10 +36,6 @@ def same(value: Any) -> Any:
 def with_facts(facts: dict[str, str]) -> Callable[[Any], Any]:
     """Another rank says the same, but for these."""
     return lambda said: replace(said, facts={**said.facts, **facts})
-
-
-def test_equal_facts_pass() -> None:
-    agree(Heard(same, same), {"the code": "a", "the plan": "b"})  # type: ignore[arg-type]
 
 
 def test_a_difference_names_what_and_who() -> None:
@@ -130,14 +124,6 @@ def test_one_process_meets_nobody() -> None:
     with rendezvous(None) as compare:
         compare(facts)
     assert transport_of({"w": nn.Parameter(torch.ones(2))}) is None
-
-
-def test_parameters_are_of_the_same_ranks() -> None:
-    ranks: Any = Heard()
-    part = LocalShard.of(torch.ones(1), Shards((2,), 2, 0), ranks)
-    assert transport_of({"w": part}) is ranks
-    with pytest.raises(UnsupportedError, match="b is not distributed as w is"):
-        transport_of({"w": part, "b": nn.Parameter(torch.ones(2))})
 
 
 def test_what_one_rank_cannot_do_is_an_error_of_all() -> None:
