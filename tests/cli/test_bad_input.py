@@ -248,7 +248,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.second_tier
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_spoilt_explanation_is_compared_or_refused(data: st.DataObject, folder: Path) -> None:
     path = folder / "good.json"

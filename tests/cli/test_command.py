@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from chunkc.cli import command as cli
 from chunkc.explaining.formats import FORMATS
+from chunkc.explaining.scaling import Scaling
 from chunkc.machines.datasheets import DATASHEETS
 from chunkc.machines.presets import PRESETS, load_hardware
 
@@ -37,6 +39,11 @@ def build(batch_size=8):
 
 def ignores_the_size(batch_size=8):
     return build(8)
+
+def grows(batch_size=8):
+    net = Net()
+    net.own = nn.Parameter(torch.zeros(batch_size))
+    return net, (torch.ones(batch_size, 256),)
 
 def prints():
     print("loading")
@@ -206,16 +213,82 @@ def test_every_format_goes_to_a_file(format: str, here: Path, capsys: pytest.Cap
         assert run(capsys, *arguments) == (0, text, "")
 
 
-@pytest.mark.second_tier
-def test_the_largest_batch(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("explain", "tiny.py:build", *FITS, "--hardware", "cpu")
-    code, out, err = run(capsys, *arguments, "--largest", "batch_size", "--format", "json")
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The sizes that are planned for themselves."""
+    sizes, minimum_budget = list[int](), cli.minimum_budget
+
+    def noted(model: Any, x: Any, **kwargs: Any) -> int:
+        sizes.append(len(x))
+        return minimum_budget(model, x, **kwargs)
+
+    monkeypatch.setattr(cli, "minimum_budget", noted)
+    return sizes
+
+
+LARGEST = (*FITS, "--hardware", "cpu", "--largest", "batch_size", "--format", "json")
+
+
+def test_the_largest_batch_takes_one_capture_and_is_checked(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, planned: list[int]
+) -> None:
+    """Only size 1, which tracing treats apart, the answer and the next size are captured for themselves. A capture in
+    symbols that says something else than captures of the very sizes is not believed."""
+    code, out, err = run(capsys, "explain", "tiny.py:build", *LARGEST)
     assert (code, err) == (0, "")
     values = json.loads(out)
     size = int(values["model"].rpartition(" ")[2])
     assert values["notes"][0].startswith(f"batch size {size:,} is the largest that fits: {size + 1:,} needs ")
-    assert run(capsys, *arguments, "--batch-size", str(size))[0] == 0
-    assert run(capsys, *arguments, "--batch-size", str(size + 1))[0] == 3
+    assert not any("traced for itself" in note for note in values["notes"])
+    assert sorted(planned) == [1, size, size + 1]
+    for number, code in ((size, 0), (size + 1, 3)):
+        arguments = (*FITS, "--hardware", "cpu", "--batch-size", str(number))
+        assert run(capsys, "explain", "tiny.py:build", *arguments)[0] == code
+    planned.clear()
+    told = Scaling.minimum_nbytes
+
+    def too_much(known: Scaling, size: int) -> int | None:
+        found = told(known, size)
+        return None if found is None else found + 100_000
+
+    monkeypatch.setattr(Scaling, "minimum_nbytes", too_much)
+    wrong = json.loads(run(capsys, "explain", "tiny.py:build", *LARGEST)[1])["notes"]
+    assert wrong[0] == values["notes"][0]
+    assert "the model takes other bytes" in wrong[1]
+    assert len(planned) > 3
+
+
+@pytest.mark.second_tier
+def test_every_size_for_itself(here: Path, capsys: pytest.CaptureFixture[str], planned: list[int]) -> None:
+    notes = json.loads(run(capsys, "explain", "tiny.py:grows", *LARGEST)[1])["notes"]
+    assert len(planned) > 3
+    assert "every size was traced for itself: the model's own tensors depend on this size" in notes
+
+
+def test_updates_ranks_and_whys(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ("explain", "tiny.py:build", "--hardware", "2x8xh100", "--memory-budget", "1GiB")
+    by_the_cpu = ("--hardware", "rtx3090", "--update-on", "cpu", "--overlap", "forward", "--format", "json")
+    _, out, _ = run(capsys, "explain", "tiny.py:build", *FITS_A_GPU, *by_the_cpu)
+    assert any(note.startswith("the CPU updates") for note in json.loads(out)["notes"])
+    code, out, _ = run(capsys, *ask, "--world-size", "4")
+    assert code == 0
+    assert "rank 0 of 4 on 1 host, in stages of ZeRO chosen per chunk\n" in out
+    assert "4 ranks of a host" in out
+    assert "between devices, in one step" in out
+    ranks = json.loads(run(capsys, *ask, "--mesh", "2x2", "--format", "json")[1])["ranks"]
+    assert (ranks["num_ranks"], ranks["num_hosts"]) == (4, 2)
+    code, _, err = run(capsys, *ask, "--mesh", "2x9")
+    assert code == 2
+    assert "18 ranks on 2 hosts need a device each" in err
+    smaller = ("--largest", "batch_size", "--memory-budget", "100MiB")
+    assert "is the largest that fits" in run(capsys, *ask, "--mesh", "2x2", *smaller)[1]
+    alone = (*ask, "--world-size", "1")
+    said = json.loads(run(capsys, *alone, "--why", "layers.0.weight", "--format", "json")[1])["why"]
+    assert said["name"] == "layers.0.weight"
+    assert said["chosen"]
+    code, _, err = run(capsys, *alone, "--why", "layers.0.wait")
+    assert code == 2
+    assert "near it are layers.0.weight" in err
 
 
 def test_not_even_one_fits(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

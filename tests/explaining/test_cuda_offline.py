@@ -45,6 +45,10 @@ def test_a_hopper_computes_attention_by_cudnn_and_the_rest_as_an_ampere(checkpoi
     ampere, hopper = (explained(name, checkpointed=checkpointed) for name in ("a100-80g", "h100"))
     pairs = list(zip(bytes_of(ampere), bytes_of(hopper), strict=True))
     assert any("cudnn_attention_backward" in op for _, (_, op, _) in pairs)
+    for explanation in (ampere, hopper):
+        assert explanation.fits
+        assert explanation.activation_checkpointing == checkpointed
+        assert sum(explanation.peak.contents.values()) == explanation.predicted_peak_nbytes
     for (call, flash, less), (same_call, cudnn, more) in pairs:
         assert same_call == call
         assert cudnn == flash.replace("flash", "cudnn")

@@ -15,7 +15,6 @@ from chunkc.cli import command as cli
 from chunkc.explaining.formats import render_text
 from chunkc.explaining.formats.advice import advice
 from chunkc.explaining.offline import capture_offline
-from chunkc.explaining.targets import ModelOptions, built_in
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.hardware import CPU
 from chunkc.machines.presets import load_hardware
@@ -64,14 +63,6 @@ def test_on_a_cpu_home_and_peak_must_fit_together() -> None:
     assert not on_cpu_with(peak - 1, home="disk").host_fits
 
 
-def test_a_gpus_memory_is_its_own() -> None:
-    found = explain(hardware="rtx3090")
-    assert not found.device_is_host
-    for host_nbytes, fits in ((found.home_nbytes, True), (2**20, False)):
-        machine = dataclasses.replace(load_hardware("rtx3090"), host_memory_nbytes=host_nbytes)
-        assert explain(hardware=machine).host_fits == fits
-
-
 def test_an_assumed_host_is_named() -> None:
     def said(found: Explanation) -> bool:
         return "a host with 64.00 GiB of RAM is assumed, as usual for rtx3090" in " ".join(found.notes)
@@ -97,10 +88,7 @@ def test_what_the_backward_updates_has_room_on_the_host() -> None:
 
 
 def test_the_text_adds_both_up() -> None:
-    text = render_text(on_cpu_with(2**20))
-    assert "but home does not fit into the same memory" in text
-    assert "with the predicted peak, in the same" in text
-    assert "of the same memory" in text
+    assert "with the predicted peak, in the same" in render_text(on_cpu_with(2**20))
     assert "with the predicted peak" not in render_text(explain(hardware="rtx3090"))
 
 
@@ -148,17 +136,3 @@ def test_the_command_prints_what_is_not_exact(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert out.startswith("| what | when | why | predicted instead |\n")
     assert all(name.removeprefix("aten::") in out for name in EXCEPTIONS)
-
-
-# ---------------------------------------------------------------- checkpointing on hardware that is not there
-
-
-@pytest.mark.second_tier
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_a_checkpointed_gpt_on_a_gpu(checkpointed: bool) -> None:
-    subject = built_in("gpt2-small", ModelOptions(None, checkpointed)).build(1, 64)
-    found = chunkc.explain(subject.model, *subject.args, hardware="rtx3090", memory_budget="2GiB", **subject.kwargs)
-    assert found.fits
-    assert found.activation_checkpointing == checkpointed
-    assert any("attention" in moment.op for moment in found.moments)
-    assert sum(found.peak.contents.values()) == found.predicted_peak_nbytes  # with the libraries' workspaces

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from harness import adamw, compile_case
+from harness import adamw, compile_case, take_step
 from torch import nn
 from zoo import CASES
 
@@ -33,9 +33,7 @@ def test_a_compiled_model_is_explained_by_its_own_options_and_beside_what_it_mea
     for step in range(2):
         batch = case.batch(step)
         loss = case.loss(compiled(**batch))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(loss, optimizer)
     found = chunkc.explain(compiled, **batch)
     assert found.model == type(model).__name__
     assert found.codegen == "eager"
@@ -81,9 +79,7 @@ def test_constants_of_compiled_code_count_for_as_long_as_it_is_there() -> None:
         optimizer = chunkc.optim.AdamW(model.parameters())
         for _ in range(3):
             loss = run(x)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(loss, optimizer)
         found = chunkc.report(model)
         assert found.predicted_peak_nbytes == found.measured_peak_nbytes - foreign_nbytes == said.predicted_peak_nbytes
         assert found.minimum_budget_nbytes == said.minimum_budget_nbytes == least

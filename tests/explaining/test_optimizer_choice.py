@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import take_step
 from optim_models import BUDGET_NBYTES, MLP, WIDTH, batch, build
 from torch import nn
 
@@ -54,9 +55,7 @@ def made(parameters: Any, chosen: dict[str, Any]) -> torch.optim.Optimizer:
 def assert_as_trained(found: Explanation, model: nn.Module, call: Any, optimizer: Any, dtype: torch.dtype) -> None:
     traffic = []
     for step in range(2):
-        call(batch(step, dtype)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(call(batch(step, dtype)), optimizer)
         traffic.append(chunkc.report(model).traffic_nbytes)
     report = chunkc.report(model)
     assert found.predicted_peak_nbytes == report.predicted_peak_nbytes
@@ -66,7 +65,7 @@ def assert_as_trained(found: Explanation, model: nn.Module, call: Any, optimizer
     assert found.traffic_nbytes.to_home == traffic[1]["to_home"] - traffic[0]["to_home"]
 
 
-@pytest.mark.quick(3, second=4)
+@pytest.mark.quick(3, second=2)
 @pytest.mark.parametrize("name", CHOICES)
 def test_what_is_told_is_what_trains(name: str) -> None:
     dtype, chosen = CHOICES[name]
@@ -175,6 +174,7 @@ def test_without_parameters_to_train() -> None:
 
 FACTORY = f"""
 import torch
+from harness import take_step
 from optim_models import MLP
 
 def build(batch_size=2, dtype=torch.float32):
@@ -220,10 +220,3 @@ def test_the_largest_batch_depends_on_the_optimizer(here: Path, capsys: pytest.C
         sizes.append(int(found["model"].rpartition(" ")[2]))
         assert found["fits"]
     assert sizes[0] < sizes[1]
-
-
-def test_a_refusal_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "mlp.py:build", "--dtype", "bfloat16", "--master-weights", "false"]) == 2
-    captured = capsys.readouterr()
-    assert (captured.out, captured.err.count("\n")) == ("", 1)
-    assert "need master_weights=True or stochastic_rounding=True" in captured.err

@@ -56,15 +56,6 @@ def test_as_every_size_for_itself() -> None:
         assert known.minimum_nbytes(size) == needs(size), size
 
 
-@pytest.mark.second_tier
-def test_the_largest_is_the_same() -> None:
-    known = captured(call)
-    found = search.largest(lambda size: known.minimum_nbytes(size) or needs(size), BUDGET)
-    assert found == search.largest(needs, BUDGET) > 10
-    for size in (found, found + 1):
-        assert known.minimum_nbytes(size) == needs(size)
-
-
 def test_one_capture_serves_the_whole_search(monkeypatch: pytest.MonkeyPatch) -> None:
     known, count = captured(call), 0
 

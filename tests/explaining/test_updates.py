@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from plain_modules import Stack
 
 import chunkc
-from chunkc.cli.command import main
 from chunkc.ir.explanation import HOST_UPDATES, Explanation
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.plan import PREFETCH
@@ -98,21 +95,3 @@ def test_updates_at_home_take_as_long_as_their_bytes(optimizer: str, nbytes: int
     assert at_home
     assert {event.nbytes for event in at_home} == {nbytes * 2**20}
     assert all(event.end_s - event.start_s == pytest.approx(nbytes * 2**20 / rate) for event in at_home)
-
-
-FACTORY = """
-import torch
-from torch import nn
-
-def build():
-    layers = [nn.Linear(1024, 1024, bias=False) for _ in range(6)]
-    return nn.Sequential(*layers), (torch.empty(64, 1024),)
-"""
-
-
-def test_the_command_takes_both(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(FACTORY)
-    arguments = ["explain", f"{tmp_path}/model.py:build", "--memory-budget", "130MiB", "--hardware", "h200"]
-    assert main([*arguments, "--format", "json", "--update-on", "cpu", "--overlap", "forward"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert any(note.startswith("the CPU updates") for note in found["notes"])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import chunkc
-from chunkc.cli.command import main
 from chunkc.explaining.formats import render_text
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.explanation import Alternative, Explanation, Why
@@ -39,8 +38,9 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*[module for _ in range(4) for module in (nn.Linear(256, 256), nn.GELU())])
 
 
-def asked(why: str, budget: int = SMALL, model: nn.Module | None = None, **options: Any) -> Explanation:
-    model = nn.Sequential(layers()) if model is None else model
+@cache
+def asked(why: str, budget: int = SMALL, make: Callable[[], nn.Module] | None = None, **options: Any) -> Explanation:
+    model = nn.Sequential(layers()) if make is None else make()
     settings = {"memory_budget": budget, "hardware": "cpu", "chunk_size": "260KiB", "activations": "keep", **options}
     return chunkc.explain(model, torch.randn(512, 256), why=why, **settings)
 
@@ -70,17 +70,12 @@ def test_of_the_whole_model_every_copy_is_told(options: dict[str, Any]) -> None:
     assert stalls == pytest.approx(explanation.step_time_s.stall)
 
 
-def test_what_happens_is_in_order_and_within_the_step() -> None:
-    explanation = asked("0.2.weight")
-    times = [one.at_s for one in explanation.why.happenings]
+def test_one_that_moves() -> None:
+    explanation, found = asked("0.2.weight"), answer("0.2.weight")
+    times = [one.at_s for one in found.happenings]
     assert times == sorted(times)
     assert 0 <= times[0] < times[-1] <= explanation.step_time_s.total
-    of_param = [one.what for one in explanation.why.happenings if one.item == "param:1"]
-    assert of_param == ["fetched", "needed", "let go"]
-
-
-def test_one_that_moves() -> None:
-    found = answer("0.2.weight")
+    assert [one.what for one in found.happenings if one.item == "param:1"] == ["fetched", "needed", "let go"]
     assert found.chosen == ("param:1: moves, with gradient and states",)
     assert [one.what for one in found.alternatives] == ["all its chunks stay on the device"]
     assert found.alternatives[0].step_time_s is None
@@ -152,7 +147,7 @@ def test_parts_by_every_kind_of_name() -> None:
 
 
 def test_a_model_of_several_graphs() -> None:
-    explanation = asked("body", model=Breaking())
+    explanation = asked("body", make=Breaking)
     found = explanation.why
     assert {one.before.partition(".")[0] for one in found.happenings} >= {"forward", "backward", "update"}
     assert sum(one.nbytes for one in found.happenings if one.copy_s) == sum(vars(explanation.traffic_nbytes).values())
@@ -174,17 +169,3 @@ def test_the_text_answers_that_alone() -> None:
     assert "with all else as it is, in 7.00 MiB" in text
     assert "as it is planned" in text
     assert "host memory" not in text
-
-
-def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n\ndef build():\n    return torch.nn.Linear(256, 256), (torch.randn(4, 256),)\n", encoding="utf-8"
-    )
-    asking = ["explain", f"{script}:build", "--hardware", "cpu", "--memory-budget", "1GiB", "--format", "json"]
-    assert main([*asking, "--why", "weight"]) == 0
-    said = json.loads(capsys.readouterr().out)["why"]
-    assert said["name"] == "weight"
-    assert said["chosen"]
-    assert main([*asking, "--why", "wait"]) == 2
-    assert "near it are weight" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import segmented
+from harness import segmented, take_step
 from plain_modules import Stack
 from synthetic import EVENTS, event, large, measured, small
 
@@ -107,47 +107,6 @@ def _ns(microseconds: float) -> int:
     return round(microseconds * 1000)
 
 
-# --- the reader itself ---
-
-NAMED = [
-    {"ph": "M", "pid": 1, "tid": 0, "name": "process_name", "args": {"name": "p"}},
-    {"ph": "M", "pid": 1, "tid": 1, "name": "thread_name", "args": {"name": "t"}},
-]
-
-
-def slice_of(**changes: object) -> dict[str, object]:
-    return {"ph": "X", "pid": 1, "tid": 1, "name": "a", "ts": 1.0, "dur": 2.0} | changes
-
-
-def counter_of(**changes: object) -> dict[str, object]:
-    return {"ph": "C", "pid": 1, "tid": 0, "name": "bytes", "ts": 1.0, "args": {"a": 1}} | changes
-
-
-@pytest.mark.parametrize(
-    ("events", "says"),
-    [
-        ([{"ph": "Q", "pid": 1, "tid": 1, "name": "a"}], "no known phase"),
-        ([slice_of(tid=7)], "thread 7 of process 1 has no name"),
-        ([slice_of(pid=2)], "process 2 has no name"),
-        ([slice_of(ts=-1)], "no time in microseconds"),
-        ([slice_of(dur=float("nan"))], "no JSON"),
-        ([slice_of(ts="1")], "no time in microseconds"),
-        ([slice_of(ts=0.00001)], "finer than a nanosecond"),
-        ([{k: v for k, v in slice_of().items() if k != "dur"}], "has no dur"),
-        ([slice_of(), slice_of(ts=2.5)], "overlap"),
-        ([slice_of(), slice_of(ts=2.0, dur=0.5)], "overlap"),
-        ([counter_of(args={})], "counts what is no number"),
-        ([counter_of(args={"a": "1"})], "counts what is no number"),
-        ([counter_of(), counter_of(ts=0.5)], "goes back in time"),
-        ([counter_of(), counter_of(args={"b": 1})], "changes its series"),
-        ([{"ph": "M", "pid": 1, "tid": 0, "name": "colour", "args": {}}], "no metadata that viewers know"),
-    ],
-)
-def test_the_reader_finds_faults(events: list[dict[str, object]], says: str) -> None:
-    assert says in " ".join(faults(json.dumps({"traceEvents": [*NAMED, *events]})))
-    assert faults(json.dumps({"traceEvents": [*NAMED, slice_of(), slice_of(ts=3.0), counter_of()]})) == []
-
-
 # --- traces ---
 
 CROSSING = (event(TO_DEVICE, "prefetch", "param:1", 0, 3, 1), event(TO_DEVICE, "prefetch", "param:2", 2, 5, 1))
@@ -181,9 +140,7 @@ def trained(budget: int) -> Explanation:
     optimizer = chunkc.optim.AdamW(model.parameters(), lr=1e-3)
     x = torch.ones(8, 256)
     for _ in range(2):
-        compiled(x).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(compiled(x), optimizer)
     return chunkc.explain(compiled, x)
 
 
