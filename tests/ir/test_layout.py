@@ -54,11 +54,6 @@ def test_an_identity_goes_to_other_processes(one: Chunk) -> None:
         assert hash(copied) == hash(one)
 
 
-def test_names_are_stable() -> None:
-    assert str(Chunk(EXP_AVG_SQ, 3)) == "exp_avg_sq:3"
-    assert str(Chunk(PARAM, 3, (0, 65536))) == "param:3[0:65536]"
-
-
 @pytest.mark.parametrize(
     ("holds", "of_parameters", "of_states"),
     [

@@ -130,12 +130,6 @@ def test_copies_queue_on_their_link_and_a_wait_stalls() -> None:
     assert traffic(events) == Traffic(to_device=300, to_home=0)
 
 
-def test_a_copy_beside_a_long_call_costs_nothing() -> None:
-    stops = ([(PREFETCH, "param:1", 100)], [(WAIT, "param:1", 0)], [])
-    events = simulate([phase(FORWARD, *stops)], {"forward.0": 2.0, "forward.1": 1.0}, MACHINE)
-    assert step_time(events) == StepTime(total=3, compute=3, to_device=1, to_home=0, optimizer=0, stall=0)
-
-
 def test_the_links_run_beside_each_other() -> None:
     stops = ([(WRITE_BACK, "param:0", 100), (PREFETCH, "param:1", 100), (WAIT, "param:1", 0)], [])
     events = simulate([phase(UPDATE, *stops)], {"update.0": 5.0}, MACHINE)

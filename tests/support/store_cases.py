@@ -144,12 +144,8 @@ WIDTH = 4
 def make_store(*names: str) -> tuple[ChunkStore, dict[str, nn.Parameter]]:
     """Make a store of square parameters with the given names, one a group, filled with 1, 2, ..."""
     parameters = {name: nn.Parameter(torch.full((WIDTH, WIDTH), i + 1.0)) for i, name in enumerate(names)}
-    groups = tuple(
-        ChunkGroup(i, p.dtype, True, 64, (TensorSlice(ParamSpec(n, (WIDTH, WIDTH), (WIDTH, 1), p.dtype, True), 0),))
-        for i, (n, p) in enumerate(parameters.items())
-    )
-    store = ChunkStore(ChunkLayout(0, (), ()), Arena(MemoryHome()), CpuTier(), debug=True)
-    store.place(ChunkLayout(4096, groups, ()), parameters, frozenset())
+    store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier(), debug=True)
+    store.place(layout_of(parameters, tuple((name,) for name in names)), parameters, frozenset())
     return store, parameters
 
 
@@ -196,6 +192,13 @@ def boxed(function: Callable[..., Any]) -> Callable[[list[Any]], Sequence[Any]]:
     return call
 
 
+def queued_store(home: Home, gpu: FakeGpu) -> ChunkStore:
+    """Make an empty store on a tier that computes behind the host."""
+    tier = QueuedTier(gpu)
+    tier.store = store = ChunkStore(EMPTY, Arena(home), tier)
+    return store
+
+
 NUMEL = 64
 SHORT_S, LONG_S = 0.1, 10.0
 
@@ -218,23 +221,13 @@ class Subject:
 
     def __init__(self, kind: str) -> None:
         self.kind, self.gate = kind, Gate()
-        names = ("a", "b")
-        self.parameters = {name: nn.Parameter(torch.ones(NUMEL)) for name in names}
-        groups = tuple(
-            ChunkGroup(
-                i, torch.float32, True, NUMEL,
-                (TensorSlice(ParamSpec(name, (NUMEL,), (1,), torch.float32, True), 0),),
-            )
-            for i, name in enumerate(names)
-        )  # fmt: skip
-        self.layout = ChunkLayout(4 * NUMEL, groups, ())
+        self.parameters = {name: nn.Parameter(torch.ones(NUMEL)) for name in "ab"}
+        self.layout = layout_of(self.parameters, (("a",), ("b",)))
         if kind == "cpu":
-            self.store = ChunkStore(ChunkLayout(0, (), ()), Arena(MemoryHome()), CpuTier())
+            self.store = ChunkStore(EMPTY, Arena(MemoryHome()), CpuTier())
         else:
             gpu = FakeGpu()
-            tier = QueuedTier(gpu)
-            self.store = ChunkStore(ChunkLayout(0, (), ()), Arena(PinnedHome(gpu)), tier)
-            tier.store = self.store
+            self.store = queued_store(PinnedHome(gpu), gpu)
         self.store.place(self.layout, self.parameters, frozenset())
 
     def home(self, kind: str = PARAM, group: int = 0) -> Tensor:
@@ -273,14 +266,6 @@ def opened_soon(gate: Gate) -> threading.Timer:
     timer = threading.Timer(SHORT_S, gate.opened.set)
     timer.start()
     return timer
-
-
-def blocks_until_opened(gate: Gate, call: Callable[[], Any]) -> None:
-    """`call` returns after the gate was opened, not before."""
-    timer = opened_soon(gate)
-    call()
-    assert gate.done(), "it did not wait"
-    timer.join()
 
 
 def random_bytes(nbytes: int) -> torch.Tensor:

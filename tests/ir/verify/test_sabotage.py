@@ -24,9 +24,7 @@ ROOMY = 1 << 20
 BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
     ("read", "forward", 0): {
         "a_load_is_not_waited_for": lambda c: c.erase(WAIT, P1),
-        "a_load_is_waited_for_too_late": lambda c: move_after(c.the(WAIT, P1), c.call("forward.1")),
         "a_slot_goes_before_its_reader": lambda c: move_before(c.the(EVICT, P1), c.call("forward.1")),
-        "a_slot_goes_before_its_view_is_made": lambda c: move_before(c.the(EVICT, P1), c.the("parameter", P1)),
         "a_chunk_is_never_loaded": lambda c: erase(c, P1, PREFETCH, WAIT, EVICT),
         "a_parameter_is_read_from_the_chunk_of_another": lambda c: give(c.the("parameter", P1), P1, "h.2.w"),
     },
@@ -40,7 +38,6 @@ BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
     },
     ("read", "update", 0): {
         "an_update_before_its_gradients_have_arrived": lambda c: c.erase(WAIT, part_of(c, PREFETCH, G1)),
-        "an_update_without_gradients": lambda c: erase(c, part_of(c, PREFETCH, G1), PREFETCH, WAIT, EVICT),
     },
     ("read", "casting", 0): {
         "a_cast_is_read_from_the_chunk_of_another": lambda c: give(
@@ -52,9 +49,6 @@ BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
         "a_cast_is_written_back": lambda c: c.add_before(
             c.the(EVICT, Chunk("param_bf16", 1)), (WRITE_BACK, Chunk("param_bf16", 1))
         ),
-    },
-    ("end", "casting", 1 << 20): {
-        "a_cast_is_left_in_its_slot": lambda c: c.erase(EVICT, Chunk("param_bf16", 1)),
     },
     ("update", "updating", ROOMY): {
         "an_update_comes_before_the_gradient": lambda c: move_before(update_of(c, 1), c.the("sink", G1)),
@@ -71,13 +65,8 @@ BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
         "a_group_is_not_updated": lambda c: c.graph.erase_node(update_of(c, 1)),
         "states_are_not_waited_for": lambda c: c.erase(WAIT, Chunk("exp_avg", 1, (0, 1024))),
     },
-    ("read", "updating", ROOMY): {
-        "the_gradients_slot_goes_before_its_update": lambda c: move_before(c.the(EVICT, G1), update_of(c, 1)),
-    },
     ("write", "backward", 0): {
         "a_gradient_goes_into_a_slot_that_is_not_ready": lambda c: c.erase(WAIT, G1),
-        "a_gradient_is_sunk_before_the_wait": lambda c: move_after(c.the(WAIT, G1), c.the("sink", G1)),
-        "a_gradient_is_sunk_after_its_slot_went": lambda c: move_after(c.the("sink", G1), c.the(EVICT, G1)),
         "a_gradient_is_sunk_during_the_write_back": lambda c: move_before(c.the(WRITE_BACK, G1), c.the("sink", G1)),
         "a_gradient_goes_into_a_slot_that_is_not_there": lambda c: erase(c, G1, PREFETCH, WAIT),
         "a_gradient_goes_into_the_chunk_of_another": lambda c: give(
@@ -103,25 +92,18 @@ BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
         "a_chunk_is_loaded_twice": lambda c: c.add_after(c.the(PREFETCH, P1), (PREFETCH, P1)),
     },
     ("state", "backward", 0): {
-        "a_chunk_that_the_forward_kept_is_loaded_again": lambda c: c.add_before(
-            next(iter(c.graph.nodes)), (PREFETCH, next(iter(c.options["present"])))
-        ),
         "a_write_back_of_nothing": lambda c: c.add_after(c.the(EVICT, G1), (WRITE_BACK, G1)),
         "two_write_backs_at_once": lambda c: c.add_after(c.the(WRITE_BACK, G1), (WRITE_BACK, G1)),
     },
     ("state", "forward", 0): {
         "a_wait_for_nothing": lambda c: c.add_after(c.the(EVICT, P0), (WAIT, P0)),
-        "a_wait_before_its_load": lambda c: move_before(c.the(WAIT, P1), c.the(PREFETCH, P1)),
         "a_slot_goes_twice": lambda c: c.add_after(c.the(EVICT, P0), (EVICT, P0)),
-        "a_write_back_of_a_slot_that_is_still_loading": lambda c: c.add_after(c.the(PREFETCH, P1), (WRITE_BACK, P1)),
     },
     ("link", "forward", 0): {
         "a_wait_for_a_copy_that_was_waited_for": lambda c: c.add_after(c.the(WAIT, P1), (WAIT, P1)),
         "a_load_names_no_link": lambda c: give(c.the(PREFETCH, P1), P1),
-        "a_load_by_the_link_that_leads_home": lambda c: relink(c, P1, TO_HOME, PREFETCH, WAIT),
         "a_load_by_the_disk_s_link_of_what_is_in_ram": lambda c: relink(c, P1, FROM_DISK, PREFETCH, WAIT),
         "a_load_is_waited_for_on_another_link": lambda c: relink(c, P1, TO_HOME, WAIT),
-        "a_link_that_there_is_not": lambda c: relink(c, P1, "moon", PREFETCH, WAIT),
     },
     ("link", "backward", 0): {
         "a_gradient_is_written_to_a_disk_that_is_not_its_home": lambda c: relink(c, G1, TO_DISK, WRITE_BACK),
@@ -135,14 +117,10 @@ BY_RULE: dict[tuple[str, str, int], dict[str, Sabotage]] = {
     },
     ("budget", "update", 0): {
         "one_byte_more_of_others": lambda c: c.options.update(external_nbytes=c.options["external_nbytes"] + 1),
-        "a_slot_stays_too_long": lambda c: move_before(c.the(EVICT, part_of(c, EVICT, G0)), last(c)),
     },
     ("end", "forward", 0): {
         "what_should_be_kept_is_given_back": lambda c: c.add_before(last(c), (EVICT, next(iter(c.options["kept"])))),
         "more_is_kept_than_should_be": lambda c: c.options.update(kept=()),
-    },
-    ("end", "backward", 0): {
-        "the_last_slot_is_not_given_back": lambda c: c.graph.erase_node(c.all(EVICT)[-1]),
     },
     ("home", "settling", 0): {
         "a_group_is_settled_before_its_gradient_is_made": lambda c: move_before(settled(c, 1), c.call("backward.1")),
@@ -172,10 +150,6 @@ def move_before(node: fx.Node, other: fx.Node) -> None:
     other.prepend(node)
 
 
-def move_after(node: fx.Node, other: fx.Node) -> None:
-    other.append(node)
-
-
 def erase(c: Case, chunk: Chunk, *kinds: str) -> None:
     for kind in kinds:
         c.erase(kind, chunk)
@@ -193,20 +167,6 @@ def last(c: Case) -> fx.Node:
 def part_of(c: Case, kind: str, whole: Chunk) -> Chunk:
     """Return the chunk of the first such event for a part of another chunk."""
     return next(n.args[0] for n in c.all(kind) if n.args[0].whole == whole)
-
-
-@sabotage("read", "forward", 1 << 20)
-def an_old_view_is_read_again_later(c: Case) -> None:
-    late = c.call("forward.3")
-    early = c.the("parameter", P0)
-    c.add_before(late, (EVICT, P0), (PREFETCH, P0), (WAIT, P0))
-    late.args = (late.args[0], early)
-
-
-@sabotage("read", "forward")
-def two_loads_change_places(c: Case) -> None:
-    one, two = c.the(PREFETCH, P0), c.the(PREFETCH, Chunk("param", 3))
-    one.args, two.args = two.args, one.args
 
 
 @sabotage("read", "forward")
@@ -233,14 +193,6 @@ def a_group_is_updated_twice(c: Case) -> None:
         c.graph.call_function(chunk_ops.update, node.args)
 
 
-@sabotage("dirty", "updating", ROOMY)
-def updated_parameters_do_not_go_home(c: Case) -> None:
-    chunk = P1
-    waits = c.all(WAIT, chunk)
-    c.erase(WRITE_BACK, chunk)
-    c.graph.erase_node(waits[-1])
-
-
 @sabotage("write", "update")
 def an_update_during_the_write_back_of_a_state(c: Case) -> None:
     node = c.all("update")[1]
@@ -258,18 +210,6 @@ def an_update_without_its_parameters(c: Case) -> None:
 def an_update_of_other_elements(c: Case) -> None:
     node = c.all("update")[0]
     node.args = (node.args[0], 0, 512)
-
-
-@sabotage("slot", "update")
-def a_states_slot_goes_while_its_write_back_is_under_way(c: Case) -> None:
-    c.erase(WAIT, part_of(c, WRITE_BACK, Chunk("exp_avg_sq", 2)), 1)
-
-
-@sabotage("dirty", "backward")
-def a_gradient_is_written_back_before_it_is_there(c: Case) -> None:
-    sink = c.the("sink", G1)
-    move_before(c.the(WRITE_BACK, G1), sink)
-    move_before(c.the(WAIT, G1, 1), sink)
 
 
 @sabotage("dirty", "backward")

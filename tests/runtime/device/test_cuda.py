@@ -15,16 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 from fake_gpu import FakeGpu, FakeStream, QueuedTier
-from store_cases import Gate, fetch, opened_soon, put_back, raiser
+from store_cases import Gate, fetch, layout_of, opened_soon, put_back, queued_store, raiser
 from torch import Tensor, nn
 
 from chunkc.ir.errors import HomeError, OptionsError, StreamError
-from chunkc.ir.layout import Chunk, ChunkGroup, ChunkLayout, ParamSpec, TensorSlice
+from chunkc.ir.layout import Chunk
 from chunkc.ir.links import GATHER, SCATTER
 from chunkc.runtime.device import cuda
 from chunkc.runtime.device.cuda import CudaLink, CudaTier
 from chunkc.runtime.device.streams import Launch, WorkerStream
-from chunkc.runtime.storage.arena import Arena
 from chunkc.runtime.storage.homes import Home
 from chunkc.runtime.storage.pinned import PinnedHome
 from chunkc.runtime.storage.staging import StagedDiskHome
@@ -60,14 +59,9 @@ def home(request: pytest.FixtureRequest, gpu: FakeGpu, tmp_path: Path) -> Home:
 def placed(gpu: FakeGpu, home: Home) -> tuple[ChunkStore, QueuedTier, dict[str, nn.Parameter]]:
     """Two parameters of NUMEL ones and twos, each a group of its own, on a tier that computes behind the host."""
     parameters = {name: nn.Parameter(torch.full((NUMEL,), i + 1.0)) for i, name in enumerate("ab")}
-    groups = tuple(
-        ChunkGroup(i, p.dtype, True, NUMEL, (TensorSlice(ParamSpec(n, (NUMEL,), (1,), p.dtype, True), 0),))
-        for i, (n, p) in enumerate(parameters.items())
-    )
-    tier = QueuedTier(gpu)
-    tier.store = store = ChunkStore(ChunkLayout(0, (), ()), Arena(home), tier)
-    store.place(ChunkLayout(4096, groups, ()), parameters, frozenset())
-    return store, tier, parameters
+    store = queued_store(home, gpu)
+    store.place(layout_of(parameters, (("a",), ("b",))), parameters, frozenset())
+    return store, store.tier, parameters
 
 
 def read(tier: QueuedTier, tensor: Tensor) -> list[float]:
@@ -323,14 +317,6 @@ def test_a_copy_that_fails_half_way_leaves_nothing_that_still_writes_its_slot() 
     with pytest.raises(HomeError, match="on fire"):
         mark.wait()
     assert copy.is_over
-
-
-def test_draining_a_stream_waits_for_its_jobs() -> None:
-    stream, gate = WorkerStream("slow"), Gate()
-    stream.submit(gate.wait)
-    opened_soon(gate)
-    stream.drain()
-    assert gate.done()
 
 
 def noting(seen: list[tuple[str, bool]], name: str) -> Callable[[], None]:

@@ -73,16 +73,6 @@ def test_no_thread_before_the_first_job() -> None:
     assert threads() == 0
 
 
-def test_submit_does_not_block_and_done_tells() -> None:
-    stream, gate = WorkerStream("s"), threading.Event()
-    event = stream.submit(gate.wait)
-    assert not event.done()
-    gate.set()
-    event.wait()
-    event.wait()
-    assert event.done()
-
-
 def test_busy_counts_the_job_alone() -> None:
     stream, other = WorkerStream("s", delay=lambda: 0.2), WorkerStream("o")
     gate = other.submit(lambda: time.sleep(0.2))

@@ -1,7 +1,7 @@
 """Updates at home behind the host's back: whoever reads or writes a group's home comes after its update.
 
 Nothing here depends on time: an update stands still until a gate opens, and what must wait is shown to wait, and to
-find the updated bytes afterwards. What happens without a wait: `left_out`, and
+find the updated bytes afterwards; without it, `left_out`, others. Waits of the host are in
 `tests/faults/test_missing_update_waits.py`.
 """
 
@@ -17,11 +17,11 @@ import weakref
 
 import pytest
 import torch
-from store_cases import NUMEL, Gate, Subject, blocks_until_opened, opened_soon
+from store_cases import NUMEL, Gate, Subject, opened_soon
 from torch import Tensor
 
 from chunkc.ir.errors import StreamError
-from chunkc.ir.layout import GRAD, PARAM, Chunk
+from chunkc.ir.layout import GRAD, Chunk
 from chunkc.runtime.device.updates import HomeUpdate, HomeUpdates
 
 pytestmark = pytest.mark.timeout(60)
@@ -129,37 +129,6 @@ def test_an_update_begins_when_enqueued_computation_is_over(left_out: bool) -> N
     store.updates.finish()
     subject.settle()
     assert read == [2.0 if left_out else 1.0]
-
-
-# ---------------------------------------------------------------- the host
-
-
-def test_the_host_waits_before_it_touches_home(subject: Subject) -> None:
-    subject.begin()
-    blocks_until_opened(subject.gate, lambda: subject.store.slots.await_home(Chunk("param", 0)))
-
-
-def test_filling_home_comes_after_the_update(subject: Subject) -> None:
-    subject.begin()
-    blocks_until_opened(subject.gate, lambda: subject.store.write(PARAM, "a", torch.full((NUMEL,), 5.0)))
-    subject.store.updates.finish()
-    assert torch.all(subject.home() == 5.0)
-
-
-def test_a_gradient_that_the_user_replaced_is_collected_after_the_update(subject: Subject) -> None:
-    subject.begin(GRAD)
-    subject.parameters["a"].grad = torch.full((NUMEL,), 7.0)
-    blocks_until_opened(subject.gate, lambda: subject.store.gradients.collect(0))
-    subject.settle()
-    assert torch.all(subject.home(GRAD) == 7.0)
-
-
-def test_nothing_is_placed_elsewhere_under_an_update(subject: Subject) -> None:
-    subject.begin()
-    blocks_until_opened(
-        subject.gate, lambda: subject.store.place(subject.layout, subject.parameters, frozenset({0}))
-    )  # fmt: skip
-    assert torch.all(subject.parameters["a"] == 2.0)
 
 
 # ---------------------------------------------------------------- order, threads, ends

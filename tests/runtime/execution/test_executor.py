@@ -11,12 +11,10 @@ import pytest
 import torch
 from late_tiers import LateEvent, LateStream
 from store_cases import MIB, WIDTH, Builder, boxed, make_store, raiser
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 
-from chunkc.ir import chunk_ops
-from chunkc.ir.errors import ChunkStateError, HomeError
+from chunkc.ir.errors import HomeError
 from chunkc.ir.layout import Chunk
-from chunkc.ir.plan import Tile
 from chunkc.runtime.device import cpu_allocator
 from chunkc.runtime.device.tier import CpuTier, Links
 from chunkc.runtime.execution import executor
@@ -31,52 +29,6 @@ pytestmark = pytest.mark.timeout(30)
 
 def no_store() -> Run:
     return Run(make_store("unused")[0], Measurement())
-
-
-def test_a_step_of_two_parameters() -> None:
-    """y = x @ a @ b with its gradients: parameters come, gradients go, nothing is left in a slot."""
-    store, parameters = make_store("a", "b")
-    x = torch.randn(WIDTH, WIDTH)
-    build = Builder()
-    given = build.graph.placeholder("x")
-    build.fetch(Chunk("param", 0))
-    (hidden,) = build.call("matmul", given, build.parameter(Chunk("param", 0), "a"))
-    build.event("evict", Chunk("param", 0))
-    build.fetch(Chunk("param", 1))
-    (result,) = build.call("matmul", hidden, build.parameter(Chunk("param", 1), "b"))
-    (grad_hidden,) = build.call("grad_left", build.parameter(Chunk("param", 1), "b"))
-    build.fetch(Chunk("grad", 1), Chunk("grad", 0))
-    build.event("evict", Chunk("param", 1))
-    (grad_b,) = build.call("grad_right", hidden)
-    build.sink("b", Chunk("grad", 1), grad_b)
-    (grad_a,) = build.call("grad_chain", given, grad_hidden)
-    build.sink("a", Chunk("grad", 0), grad_a)
-    build.put_back(Chunk("grad", 1))
-    build.put_back(Chunk("grad", 0))
-    build.graph.output((result, None, hidden))
-    ones = torch.ones(WIDTH, WIDTH)
-    segments = {
-        "matmul": boxed(torch.matmul),
-        "grad_left": boxed(lambda b: ones @ b.t()),
-        "grad_right": boxed(lambda hidden: hidden.t() @ ones),
-        "grad_chain": boxed(lambda x, grad: x.t() @ grad),
-    }
-    measurement = Measurement()
-    outputs = lower(build.graph, segments)([x], Run(store, measurement))
-
-    a, b = (nn.Parameter(p.detach().clone()) for p in parameters.values())
-    expected_hidden = x @ a
-    expected = expected_hidden @ b
-    expected.sum().backward()
-    assert torch.equal(outputs[0], expected)
-    assert outputs[1] is None
-    assert torch.equal(outputs[2], expected_hidden)
-    assert torch.equal(parameters["a"].grad, a.grad)
-    assert torch.equal(parameters["b"].grad, b.grad)
-    assert store.slots.present == frozenset()
-    assert [name for name, _ in measurement.peaks] == [
-        "call_matmul", "call_matmul", "call_grad_left", "call_grad_right", "call_grad_chain",
-    ]  # fmt: skip
 
 
 def test_arguments_are_taken_over_and_the_caller_s_list_emptied() -> None:
@@ -288,19 +240,6 @@ def test_a_sunk_gradient_s_register_is_cleared_before_the_sink() -> None:
     assert len(seen) == 1
 
 
-def test_updates_are_called_with_their_range() -> None:
-    graph = fx.Graph()
-    graph.call_function(chunk_ops.update, (3, 0, 64))
-    graph.call_function(chunk_ops.update, (1, 64, 100))
-    graph.output(())
-    seen: list[Tile] = []
-    store, _ = make_store("a")
-    run = Run(store, Measurement(), seen.append)
-    assert lower(graph, {})([], run) == []
-    assert seen == [Tile(3, 0, 64), Tile(1, 64, 100)]
-    assert len(run.measurement.peaks) == 2
-
-
 def failing_graph() -> fx.Graph:
     """A parameter and a gradient chunk with a gradient in it are in slots when segment `fail` runs."""
     build = Builder()
@@ -436,20 +375,6 @@ def test_out_of_memory_for_a_slot_is_raised_itself() -> None:
         executable([], Run(store, Measurement()))
     assert store.slots.present == frozenset()
     assert executable([], Run(store, Measurement())) == []
-
-
-@pytest.mark.parametrize("missing", ["prefetch", "wait"])
-def test_a_missing_event_is_an_illegal_state(missing: str) -> None:
-    store, _ = make_store("a")
-    build = Builder()
-    for kind in ("prefetch", "wait"):
-        if kind != missing:
-            build.event(kind, Chunk("param", 0))
-    (y,) = build.call("f", build.parameter(Chunk("param", 0), "a"))
-    build.graph.output((y,))
-    with pytest.raises(ChunkStateError, match="param:0"):
-        lower(build.graph, {"f": boxed(torch.neg)})([], Run(store, Measurement()))
-    assert store.slots.present == frozenset()
 
 
 def test_each_moment_is_measured_apart_from_what_lies_between() -> None:

@@ -10,11 +10,10 @@ import mmap
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -303,31 +302,6 @@ def test_short_reads_and_writes_are_repeated(tmp_path: Path, monkeypatch: pytest
     assert calls == [*range(1000, 10_000, 777)] * 2
 
 
-def test_signals_do_not_break_a_copy(tmp_path: Path) -> None:
-    home = DiskHome(str(tmp_path))
-    region, expected, signals = home.allocate(4 * MIB), random_bytes(4 * MIB), []
-    previous = signal.signal(signal.SIGUSR1, lambda *_: signals.append(1))
-    stop, main = threading.Event(), threading.get_ident()
-
-    def send() -> None:
-        while not stop.wait(0.0005):
-            signal.pthread_kill(main, signal.SIGUSR1)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    try:
-        for _ in range(20):
-            home.write(region, 0, expected)
-            out = torch.empty_like(expected)
-            home.read(region, 0, out)
-            assert torch.equal(out, expected)
-    finally:
-        stop.set()
-        sender.join()
-        signal.signal(signal.SIGUSR1, previous)
-    assert signals
-
-
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_io_errors_are_home_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     home = DiskHome(str(tmp_path))
@@ -398,39 +372,6 @@ def test_no_file_is_left_after_sigkill(tmp_path: Path) -> None:
     directory.mkdir()
     assert forked.run(program, directory).returncode == -signal.SIGKILL
     assert list(directory.iterdir()) == []
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB, where the machine lets us mount one."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)]
-    try:
-        mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("mounting a small tmpfs needs root")
-    yield tmp_path
-    subprocess.run(["umount", "--lazy", tmp_path], check=True)
-
-
-def test_a_really_full_disk(small_disk: Path) -> None:
-    home = DiskHome(str(small_disk))
-    kept = home.allocate(MIB // 2)
-    fds = open_fds()
-    with pytest.raises(HomeError) as caught:
-        home.allocate(MIB)
-    message = str(caught.value)
-    assert caught.value.errno == errno.ENOSPC
-    assert str(small_disk) in message
-    assert "1.00 MiB (1,048,576 bytes)" in message
-    assert "512.00 KiB (524,288 bytes) are free" in message
-    assert open_fds() == fds
-    second = home.allocate(MIB // 2)  # what the failed one had reserved is free again
-    for region in (kept, second):
-        home.tensor(region, torch.uint8, (MIB // 2,), (1,), 0).fill_(5)  # no SIGBUS: the space was reserved
-    with pytest.raises(HomeError):
-        home.allocate(1)
 
 
 def test_no_space_to_reserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

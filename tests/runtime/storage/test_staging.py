@@ -15,7 +15,7 @@ import pytest
 import torch
 from fake_gpu import FakeGpu, NoWait
 
-from chunkc.ir.errors import HomeError, OptionsError, UnsupportedError
+from chunkc.ir.errors import HomeError, UnsupportedError
 from chunkc.ir.layout import Chunk
 from chunkc.runtime.device.cuda import CudaLink
 from chunkc.runtime.storage.pinned import PinnedHome, unpinner
@@ -205,9 +205,3 @@ def test_views_that_the_device_cannot_have_are_refused(tmp_path: Path) -> None:
     unpinner.drain()
     assert not gpu.pinned
     assert isinstance(open_arena(f"disk:{tmp_path}", gpu).state_home, StagedDiskHome)
-
-
-@pytest.mark.parametrize("home", ["", "gpu", "disk:", "cpu:x"])
-def test_an_option_that_names_no_home_is_refused(home: str) -> None:
-    with pytest.raises(OptionsError, match="home is"):
-        open_arena(home, FakeGpu())
