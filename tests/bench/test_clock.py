@@ -33,7 +33,7 @@ def test_no_copy_is_faster_than_its_link() -> None:
     assert torch.equal(found, values)
 
 
-@pytest.mark.second_tier
+@pytest.mark.slow
 def test_all_train_the_same_bits(tmp_path: Path) -> None:
     num_threads, out = torch.get_num_threads(), tmp_path / "clock.json"
     try:

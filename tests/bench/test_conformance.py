@@ -19,7 +19,6 @@ from databases import calls, judge, modules, table, training
 from databases.table import (
     COLUMNS,
     CRASH,
-    DEFAULT_FAILS,
     INTERNAL,
     NOT_COMPILED,
     NOTHING_TO_TRAIN,
@@ -217,13 +216,6 @@ def test_shards_are_a_partition(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < len(of("--tenth")) < 30
     with pytest.raises(SystemExit):
         conformance.parse_args(["--shard", "3/3"])
-
-
-def test_the_worst_sample_counts() -> None:
-    assert table.worst([Cell(TRAINED), Cell(REFUSED, "why")]) == Cell(REFUSED, "why", 2)
-    assert table.worst([Cell(DEFAULT_FAILS, "x"), Cell(WRONG, "y"), Cell(CRASH, "z")]).outcome == WRONG
-    assert table.percentage([TRAINED, DEFAULT_FAILS, NOT_COMPILED]) == 100
-    assert table.percentage([DEFAULT_FAILS]) is None
 
 
 def test_values_are_compared_to_the_bit() -> None:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from architectures import models as coverage_models
-from architectures import subject as coverage_subject
 from architectures import table as coverage_table
 from architectures.judge import Judge, nudged
 from architectures.models import NotBuilt, build
-from architectures.table import COLUMNS, DEFAULT_FAILS, FAILED, NOT_BUILT, REFUSED, TRAINED, Cell, Column
+from architectures.table import DEFAULT_FAILS, FAILED, NOT_BUILT, TRAINED, Cell, Column
 from architectures.training import Differs, Losses, Trained
 from torch import nn
 
@@ -35,15 +31,6 @@ sys.modules["bench_coverage"] = coverage
 _spec.loader.exec_module(coverage)
 
 NAMES = ["timm/resnet/test_resnet", "transformers/gpt2/GPT2LMHeadModel", "transformers/llama/LlamaForCausalLM"]
-
-
-def test_columns_are_what_their_names_say() -> None:
-    assert len(COLUMNS) == len(set(COLUMNS)) == 14
-    assert [Column.named(name).name for name in COLUMNS] == list(COLUMNS)
-    column = Column.named("inductor/autocast-fp16-scaler")
-    assert (column.codegen, column.autocast, column.scaled, column.dropout) == ("inductor", torch.float16, True, False)
-    assert Column.named("eager/checkpointing").is_exact
-    assert not Column.named("eager/bf16").is_exact
 
 
 def test_the_command_line_picks_columns_and_architectures() -> None:
@@ -64,25 +51,6 @@ def test_the_command_line_picks_columns_and_architectures() -> None:
 def answer_of(name: str, **outcomes: str) -> dict[str, Any]:
     cells = {f"eager/{setting}": Cell(outcome, "", "").__dict__ for setting, outcome in outcomes.items()}
     return {"architecture": name, "num_parameters": 7, "cells": cells}
-
-
-def test_results_add_up(tmp_path: Path) -> None:
-    """A file that is there goes on: other architectures, other columns, those that failed once more."""
-    known: dict[str, Any] = {}
-    coverage.add(known, answer_of("a/b/c", fp32=TRAINED), "old")
-    coverage.add(known, answer_of("a/b/d", fp32=REFUSED, bf16=TRAINED), "old")
-    names = ["a/b/c", "a/b/d", "a/b/e"]
-    args = coverage.parse_args(["--columns", "eager/fp32,eager/bf16"])
-    left = coverage.chosen(names, args, known)
-    assert left == {"a/b/c": ["eager/bf16"], "a/b/e": ["eager/fp32", "eager/bf16"]}
-    args.again = True
-    assert coverage.chosen(names, args, known) == {"a/b/d": ["eager/fp32"]}
-    coverage.add(known, answer_of("a/b/d", fp32=TRAINED), "new")
-    assert coverage.chosen(names, args, known) == {}
-    assert {column: cell["commit"] for column, cell in known["a/b/d"]["cells"].items()} == {
-        "eager/fp32": "new",
-        "eager/bf16": "old",
-    }
 
 
 def test_a_result_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,37 +91,6 @@ def test_what_the_default_backend_does_not_train_does_not_count() -> None:
     assert coverage_table.percentage([{"outcome": NOT_BUILT}]) is None
 
 
-def test_sections_say_how_many_and_why() -> None:
-    def cell(outcome: str, message: str = "") -> dict[str, Any]:
-        return {"outcome": outcome, "stage": "step 0", "message": message, "seconds": 1.0}
-
-    answers = [
-        {"architecture": "a/b/c", "num_parameters": 10, "cells": {"eager/fp32": cell(TRAINED)}},
-        {"architecture": "a/b/d", "num_parameters": 10, "cells": {"eager/fp32": cell(REFUSED, "no | way")}},
-    ]
-    share, why, each = (section.to_json() for section in coverage.sections(answers, ["eager/fp32"]))
-    (row,) = share["rows"]
-    assert row["metrics"]["percent of what the default backend trains"]["median"] == 50
-    assert why["rows"][0]["labels"] == {"outcome": REFUSED, "message": "no / way"}
-    assert [row.get("is_failure", False) for row in each["rows"]] == [False, True]
-
-
-def test_the_limit_is_of_the_processors_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that computes for too long has failed, and one that waits for others has not."""
-
-    def cells(name: str, columns: Sequence[Column]) -> Iterator[dict[str, Any]]:
-        time.sleep(2)
-        yield {"num_parameters": 7, "cell": asdict(Cell(TRAINED, "", ""))}
-        while len(columns) > 1:
-            pass
-
-    monkeypatch.setattr(coverage_subject, "_cells", cells)
-    columns = [Column.named(f"eager/{setting}") for setting in ("fp32", "bf16")]
-    answer = coverage_subject._answer("a/b/c", columns, 1.0)
-    assert [cell["outcome"] for cell in answer["cells"].values()] == [TRAINED, FAILED]
-    assert answer["cells"]["eager/bf16"]["message"] == "it took too long"
-
-
 @pytest.mark.parametrize(
     ("name", "keys"),
     [
@@ -168,12 +105,6 @@ def test_architectures_are_shrunk_until_plain_pytorch_trains_them(name: str, key
     batch = subject.batch(3, 8)
     assert batch.keys() == keys
     assert {value.shape[0] for value in batch.values()} == {3}
-
-
-def test_all_layers_of_a_kind_are_kept() -> None:
-    """Of Qwen3-Next's layers every fourth is an ordinary attention."""
-    kinds = build("transformers/qwen3_next/Qwen3NextForCausalLM").make().config.layer_types  # type: ignore[union-attr]
-    assert len(set(kinds)) == 2
 
 
 def test_what_cannot_be_built_says_why() -> None:

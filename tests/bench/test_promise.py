@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import run
-from measuring.context import Context, Progress
+from measuring.context import Context
 from measuring.small_run import run_small
 from measuring.subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn
-from peers.specs import CHUNKC, SubjectSpec
+from peers.specs import SubjectSpec
 from suites import budget, promise
 from suites.promise import Attempt, next_attempt
 
@@ -35,22 +34,6 @@ def test_the_largest_model_that_fits_and_is_soon_pinned(available_gb: float, s_p
     case, reason = promise.choose(CASES, s_per_gib, int(available_gb * 1e9))
     assert case.name == name
     assert (reason == "the largest") == (case == CASES[0])
-
-
-def test_how_long_pinning_takes_is_read_from_the_facts(tmp_path: Path):
-    path = tmp_path / "facts.json"
-    assert promise.pinning_s_per_gib(None) is promise.pinning_s_per_gib(path) is None
-    facts = [
-        ("PASS", {"nbytes": 2**30, "s_per_gib": 0.1}),
-        ("PASS", {"nbytes": 2**33, "s_per_gib": 0.3}),
-        ("FAIL", {"nbytes": 2**34, "s_per_gib": 0.4}),
-        ("INFO", {"s_per_gib": 9.0}),
-    ]
-    content = {"facts": [{"status": status, "name": "register", "figures": figures} for status, figures in facts]}
-    path.write_text(json.dumps(content))
-    assert promise.pinning_s_per_gib(path) == 0.3
-    path.write_text(json.dumps({"facts": []}))
-    assert promise.pinning_s_per_gib(path) is None
 
 
 @pytest.mark.parametrize(
@@ -145,12 +128,6 @@ def test_the_report_is_there_after_the_first_steps_and_grows(fake: type[_Fake], 
     assert fake.made[0].limit_nbytes == 6 * budget.GB
 
 
-def test_turns_end_where_the_last_half_minute_begins(fake: type[_Fake], tmp_path: Path):
-    sections = _sections(tmp_path, seconds=2 + promise.LIFTED_S + 5)
-    assert len(sections[-1]["rows"][0]["metrics"]["step"]["samples"]) == 4
-    assert fake.said == ["lift"]
-
-
 def test_a_deadline_inside_a_turn_keeps_what_was_before(fake: type[_Fake], tmp_path: Path):
     fake.wrong = ({3: TimedOut("no answer within 1 s:\nlog")},)  # after the first steps, and one of the turn
     sections = _sections(tmp_path, seconds=4.0)
@@ -173,30 +150,6 @@ def test_attempts_until_one_succeeds(fake: type[_Fake], tmp_path: Path):
     assert [spec.limit_nbytes for spec in fake.made] == [6 * budget.GB, 6 * budget.GB, None, 6 * budget.GB]
 
 
-def test_a_larger_model_leaves_time_for_the_smallest(fake: type[_Fake], tmp_path: Path):
-    context = replace(CONTEXT, deadline_s=400.0)
-    waits: list[float] = []
-
-    class Patient(_Fake):
-        def __init__(self, spec: SubjectSpec, cache: Path, *, timeout_s: Any) -> None:
-            super().__init__(spec, cache, timeout_s=timeout_s)
-            self.timeout_s = timeout_s
-
-        def step(self, num_steps: int) -> Turn:
-            waits.append(self.timeout_s())
-            return super().step(num_steps)
-
-    for case in (CASES[0], SMALLEST):
-        waits.clear()
-        fake.now_s = 0.0
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(promise, "SubjectProcess", Patient)
-            of = promise.Run(Attempt(case, "inductor"), budget.Outcome(CHUNKC))
-            list(of.train(context, SMALLEST, tmp_path, Progress(CONTEXT.show, 9)))
-        reserved = 0.0 if case == SMALLEST else promise.RESERVED_S
-        assert waits[:2] == [401.0 - reserved, 401.0 - 2]
-
-
 @pytest.mark.slow
 def test_for_real(tmp_path: Path):
     (section,) = run_small("promise", tmp_path)
@@ -204,8 +157,3 @@ def test_for_real(tmp_path: Path):
     assert held["metrics"]["measured peak"]["median"] <= section["setting"]["budget_nbytes"]
     assert held["metrics"]["moved in"]["median"] > 0
     assert lifted["metrics"]["step"]["samples"]
-
-
-def test_it_runs_only_where_it_is_named():
-    assert not {"promise", "peers"} & set(run.parse_args([]).suites)
-    assert run.parse_args(["promise", "--facts", "f.json"]).facts == Path("f.json")

@@ -12,8 +12,7 @@ from measuring.context import Context
 from measuring.small_run import medians, run_small
 from measuring.subject_process import Turn, interleave
 from peers.specs import CHECKPOINTING, CHUNKC, DDP, DEEPSPEED, FSDP2, FSDP2_RANKS, PLAIN, TORCHAO
-from peers.subject import phase_peaks
-from suites import disk, fits, least_budget, prediction
+from suites import disk, least_budget, prediction
 from suites.ranks import AS_FSDP2, LEAST, ROOMY
 
 pytestmark = pytest.mark.timeout(600)
@@ -127,32 +126,6 @@ def test_no_section_begins_when_the_time_is_up(suite, monkeypatch):
     monkeypatch.setattr(suite, "_section", begun)
     context = Context(True, "cpu", lambda *shown: None, deadline_s=time.monotonic() - 1)
     assert list(suite.run(context)) == []
-
-
-def test_starts_are_left_out_when_the_steps_took_all_the_time(monkeypatch):
-    monkeypatch.setattr(fits, "_steps", lambda *arguments: "steps")
-    monkeypatch.setattr(fits, "_starts", lambda title, size, *arguments: (title, size.model.num_layers))
-    monkeypatch.setattr(fits, "_second_starts", lambda *arguments: "second")
-
-    def sections(deadline_s: float) -> list[object]:
-        return list(fits.run(Context(True, "cpu", lambda *shown: None, deadline_s=deadline_s)))
-
-    layers = fits.SMALL.model.num_layers
-    cold = [(fits.COLD, layers), (fits.COLD, 2 * layers)]
-    assert sections(time.monotonic() + 100) == ["steps", *cold, "second"]
-    assert sections(time.monotonic() - 1) == ["steps"]
-
-
-def test_peaks_by_phase():
-    moments = [("forward.0", 10, 9), ("forward.1", 30, 31), ("backward.0", 20, None), ("update.0[0:4]", 5, 5)]
-    assert phase_peaks(moments) == {"forward": (30, 31), "backward": (20, None), "update": (5, 5)}
-
-
-def test_ratios_only_where_both_sides_are_there():
-    both = prediction.metrics_of(10, 20, 40, 30)
-    assert both["measured to plan"].median == 0.75
-    assert both["CPU to CUDA fakes"].median == 0.5
-    assert set(prediction.metrics_of(None, 20, 40, None)) == {"CUDA fakes", "plan"}
 
 
 @pytest.mark.slow
