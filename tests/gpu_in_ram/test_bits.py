@@ -207,20 +207,3 @@ def test_a_disk_that_holds_everything_is_read_in_place(tmp_path: Path) -> None:
             disk_holds="everything",
         )
     assert not different(found, expected)
-
-
-@pytest.mark.slow
-def test_a_wait_that_is_missing_shows() -> None:
-    """Waits of one stream for another are left out one at a time, until one changes a bit; many do not."""
-    shape = SMALL | {"layers": 2}
-    budget_nbytes = smallest_budget(shape, torch.float32)
-    expected = train(shape, torch.float32, HUGE, steps=2)
-    with cuda_in_ram.choose(late=1, late_us=0):
-        before = cuda_in_ram.num_waits()
-        assert not different(train(shape, torch.float32, budget_nbytes, steps=2), expected)
-        num_waits = cuda_in_ram.num_waits() - before
-    for wait in range(1, num_waits + 1, 3):
-        with cuda_in_ram.choose(late=1, late_us=0, drop_wait=wait):
-            if different(train(shape, torch.float32, budget_nbytes, steps=2), expected):
-                return
-    raise AssertionError(f"none of {num_waits} waits shows when it is missing")

@@ -155,20 +155,6 @@ def test_a_host_callback_comes_in_stream_order() -> None:
     assert x.first() == 2
 
 
-def test_an_older_callback_does_too_and_is_told_stream_and_error() -> None:
-    stream, x, seen = Stream(), on_device(), []
-    kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
-    see = kind(lambda handle, error, _: seen.append((handle, error, x.first())))
-    gate = Gate(stream)
-    x.fill(1, stream)
-    call("cudaStreamAddCallback", stream.handle, see, None, 0)
-    assert stream.is_held_back()
-    assert seen == []
-    gate.open()
-    stream.finish()
-    assert seen == [(stream.handle.value, 0, 1)]
-
-
 def test_a_stream_waits_for_an_event() -> None:
     one, other, x, y, event = Stream(), Stream(), on_device(), on_device(), new_event()
     gate = Gate(one)
@@ -286,7 +272,7 @@ def test_pageable_memory_is_written_before_the_call_returns_and_pinned_memory_is
     assert (late.first(), at_once.first()) == (1, 1)
 
 
-INVALID_VALUE, INVALID_DIRECTION = 1, 21
+INVALID_VALUE = 1
 MEMORY: dict[str, Callable[[], Bytes]] = {"device": on_device, "pinned": pinned, "pageable": pageable}
 HOST, DEVICE = {"pinned", "pageable"}, {"device", "pinned"}
 KINDS = [(HOST, HOST), (HOST, DEVICE), (DEVICE, HOST), (DEVICE, DEVICE)]
@@ -328,11 +314,6 @@ def test_pageable_memory_is_the_devices_too_where_its_driver_says_so() -> None:
 def test_pinned_memory_is_not_where_the_device_has_addresses_of_its_own() -> None:
     with cuda_in_ram.choose(attribute_91=0):
         assert copy_errors("pinned", "device") == [INVALID_VALUE, 0, INVALID_VALUE, INVALID_VALUE]
-
-
-def test_a_copy_of_no_kind_is_refused() -> None:
-    x = on_device()
-    assert cuda.cudaMemcpy(x.address, x.address, ctypes.c_size_t(NBYTES), 5) == INVALID_DIRECTION
 
 
 def test_only_what_the_device_can_use_is_filled() -> None:
@@ -381,23 +362,6 @@ def test_unregistering_waits_for_nothing() -> None:
     assert stream.is_held_back()
     gate.open()
     stream.finish()
-
-
-def test_the_allocator_keeps_memory_that_another_stream_still_uses() -> None:
-    """torch's own, by events in the streams that a tensor was recorded for."""
-    stream = torch.cuda.Stream()
-    x = torch.empty(NBYTES, dtype=torch.uint8, device="cuda")
-    address = x.data_ptr()
-    opened = threading.Event()
-    cuda_in_ram.enqueue(stream.cuda_stream, lambda: opened.wait(AT_MOST_S))
-    x.record_stream(stream)
-    del x
-    other = torch.empty(NBYTES, dtype=torch.uint8, device="cuda")
-    assert other.data_ptr() != address
-    opened.set()
-    stream.synchronize()
-    again = torch.empty(NBYTES, dtype=torch.uint8, device="cuda")
-    assert again.data_ptr() == address
 
 
 def test_a_wait_that_is_left_out_holds_nobody_back() -> None:

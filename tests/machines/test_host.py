@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from chunkc.machines.host import compute_tier_memory
 
 
@@ -20,34 +22,29 @@ def _group(folder: Path, *, limit: str, current: int, file: int) -> None:
     (folder / "memory.stat").write_text(f"anon 7\nactive_file {file}\ninactive_file {file}\n")
 
 
-def test_memory_without_a_control_group(tmp_path: Path):
-    assert compute_tier_memory(_machine(tmp_path)) == (1000 * 1024, 600 * 1024)
+GROUPS: dict[str, tuple[str, dict[str, tuple[str, int, int]], tuple[int, int]]] = {
+    "none": ("", {}, (1000 * 1024, 600 * 1024)),
+    "the tightest limit of nested ones": (
+        "1:name=systemd:/x\n0::/a/b\n",
+        {"a": ("300000", 250_000, 50_000), "a/b": ("max", 1, 0)},
+        (300_000, 150_000),
+    ),
+    "in a container that sees its own as the root": ("0::/\n", {".": ("200000", 250_000, 0)}, (200_000, 0)),
+    "above the machine": ("0::/gone\n", {".": ("9000000", 0, 0)}, (1000 * 1024, 600 * 1024)),
+}
+"""The process's control groups; of each its limit, current bytes and bytes of files; the memory, and what is free."""
 
 
-def test_memory_under_the_tightest_limit_of_nested_control_groups(tmp_path: Path):
-    root = _machine(tmp_path, cgroup="1:name=systemd:/x\n0::/a/b\n")
-    _group(root / "sys/fs/cgroup/a", limit="300000", current=250_000, file=50_000)
-    _group(root / "sys/fs/cgroup/a/b", limit="max", current=1, file=0)
-    assert compute_tier_memory(root) == (300_000, 150_000)
+@pytest.mark.parametrize("name", GROUPS)
+def test_memory_under_control_groups(name: str, tmp_path: Path):
+    cgroup, groups, expected = GROUPS[name]
+    root = _machine(tmp_path, cgroup=cgroup)
+    for folder, (limit, current, file) in groups.items():
+        _group(root / "sys/fs/cgroup" / folder, limit=limit, current=current, file=file)
+    assert compute_tier_memory(root) == expected
 
 
-def test_memory_in_a_container_that_sees_its_own_group_as_the_root(tmp_path: Path):
-    root = _machine(tmp_path, cgroup="0::/\n")
-    _group(root / "sys/fs/cgroup", limit="200000", current=250_000, file=0)
-    assert compute_tier_memory(root) == (200_000, 0)
-
-
-def test_a_limit_above_the_machine_changes_nothing(tmp_path: Path):
-    root = _machine(tmp_path, cgroup="0::/gone\n")
-    _group(root / "sys/fs/cgroup", limit="9000000", current=0, file=0)
-    assert compute_tier_memory(root) == (1000 * 1024, 600 * 1024)
-
-
-def test_memory_where_there_is_no_proc(tmp_path: Path):
-    total, available = compute_tier_memory(tmp_path)
-    assert total >= available > 0
-
-
-def test_memory_of_this_machine():
-    total, available = compute_tier_memory()
-    assert total >= available > 0
+def test_memory_of_this_machine_and_where_there_is_no_proc(tmp_path: Path):
+    for given in ((tmp_path,), ()):
+        total, available = compute_tier_memory(*given)
+        assert total >= available > 0

@@ -55,6 +55,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.quick(9, second=0)
 @pytest.mark.parametrize(
     ("checkpointed", "dtype"),
     [(False, torch.float32), (True, torch.bfloat16)],
