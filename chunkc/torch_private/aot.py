@@ -114,14 +114,19 @@ def linalg_checks_decomposed() -> Iterator[None]:
         effects.register(known)
 
 
+def are_graphs_logged() -> bool:
+    """Whether AOTAutograd's graphs go to a log: that of `TORCH_TRACE`, or one of `TORCH_LOGS`."""
+    logs = (graph_compile.aot_graphs_log, graph_compile.aot_joint_log)
+    return bool(trace_log.handlers) or any(log.isEnabledFor(logging.INFO) for log in logs)
+
+
 @contextmanager
 def without_unread_texts() -> Iterator[None]:
-    """Keep AOTAutograd from writing graphs as text for logs that are off: those of `TORCH_TRACE` and `TORCH_LOGS`.
+    """Keep AOTAutograd from writing graphs as text for logs that are off.
 
     It writes them at every compilation: of 24 layers, in 3 % of the time of a second start.
     """
-    logs = (graph_compile.aot_graphs_log, graph_compile.aot_joint_log)
-    if trace_log.handlers or any(log.isEnabledFor(logging.INFO) for log in logs):
+    if are_graphs_logged():
         yield
         return
     with (

@@ -23,10 +23,10 @@ from torch._functorch._aot_autograd import autograd_cache
 from torch._functorch._aot_autograd.schemas import SerializableAOTDispatchCompiler
 from torch._inductor.output_code import OutputCode
 from torch._library.utils import is_builtin
-from torch._logging._internal import trace_log
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from chunkc.torch_private.aot import are_graphs_logged
 from chunkc.torch_private.fake import (
     FakeTensor,
     FakeTensorMode,
@@ -79,7 +79,7 @@ def is_on() -> bool:
 
     With logs of graphs all is traced, so that they show the graphs that are planned.
     """
-    return autograd_cache.should_use_local_autograd_cache() and not trace_log.handlers
+    return autograd_cache.should_use_local_autograd_cache() and not are_graphs_logged()
 
 
 @contextmanager

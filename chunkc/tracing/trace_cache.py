@@ -36,6 +36,7 @@ from chunkc.torch_private.trace_cache import (
     is_on,
     process_state,
 )
+from chunkc.tracing.decompositions import decompositions
 from chunkc.tracing.passes import TraceContext
 
 logger = logging.getLogger(__name__)
@@ -90,7 +91,8 @@ class Entry:
         """Return the entry for a graph; None if it is to be traced whatever the cache has."""
         if not is_on() or not are_all_run_unchecked() or TracingContext.try_get() is None:
             return None
-        facts = _facts(gm, context) if is_cacheable(gm, inputs) else None
+        is_cached = is_cacheable(gm, inputs) and all(map(_is_known, decompositions(context.codegen).values()))
+        facts = _facts(gm, context) if is_cached else None
         return None if facts is None else Entry(gm, whole, facts)
 
     def looked_up(self, restore: Callable[[bytes], Boxed]) -> AbstractContextManager[None]:
@@ -99,9 +101,9 @@ class Entry:
 
     def keep(self, graphs: Graphs, names: JointNames | None) -> None:
         """Write graphs down as they are now; they are changed later."""
-        self._names = names
+        self._names, origins = names, self._origins()
         try:
-            self._graphs = graphs_as_bytes([_without_origins(gm.graph, self._origins()) for gm in graphs])
+            self._graphs = graphs_as_bytes([_without_origins(gm.graph, origins) for gm in graphs])
         except Exception as error:  # of anything that nodes of other libraries may hold
             logger.info("the traced graph is not kept for later processes: %s", error)
             self._graphs = None
@@ -170,6 +172,11 @@ def _facts(gm: fx.GraphModule, context: TraceContext) -> str | None:
     marks = [[str(node.meta[mark]) for mark in ("recompute", "custom") if mark in node.meta] for node in _nodes(gm)]
     of_graph = (is_parameter, list(context.without_gradient), context.num_outputs, context.codegen, blocks, marks)
     return repr((_code(), state, of_graph))
+
+
+def _is_known(decompose: Callable[..., Any]) -> bool:
+    """Whether a decomposition is PyTorch's or chunkc's: code of others may have changed since an entry was written."""
+    return decompose.__module__.partition(".")[0] in ("torch", "chunkc")
 
 
 @cache

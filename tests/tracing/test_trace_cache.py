@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._functorch import config
+from torch._functorch._aot_autograd import graph_compile
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from traced_graphs import TOKENS, Deep, all_captured, text
 from zoo import DEEP, LADDER, Case
@@ -242,6 +243,21 @@ def another_sum() -> Iterator[None]:
         library._destroy()
 
 
+def another_decomposition() -> AbstractContextManager[Any]:
+    """A user's own formula in the table that Inductor's code is made by."""
+    return patch.object(trace_cache, "decompositions", lambda codegen: {torch.ops.aten.relu.default: twice_as_much})
+
+
+def twice_as_much(x: Tensor) -> Tensor:
+    return 2 * x.clamp(min=0)
+
+
+@contextmanager
+def graphs_in_logs() -> Iterator[None]:
+    with patch.object(graph_compile.aot_graphs_log, "isEnabledFor", lambda level: True):
+        yield
+
+
 def saved_as_bfloat16() -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda t: t.bfloat16(), lambda t: t.float())
 
@@ -254,9 +270,20 @@ def saved_as_bfloat16() -> AbstractContextManager[Any]:
         (Attention, lambda: patch.dict(os.environ, {"CHUNKC_VERIFY_PASSES": "1"})),
         (Attention, lambda: torch.compiler.config.patch(force_disable_caches=True)),
         (Attention, another_sum),
+        (Attention, another_decomposition),
+        (Attention, graphs_in_logs),
         (Attention, saved_as_bfloat16),
     ],
-    ids=["custom operator", "left out", "verified", "caches off", "replaced operator", "saved otherwise"],
+    ids=[
+        "custom operator",
+        "left out",
+        "verified",
+        "caches off",
+        "replaced operator",
+        "decomposition",
+        "logs",
+        "saved otherwise",
+    ],
 )
 def test_traced_each_time(make: Callable[[], nn.Module], state: Callable[[], AbstractContextManager[Any]]) -> None:
     model = make()
