@@ -23,22 +23,11 @@ HUGGING_FACE = json.loads(FILE.read_text())
 def arguments(**changes: Any) -> SimpleNamespace:
     """What is read of `TrainingArguments`."""
     values = {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "max_grad_norm": 1.0,
-        "learning_rate": 5e-5,
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.98,
-        "adam_epsilon": 1e-6,
-        "weight_decay": 0.1,
-        "max_steps": 100,
-        "warmup_steps": 0,
-        "fp16": False,
-        "fp16_full_eval": False,
-        "bf16": True,
-        "bf16_full_eval": False,
-        "get_warmup_steps": lambda num_steps: 7,
-    }
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 1.0, "max_steps": 100,
+        "learning_rate": 5e-5, "adam_beta1": 0.9, "adam_beta2": 0.98, "adam_epsilon": 1e-6, "weight_decay": 0.1,
+        "warmup_steps": 0, "get_warmup_steps": lambda num_steps: 7,
+        "fp16": False, "fp16_full_eval": False, "bf16": True, "bf16_full_eval": False,
+    }  # fmt: skip
     return SimpleNamespace(**(values | changes))
 
 

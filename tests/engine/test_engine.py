@@ -246,22 +246,6 @@ def test_state_goes_on_in_a_new_engine(tmp_path: Path) -> None:
 
 
 @second_tier
-def test_a_schedule_that_takes_a_metric() -> None:
-    model, _ = chunkc.initialize_engine(
-        small_model,
-        -1,
-        config(),
-        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5),
-    )
-    rates = []
-    for metrics in (1.0, 2.0, 0.5, 3.0):
-        model.backward(model(batch()))
-        model.step(lr_kwargs={"metrics": metrics})
-        rates.append(model.get_lr()[0])
-    assert rates == [LR, LR / 2, LR / 2, LR / 4]
-
-
-@second_tier
 def test_updates_in_the_backward_wait_for_the_last_micro_batch() -> None:
     params = {"lr": LR, "eps": EPS, "update_on": "cpu", "overlap": "backward"}
     model, _ = engine(optimizer={"type": "AdamW", "params": params}, gradient_accumulation_steps=2)

@@ -18,24 +18,18 @@ EPS = 1e-4
 LR = 1e-2
 
 
-PATRICKSTARS = {
+PATRICKSTARS: dict[str, Any] = {
     "optimizer": {
         "type": "Adam",
         "params": {"lr": 0.001, "betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0, "use_hybrid_adam": True},
     },
     "fp16": {
-        "enabled": True,
-        "loss_scale": 0,
-        "initial_scale_power": 2**3,
-        "loss_scale_window": 1000,
-        "hysteresis": 2,
+        "enabled": True, "loss_scale": 0, "initial_scale_power": 2**3, "loss_scale_window": 1000, "hysteresis": 2,
         "min_loss_scale": 1,
     },
-    "default_chunk_size": 64 * 1024 * 1024,
-    "release_after_init": True,
-    "use_cpu_embedding": False,
+    "default_chunk_size": 64 * 1024 * 1024, "release_after_init": True, "use_cpu_embedding": False,
     "client": {"mem_tracer": {"use_async_mem_monitor": True}},
-}
+}  # fmt: skip
 """PatrickStar's README."""
 
 
