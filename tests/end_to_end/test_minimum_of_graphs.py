@@ -14,6 +14,7 @@ import torch
 from harness import HUGE, TINY, adamw, array, differences, gradients, home_of, take_step, weights
 from plain_modules import FeedForward
 from torch import Tensor, nn
+from zoo import LADDER
 
 import chunkc
 from chunkc.cli.command import DOES_NOT_FIT, main
@@ -452,3 +453,10 @@ def test_of_a_model_called_twice_the_reported_minimum_works_at_the_first_try(act
     assert reported(minimum) == minimum
     with pytest.raises(BudgetError):
         reported(minimum - 1)
+
+
+def test_recurrent_models_that_are_left_alone_say_so() -> None:
+    """Dynamo leaves them alone unless it is told to trace them."""
+    case = LADDER["lstm"]
+    with pytest.raises(chunkc.UnsupportedError, match=r"captured no graph: .*allow_rnn = True"):
+        minimum_budget(case.build(), **case.batch(0))
