@@ -143,17 +143,6 @@ def explained(name: str, codegen: str = "eager", allow_rnn: bool = False) -> int
         return minimum_budget(build(name), batch(0), memory_budget=1, codegen=codegen)
 
 
-def compiled(model: Callable[..., Tensor], budget_nbytes: int = TINY) -> Callable[..., Tensor]:
-    torch._dynamo.reset()
-    return torch.compile(model, backend="chunkc", options=options(budget_nbytes))
-
-
-def refusal(call: Callable[..., Tensor]) -> BudgetError:
-    with pytest.raises(BudgetError) as refused:
-        call(batch(0)).backward()
-    return refused.value
-
-
 def refusals(train: Callable[[int], Any]) -> list[BudgetError]:
     """The errors of training at what the error before named, until it works."""
     found: list[BudgetError] = []
@@ -195,10 +184,11 @@ def test_what_explain_says_works_at_the_first_try_and_one_byte_less_does_not(
         torch._dynamo.reset()
         model = build(name)
         for budget in (minimum - 1, TINY, minimum - 1):
-            error = refusal(torch.compile(model, backend="chunkc", options=options(budget, codegen)))
-            assert error.minimum_nbytes == minimum
-            assert not (allow_rnn and error.covers)  # it is one graph
-            del error
+            with pytest.raises(BudgetError) as refused:
+                torch.compile(model, backend="chunkc", options=options(budget, codegen))(batch(0)).backward()
+            assert refused.value.minimum_nbytes == minimum
+            assert not (allow_rnn and refused.value.covers)  # it is one graph
+            del refused
         assert home_of(next(model.parameters()))[0].minimum_nbytes == minimum
 
 
@@ -214,10 +204,11 @@ def test_what_no_graph_takes_is_named_at_once() -> None:
     """By the first error and by the report, with its bytes."""
     model = build("recurrent")
     nbytes = sum(p.nbytes for p in model.lstm.parameters())
-    error = refusal(compiled(model))
-    assert error.outside == f"lstm.weight_ih_l0 and 3 more ({format_nbytes(nbytes)})"
-    assert f"No graph takes {error.outside}: outside of memory_budget" in str(error)
-    report = train("recurrent", error.minimum_nbytes)
+    with pytest.raises(BudgetError) as refused:
+        torch.compile(model, backend="chunkc", options=options(TINY))(batch(0))
+    assert refused.value.outside == f"lstm.weight_ih_l0 and 3 more ({format_nbytes(nbytes)})"
+    assert f"No graph takes {refused.value.outside}: outside of memory_budget" in str(refused.value)
+    report = train("recurrent", refused.value.minimum_nbytes)
     assert report.outside == tuple(f"lstm.{name}" for name, _ in model.lstm.named_parameters())
     assert report.outside_nbytes == nbytes
     assert f"in no graph        lstm.weight_ih_l0 and 3 more, {format_nbytes(nbytes)}" in str(report).splitlines()
@@ -279,9 +270,12 @@ def test_a_first_evaluation_s_error_names_its_own_minimum_and_training_s(name: s
 
 
 def test_what_can_only_be_evaluated_has_one_minimum() -> None:
-    error = refusal(compiled(build("unrolled").requires_grad_(False)))
-    assert not error.evaluates
-    assert "evaluation" not in str(error)
+    torch._dynamo.reset()
+    model = build("unrolled").requires_grad_(False)
+    with pytest.raises(BudgetError) as refused:
+        torch.compile(model, backend="chunkc", options=options(TINY))(batch(0))
+    assert not refused.value.evaluates
+    assert "evaluation" not in str(refused.value)
 
 
 def test_a_block_that_is_compiled_in_place_names_the_minimum_of_itself_alone() -> None:
@@ -290,17 +284,20 @@ def test_a_block_that_is_compiled_in_place_names_the_minimum_of_itself_alone() -
     model = nn.Sequential(FeedForward(WIDTH), FeedForward(WIDTH), FeedForward(WIDTH))
     for block in model:
         block.compile(backend="chunkc", options=options(TINY))
-    error = refusal(model)
-    assert error.num_others == 2
-    assert "for a training step of this compiled module and of those before it; 2 other modules" in str(error)
+    with pytest.raises(BudgetError) as refused:
+        model(batch(0))
+    assert refused.value.num_others == 2
+    assert "for a training step of this compiled module and of those before it; 2 other modules" in str(refused.value)
 
 
 def test_a_compiled_function_is_not_traced() -> None:
     """Whose arguments nobody knows; its error says what it covers."""
+    torch._dynamo.reset()
     model = build("unrolled")
-    error = refusal(compiled(lambda x: model(x)))
-    assert error.training_nbytes is None
-    assert "what comes later may need more" in str(error)
+    with pytest.raises(BudgetError) as refused:
+        torch.compile(lambda x: model(x), backend="chunkc", options=options(TINY))(batch(0))
+    assert refused.value.training_nbytes is None
+    assert "what comes later may need more" in str(refused.value)
 
 
 def test_a_call_that_has_grown_says_how_to_leave_room() -> None:
@@ -412,20 +409,21 @@ def test_a_refused_step_holds_nothing_once_its_error_is_gone(share: float) -> No
 
 
 def test_memory_that_is_freed_lets_the_same_model_go_on() -> None:
+    torch._dynamo.reset()
     model = build("unrolled")
-    call = compiled(model, explained("unrolled"))
+    compiled = torch.compile(model, backend="chunkc", options=options(explained("unrolled")))
     optimizer = adamw(model.parameters())
     losses = []
     for step in range(3):
         if step == 1:
-            kept = call(batch(7))  # a forward that waits for its backward holds all that it saved
+            kept = compiled(batch(7))  # a forward that waits for its backward holds all that it saved
             before = weights(model)
             with pytest.raises(BudgetError, match="values of earlier calls that are still held"):
-                call(batch(1))
+                compiled(batch(1))
             assert all(parameter.grad is None for parameter in model.parameters())
             assert not differences(weights(model), before)
             del kept
-        loss = call(batch(step))
+        loss = compiled(batch(step))
         loss.backward()
         losses.append(array(loss))
         optimizer.step()
