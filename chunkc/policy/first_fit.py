@@ -22,17 +22,17 @@ def first_that_fits(candidates: Iterable[Candidate], decision_for: Callable[[Can
     """
     refused: list[BudgetError] = []
     full = ""
-    for candidate in candidates:
-        try:
-            return decision_for(candidate)
-        except BudgetError as error:
-            refused.append(error)
-        except HostFull as error:
-            full = str(error)
     try:
+        for candidate in candidates:
+            try:
+                return decision_for(candidate)
+            except BudgetError as error:
+                refused.append(error)
+            except HostFull as error:
+                full = str(error)
         raise _least(refused, full)
     finally:
-        refused.clear()  # an error keeps this frame, and would keep itself, and with it the session, by a local name
+        refused.clear()  # an error keeps this frame; by a local name it would keep itself, and a call's values
 
 
 def _least(refused: list[BudgetError], full: str) -> BudgetError:

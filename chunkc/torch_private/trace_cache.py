@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,7 +152,7 @@ def graphs_as_bytes(graphs: Sequence[fx.Graph]) -> bytes:
         Exception: a note cannot be pickled.
     """
     stream = io.BytesIO()
-    _GraphPickler(stream).dump([_nodes_of(graph) for graph in graphs])
+    _GraphPickler(stream).dump([(_nodes_of(graph), _names_of(graph)) for graph in graphs])
     return stream.getvalue()
 
 
@@ -160,7 +161,12 @@ def graphs_of_bytes(data: bytes, mode: FakeTensorMode) -> list[fx.Graph]:
     unpickler = _GraphUnpickler(io.BytesIO(data))
     unpickler.mode, unpickler.storages = mode, {}
     with disable_current_modes():
-        return [_graph_of(nodes) for nodes in unpickler.load()]
+        return [_graph_of(nodes, names) for nodes, names in unpickler.load()]
+
+
+def name_as(new: fx.Graph, graph: fx.Graph) -> None:
+    """Have a copy of a graph name new nodes as the graph would."""
+    _take_names(new, _names_of(graph))
 
 
 class _GraphPickler(pickle.Pickler):
@@ -225,7 +231,16 @@ def _nodes_of(graph: fx.Graph) -> list[tuple[Any, ...]]:
     return [(n.op, n.target, *arguments(n), n.name, n.type, n.meta) for n in graph.nodes]
 
 
-def _graph_of(nodes: Sequence[tuple[Any, ...]]) -> fx.Graph:
+def _names_of(graph: fx.Graph) -> tuple[Any, Any]:
+    """Return the names that a graph has given, those of erased nodes too, and the last number of each."""
+    return graph._graph_namespace._used_names, graph._graph_namespace._base_count
+
+
+def _take_names(graph: fx.Graph, names: tuple[Any, Any]) -> None:
+    graph._graph_namespace._used_names, graph._graph_namespace._base_count = map(copy, names)
+
+
+def _graph_of(nodes: Sequence[tuple[Any, ...]], names: tuple[Any, Any]) -> fx.Graph:
     graph = fx.Graph()
     made: list[fx.Node] = []
 
@@ -237,6 +252,7 @@ def _graph_of(nodes: Sequence[tuple[Any, ...]]) -> fx.Graph:
         node.args, node.kwargs = fx.node.map_aggregate((args, kwargs), value)
         node.meta = meta
         made.append(node)
+    _take_names(graph, names)
     return graph
 
 

@@ -34,8 +34,10 @@ from chunkc.torch_private.trace_cache import (
     graphs_of_bytes,
     is_cacheable,
     is_on,
+    name_as,
     process_state,
 )
+from chunkc.tracing.autograd_checks import COMPILED_AUTOGRAD
 from chunkc.tracing.decompositions import decompositions
 from chunkc.tracing.passes import TraceContext
 
@@ -159,7 +161,7 @@ def stand_in(backward: fx.Graph) -> fx.GraphModule:
 
 
 def _refuse(*inputs: Any) -> Any:
-    raise UnsupportedError("PyTorch would run a backward of chunkc's without its plan")
+    raise UnsupportedError(COMPILED_AUTOGRAD)
 
 
 def _facts(gm: fx.GraphModule, context: TraceContext) -> str | None:
@@ -211,6 +213,7 @@ def _without_origins(graph: fx.Graph, origins: dict[tuple[str, Hashable], int]) 
         node.meta["origins"] = [_origin(note, value, origins) for note, value in notes.items()]
         for note in _DROPPED:
             node.meta.pop(note, None)
+    name_as(copy, graph)
     return copy
 
 

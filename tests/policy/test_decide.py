@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended
 from chunkc.passes.planning.residency import check_minimum, everything, fixed_nbytes
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.decide import EXTERNAL_GRANULES, decide, fits_whole, smallest_budget
+from chunkc.policy.first_fit import first_that_fits
 from chunkc.policy.graph_fraction import NEARLY_ALL, graph_fraction
 from chunkc.policy.needs import Needs, SessionNeeds, StepNeeds
 from chunkc.policy.plans import step_plan
@@ -474,6 +476,29 @@ def test_a_step_that_is_gone_is_forgotten() -> None:
     del noted
     gc.collect()
     assert known.minimum_nbytes(WEIGHTS, "keep") == 0
+
+
+def test_a_candidate_that_is_refused_keeps_nothing_once_another_fits() -> None:
+    """An error has the frames that it went through, and these have the values of a call."""
+
+    class Values:
+        pass
+
+    def call(budget_nbytes: int) -> weakref.ref[Values]:
+        values = Values()
+        found = first_that_fits((10, 1), lambda needed: needed if needed <= budget_nbytes else refuse(values))
+        assert found == 1
+        return weakref.ref(values)
+
+    def refuse(values: Values) -> int:
+        raise BudgetError(minimum_nbytes=10, budget_nbytes=1, moment="", module="", contents=())
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert call(5)() is None
+    finally:
+        gc.enable()
 
 
 # ---------------------------------------------------------------- steps that were seen
