@@ -41,6 +41,7 @@ from torch._inductor.utils import shape_env_from_inputs
 from torch._inductor.virtualized import V
 
 from chunkc.torch_private.fake import TracingContext, detect_fake_mode, disable_current_modes
+from chunkc.torch_private.ownership import is_own
 
 __all__ = [
     "CppCodeCache",
@@ -82,6 +83,13 @@ def try_vector_isas() -> None:
             return _all_vector_isas() if asked else first
 
         cpu_vec_isa.valid_vec_isa_list = working  # type: ignore[assignment]
+
+
+def has_others_patterns() -> bool:
+    """Whether code of others is among the patterns that Inductor looks for in joint graphs."""
+    passes = (joint_graph.early_patterns, *joint_graph.pass_patterns)
+    entries = (entry for each in passes for found in each.patterns.values() for entry in found)
+    return not all(is_own(getattr(entry, "handler", is_own)) and is_own(entry.extra_check) for entry in entries)
 
 
 def patched(options: Mapping[str, Any]) -> AbstractContextManager[Any]:

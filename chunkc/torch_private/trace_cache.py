@@ -6,7 +6,6 @@ code is graphs, which chunkc plans (`Phase`). `torch.compiler.save_cache_artifac
 
 from __future__ import annotations
 
-import inspect
 import io
 import pickle
 import re
@@ -34,6 +33,7 @@ from chunkc.torch_private.fake import (
     disable_current_modes,
     is_traceable_wrapper_subclass,
 )
+from chunkc.torch_private.ownership import is_own
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -280,8 +280,7 @@ def _is_foreign(node: fx.Node) -> bool:
         return any(not is_builtin(getattr(target, name)) for name in target.overloads())
     if isinstance(target, torch._ops.OpOverload):
         return not is_builtin(target)
-    module = inspect.getmodule(target) if node.op == "call_function" else None
-    return module is not None and module.__name__.partition(".")[0] not in ("torch", "math", "_operator", "builtins")
+    return node.op == "call_function" and not is_own(target)
 
 
 def _is_tensor(module: fx.GraphModule, node: fx.Node) -> bool:

@@ -19,6 +19,7 @@ from inspect import getfile
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
 from chunkc.ir.errors import UnsupportedError
@@ -27,6 +28,8 @@ from chunkc.passes.rewrite.runner import Graphs, are_all_run_unchecked, run_pass
 from chunkc.passes.rewrite.unrolling import JointNames
 from chunkc.torch_private.aot import LazyGraphModule
 from chunkc.torch_private.fake import TracingContext
+from chunkc.torch_private.inductor import has_others_patterns
+from chunkc.torch_private.ownership import is_own
 from chunkc.torch_private.trace_cache import (
     Boxed,
     cached,
@@ -93,8 +96,8 @@ class Entry:
         """Return the entry for a graph; None if it is to be traced whatever the cache has."""
         if not is_on() or not are_all_run_unchecked() or TracingContext.try_get() is None:
             return None
-        is_cached = is_cacheable(gm, inputs) and all(map(_is_known, decompositions(context.codegen).values()))
-        facts = _facts(gm, context) if is_cached else None
+        has_others_code = has_others_patterns() or not all(map(is_own, decompositions(context.codegen).values()))
+        facts = _facts(gm, whole, inputs, context) if is_cacheable(gm, inputs) and not has_others_code else None
         return None if facts is None else Entry(gm, whole, facts)
 
     def looked_up(self, restore: Callable[[bytes], Boxed]) -> AbstractContextManager[None]:
@@ -103,7 +106,7 @@ class Entry:
 
     def keep(self, graphs: Graphs, names: JointNames | None) -> None:
         """Write graphs down as they are now; they are changed later."""
-        self._names, origins = names, self._origins()
+        self._names, origins = names, _origins(self.whole)
         try:
             self._graphs = graphs_as_bytes([_without_origins(gm.graph, origins) for gm in graphs])
         except Exception as error:  # of anything that nodes of other libraries may hold
@@ -115,6 +118,7 @@ class Entry:
         if self._graphs is None:
             return None
         data = pickle.dumps((self._graphs, self._names, num_user_outputs, new_buffers))
+        self._graphs = None
         return hashlib.sha256(data).digest() + data
 
     def trace(self, content: bytes) -> Trace:
@@ -138,15 +142,6 @@ class Entry:
                     node.meta[note] = value + more if more else value
         return Trace(tuple(modules), names, num_user_outputs, new_buffers)
 
-    def _origins(self) -> dict[tuple[str, Hashable], int]:
-        """Map notes of Dynamo's nodes to the first node with each."""
-        found: dict[tuple[str, Hashable], int] = {}
-        for at, node in enumerate(_nodes(self.whole)):
-            for note in set(_ORIGINS.values()):
-                if note in node.meta:
-                    found.setdefault((note, _hashable(node.meta[note])), at)
-        return found
-
 
 def stand_in(backward: fx.Graph) -> fx.GraphModule:
     """Return a backward with the inputs and outputs of another for AOTAutograd, which writes its own into entries.
@@ -164,21 +159,27 @@ def _refuse(*inputs: Any) -> Any:
     raise UnsupportedError(COMPILED_AUTOGRAD)
 
 
-def _facts(gm: fx.GraphModule, context: TraceContext) -> str | None:
-    """Describe what the trace of a graph depends on besides its code; None: on more than a key can hold."""
+def _facts(
+    gm: fx.GraphModule, whole: fx.GraphModule, inputs: Sequence[torch.Tensor], context: TraceContext
+) -> str | None:
+    """Describe what the trace of a graph depends on besides its code; None: on more than a key can hold.
+
+    PyTorch's key has the inputs' forms. It has not in which storages they are, nor whether they are leaves, on which
+    AOTAutograd's view of changed inputs depends.
+    """
     state, repeats = process_state(), context.repeats
-    if state is None:
+    is_parameter = [name is not None for name in context.parameter_names]
+    storages: dict[int, int] = {}
+    first = [storages.setdefault(x.untyped_storage()._cdata, at) for at, x in enumerate(inputs)]
+    shared = {of for at, of in enumerate(first) if of != at}
+    if state is None or any(of in shared and not is_parameter[at] for at, of in enumerate(first)):
         return None
     blocks = None if repeats is None else (len(repeats.blocks), repeats.own)
-    is_parameter = [name is not None for name in context.parameter_names]
     marks = [[str(node.meta[mark]) for mark in ("recompute", "custom") if mark in node.meta] for node in _nodes(gm)]
-    of_graph = (is_parameter, list(context.without_gradient), context.num_outputs, context.codegen, blocks, marks)
-    return repr((_code(), state, of_graph))
-
-
-def _is_known(decompose: Callable[..., Any]) -> bool:
-    """Whether a decomposition is PyTorch's or chunkc's: code of others may have changed since an entry was written."""
-    return decompose.__module__.partition(".")[0] in ("torch", "chunkc")
+    origins = _origins(whole)
+    notes = [[origins.get(key) for key in _notes(node)] for node in _nodes(whole)]
+    of_inputs = (is_parameter, list(context.without_gradient), first, [(x.is_leaf, x.requires_grad) for x in inputs])
+    return repr((_code(), state, of_inputs, context.num_outputs, context.codegen, blocks, marks, notes))
 
 
 @cache
@@ -197,6 +198,20 @@ def _nodes(gm: fx.GraphModule) -> Iterator[fx.Node]:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             yield from module.graph.nodes
+
+
+def _origins(whole: fx.GraphModule) -> dict[tuple[str, Hashable], int]:
+    """Map notes of Dynamo's nodes to the first node with each."""
+    found: dict[tuple[str, Hashable], int] = {}
+    for at, node in enumerate(_nodes(whole)):
+        for key in _notes(node):
+            if key[1]:
+                found.setdefault(key, at)
+    return found
+
+
+def _notes(node: fx.Node) -> list[tuple[str, Hashable]]:
+    return [(note, _hashable(node.meta.get(note))) for note in ("nn_module_stack", "stack_trace")]
 
 
 def _without_origins(graph: fx.Graph, origins: dict[tuple[str, Hashable], int]) -> fx.Graph:
