@@ -37,6 +37,8 @@ def run(folder: Path, width: int, depth: int) -> list[dict]:
     # Memory that is freed goes back to the kernel: what is measured is what is in use.
     environment = os.environ | {"MALLOC_ARENA_MAX": "1", "MALLOC_TRIM_THRESHOLD_": "65536"}
     environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    path = (str(Path(SCRIPT).parent), os.environ.get("PYTHONPATH", ""))  # Python may not look next to the script
+    environment |= {"PYTHONPATH": os.pathsep.join(filter(None, path))}
     command = [sys.executable, SCRIPT, folder, str(width), str(depth)]
     done = subprocess.run(command, env=environment, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
