@@ -47,7 +47,7 @@ VOCABULARY, WIDTH, BATCH, LENGTH = 11, 24, 8, 5
 HUGE = 1 << 30
 STAGES = (3, 2, 1)
 NUMBERS_NBYTES = 64
-"""What a loop has of its own beside what is planned: a loss, half of it, their gradients."""
+"""Bytes of a loop that no plan counts: a loss, half of it, their gradients."""
 Result = dict[str, Any]
 
 
@@ -299,7 +299,7 @@ def chosen() -> None:
 
 
 class Telling(nn.Module):
-    """Returns, beside its loss, what callers may keep."""
+    """Returns its loss, and values that callers may keep."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ def leaving() -> None:
 
 
 def let_go() -> None:
-    """Gradients at home, which between steps nobody has, take no memory; one that somebody has kept stays."""
+    """Gradients at home, which no program holds between steps, take no memory; one that a program has kept stays."""
     model: Any = chunkc.distribute(made(), mesh())
     optimizer, run = adamw(model), compiled(model, HUGE)
     cpu_allocator.install()
@@ -363,7 +363,7 @@ def let_go() -> None:
     optimizer.step()
     optimizer.zero_grad()
     run(batch)
-    assert torch.equal(kept, expected), "what somebody still has keeps its values"
+    assert torch.equal(kept, expected), "a gradient that the program holds keeps its values"
     assert expected.any()
     del kept
     run(batch)
