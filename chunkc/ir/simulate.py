@@ -1,8 +1,6 @@
 """Replay a plan against the clock: when each call runs, when each copy is on its link, and where computation waits.
 
-The rules are the runtime's: the computation goes through the plan in order; copies queue on their link, one after
-another, from the moment they are issued; a wait holds the computation until the copy is done. A gradient chunk that no
-call of the step has written yet has nothing to read from home, so its slot costs no copy. Updates by the CPU have a
+The computation goes through the plan in order, by the clock's rules (`chunkc.ir.clock`). Updates by the CPU have a
 stream of their own; copies of a group that the CPU updates come after that update.
 """
 
@@ -14,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from types import MappingProxyType
 
+from chunkc.ir.clock import Clock
 from chunkc.ir.explanation import COMPUTE, HOST_UPDATES, StepTime, TimedEvent, Traffic
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import MovedId
@@ -103,10 +102,8 @@ def _replay(
         The events, and of each group that is not updated yet the seconds until the end of its update.
     """
     events: list[TimedEvent] = []
-    now = 0.0
-    free = {**dict.fromkeys(QUEUES, 0.0), HOST_UPDATES: max(left_s.values(), default=0.0)}
+    clock = Clock({HOST_UPDATES: max(left_s.values(), default=0.0)})
     done: dict[MovedId, float] = {}  # item -> when its latest copy is done
-    written: set[int] = set()  # groups with gradients at home
     updated = dict(left_s)  # group -> when the latest update at home ends
     needed: dict[int, None] = {}  # groups in the order of their first fetch
     to_do = dict(host_updates.seconds)
@@ -114,46 +111,51 @@ def _replay(
 
     def copy(event: Event, phase: str) -> None:
         at_rest = updated.get(event.item.group, 0.0) if isinstance(event.item, Chunk) else 0.0
-        name, start = str(event.item), max(now, free[event.link], at_rest)
-        free[event.link] = done[event.item] = start + hardware.copy_s(event.link, event.nbytes)
-        events.append(TimedEvent(event.link, event.kind, name, start, done[event.item], event.nbytes, phase, ""))
+        begin, end = clock.copy(event.link, hardware.copy_s(event.link, event.nbytes), at_rest)
+        done[event.item] = end
+        events.append(TimedEvent(event.link, event.kind, str(event.item), begin, end, event.nbytes, phase, ""))
 
     def update_on_host(group: int, ready: float, phase: str) -> None:
-        start = max(ready, free[HOST_UPDATES])
-        free[HOST_UPDATES] = updated[group] = start + to_do.pop(group)
-        events.append(TimedEvent(HOST_UPDATES, "update", str(Chunk(PARAM, group)), start, updated[group], 0, phase, ""))
+        begin, updated[group] = clock.copy(HOST_UPDATES, to_do.pop(group), ready)
+        events.append(TimedEvent(HOST_UPDATES, "update", str(Chunk(PARAM, group)), begin, updated[group], 0, phase, ""))
 
-    def home_free() -> float:
-        return max(free[link] for link in QUEUES if link not in INWARD)
+    def compute(kind: str, name: str, seconds: float, phase: str, module: str = "") -> None:
+        begin = clock.now
+        clock.run(seconds)
+        events.append(TimedEvent(COMPUTE, kind, name, begin, clock.now, 0, phase, module))
+
+    def wait(kind: str, name: str, until: float, phase: str) -> None:
+        if until > clock.now:
+            events.append(TimedEvent(COMPUTE, kind, name, clock.now, until, 0, phase, ""))
+            clock.wait(until)
 
     for phase in phases:
         last = {where: group for group, where in phase.last_copies().items()}
         for name, seconds in first_s.items() if phase.phase == UPDATE else ():
-            events.append(TimedEvent(COMPUTE, "update", name, now, now + seconds, 0, UPDATE, ""))
-            now += seconds
+            compute("update", name, seconds, UPDATE)
         if phase.phase == UPDATE:
+            home_free = max(clock.free_s(link) for link in QUEUES if link not in INWARD)
             order = {group: at for at, group in enumerate(needed)}
             for group in sorted(to_do, key=lambda group: (order.get(group, len(order)), group)):
-                update_on_host(group, max(now, home_free()), UPDATE)
+                update_on_host(group, home_free, UPDATE)
         for index, stop in enumerate(phase.stops):
             for place, event in enumerate(stop):
-                if event.kind in (WAIT, LEAVE, ARRIVE) and done.get(event.item, 0.0) > now:
-                    end = done[event.item]
-                    events.append(TimedEvent(COMPUTE, "stall", str(event.item), now, end, 0, phase.phase, ""))
-                    now = end
+                if event.kind in (WAIT, LEAVE, ARRIVE):
+                    wait("stall", str(event.item), done.get(event.item, 0.0), phase.phase)
                 if not isinstance(event.item, Chunk):
                     if event.kind in (OFFLOAD, RELOAD):
                         copy(event, phase.phase)
                     continue
                 kind, group = event.item.kind, event.item.group
-                if event.kind == PREFETCH and (kind != GRAD or group in written):
+                if event.kind == PREFETCH and (kind != GRAD or group in clock.written):
                     if not (event.link == GATHER and group in current):
                         copy(event, phase.phase)
                     current |= {group} & replicated.keys()
                     needed.setdefault(group)
                 elif event.kind == WRITE_BACK:
                     copy(event, phase.phase)
-                    written |= {group} if kind == GRAD else set()
+                    if kind == GRAD:
+                        clock.written.add(group)
                 if (
                     host_updates.overlaps_backward
                     and phase.phase == BACKWARD
@@ -161,17 +163,14 @@ def _replay(
                     and group in to_do
                 ):
                     ready = max(done.get(Chunk(kind, group), 0.0) for kind in (PARAM, GRAD, *CASTS))
-                    update_on_host(group, max(now, ready), phase.phase)
+                    update_on_host(group, ready, phase.phase)
             if index < len(phase.moments):
                 moment = phase.moments[index]
-                end = now + costs_s[moment.name]
                 kind = "update" if phase.phase == UPDATE or index in phase.tiles else "call"
-                events.append(TimedEvent(COMPUTE, kind, moment.name, now, end, 0, phase.phase, moment.module))
-                now = end
-    if not host_updates.overlaps_forward and free[HOST_UPDATES] > now:
-        events.append(TimedEvent(COMPUTE, "update", BY_THE_CPU, now, free[HOST_UPDATES], 0, UPDATE, ""))
-        now = free[HOST_UPDATES]
-    left = {group: end - now for group, end in updated.items() if end > now}
+                compute(kind, moment.name, costs_s[moment.name], phase.phase, moment.module)
+    if not host_updates.overlaps_forward:
+        wait("update", BY_THE_CPU, clock.free_s(HOST_UPDATES), UPDATE)
+    left = {group: end - clock.now for group, end in updated.items() if end > clock.now}
     return tuple(sorted(events, key=lambda event: (event.start_s, event.end_s))), left
 
 

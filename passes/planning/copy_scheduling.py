@@ -20,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from chunkc.ir.clock import Clock
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Item, MovedId
 from chunkc.ir.layout import GRAD, Chunk
@@ -159,7 +160,7 @@ class CopyScheduler:
 
     Attributes:
         occupancy: slot bytes during each call, as far as they are decided.
-        now: when computation comes to this stop.
+        clock: of this stop: `Clock.now` is when computation comes to it.
     """
 
     def __init__(
@@ -174,13 +175,11 @@ class CopyScheduler:
         """See `schedule_copies`."""
         self._positions, self._capacity = positions, capacity
         self.occupancy, self._times = _occupied(intervals, len(positions)), _clock(positions)
-        self.now = 0.0
-        self._free: dict[str, float] = {}  # link -> when its queue is empty
+        self.clock = Clock()
         self._write_backs = _WriteBacks()
         self._arriving: dict[Interval, float] = {}  # loads that have begun -> when they are done
         self._ahead_nbytes = 0  # of those of them that a later call is the first to need
         self._needed_nbytes = [0] * len(positions)  # the same, by that call
-        self._written: set[int] = set()  # groups with gradients at home
         self._to_copy: dict[str, float] = {}  # link -> seconds of copies to come, gradients' loads left out
         _bound(intervals, barriers, len(positions))
         _set_ways(intervals, items, hardware)
@@ -214,18 +213,18 @@ class CopyScheduler:
 
     def stop(self, index: int) -> None:
         """Schedule the copies before a call, and the call itself."""
-        write_backs = self._write_backs
+        clock, write_backs = self.clock, self._write_backs
         for interval in self._ending.get(index, ()):
             if interval.gradient_of is not None:
-                self._written.add(interval.gradient_of)
+                clock.written.add(interval.gradient_of)
             write_backs.add(interval, self._copied(interval.way_home))
         if index == len(self._positions):
-            self.now = write_backs.give_back(index, self.now, -math.inf)
+            clock.wait(write_backs.give_back(index, clock.now, -math.inf))
             return
         self._ahead_nbytes -= self._needed_nbytes[index]
         self.occupancy[index] += self._ahead_nbytes
         over_nbytes = self.occupancy[index] + write_backs.nbytes - self._capacity[index]
-        self.now = write_backs.give_back(index, self.now, over_nbytes)
+        clock.wait(write_backs.give_back(index, clock.now, over_nbytes))
         self.occupancy[index] += write_backs.nbytes
         needed = self._starting.get(index, ())
         for load in needed:
@@ -233,8 +232,8 @@ class CopyScheduler:
                 self._load(load, index)
         self._load_ahead(index)
         for load in needed:
-            self.now = max(self.now, self._arriving.pop(load))
-        self.now += self._positions[index].cost_s
+            clock.wait(self._arriving.pop(load))
+        clock.run(self._positions[index].cost_s)
 
     def least_s(self, index: int) -> float:
         """Return a lower bound for the seconds of all calls, as far as it is known at this stop.
@@ -242,21 +241,21 @@ class CopyScheduler:
         It is the larger of the time until now with the arithmetic that is left, and of each link's time with its
         copies.
         """
-        copies_s = [self._free.get(link, 0.0) + more_s for link, more_s in self._to_copy.items()]
-        return max(self.now + self._times[-1] - self._times[index], *copies_s, 0.0)
+        copies_s = [self.clock.free_s(link) + more_s for link, more_s in self._to_copy.items()]
+        return max(self.clock.now + self._times[-1] - self._times[index], *copies_s, 0.0)
 
     def _copied(self, way: Way) -> float:
         """Queue a copy now and return when it is done."""
         link, copy_s = way
-        self._free[link] = done_s = max(self.now, self._free.get(link, 0.0)) + copy_s
+        _, done_s = self.clock.copy(link, copy_s)
         self._to_copy[link] -= copy_s
         return done_s
 
     def _load(self, load: Interval, index: int) -> None:
         load.start = index
         if load.gradient_of is not None:
-            if load.gradient_of not in self._written:  # it begins empty
-                self._arriving[load] = self.now
+            if load.gradient_of not in self.clock.written:  # it begins empty
+                self._arriving[load] = self.clock.now
                 return
             self._will_copy(load.way_back)
         self._arriving[load] = self._copied(load.way_back)
@@ -267,7 +266,7 @@ class CopyScheduler:
         The room counts the write-backs that will still be under way. Nothing that is present is given back until the
         next stop.
         """
-        late_s, at = self.now - self._times[index], index  # waits so far; the call up to which room is known
+        late_s, at = self.clock.now - self._times[index], index  # waits so far; the call up to which room is known
         room_nbytes, ahead_nbytes = self._capacity[index] - self.occupancy[index], self._ahead_nbytes
         while (load := self._next(index)) is not None and load.nbytes <= room_nbytes:
             while at + 1 < load.first and load.nbytes <= room_nbytes:

@@ -90,7 +90,7 @@ def schedule(
     if saved:
         intervals = sorted([*intervals, *saved], key=lambda interval: (interval.first, str(interval.item)))
     scheduler = schedule_copies(intervals, positions, items, capacity, hardware, barriers, most_s)
-    return Schedule(intervals, items, tuple(scheduler.occupancy), scheduler.now)
+    return Schedule(intervals, items, tuple(scheduler.occupancy), scheduler.clock.now)
 
 
 def residency(
