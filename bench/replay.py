@@ -46,6 +46,9 @@ EXPLAINED: dict[str, str] = {
     r"^(palm-8b|mixtral-8x7b) hardware=rtx3090 activations=auto": (
         "homes exceed the preset's host memory, and are planned for a host with room, for offloaded values, too"
     ),
+    r": (events|plan): .*'-[^']*\b(offload|reload|leave|arrive)\b": (
+        "saved values move by the events of chunks: write_back, wait and evict, then prefetch and wait"
+    ),
 }
 """Differences from the base that are meant: a regular expression over the lines that this command prints, and why."""
 

@@ -12,20 +12,7 @@ from dataclasses import dataclass, field
 
 from chunkc.ir.items import Item, ItemId, SavedStorage
 from chunkc.ir.links import TO_DEVICE, TO_HOME
-from chunkc.ir.plan import (
-    ARRIVE,
-    EVICT,
-    LEAVE,
-    OFFLOAD,
-    PREFETCH,
-    RELOAD,
-    WAIT,
-    WRITE_BACK,
-    Event,
-    Moment,
-    PhasePlan,
-    Position,
-)
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan, Position
 from chunkc.ir.program import FORWARD
 from chunkc.passes.planning.offload import Saved
 
@@ -107,14 +94,14 @@ class _SavedOnTheWay:
         stop = []
         if self.leaves:
             for one in self.by_position.get(index - 1, ()):
-                stop.append(Event(OFFLOAD, SavedStorage(one.storage), one.nbytes, self.links[1]))
+                stop.append(Event(WRITE_BACK, SavedStorage(one.storage), one.nbytes, self.links[1]))
                 self.moving[one] = index - 1
             return stop + self.let_go(lambda one: self.moving[one] + 1 + self.distance <= index)
         for one in self.by_position.get(index, ()):
             if one not in self.moving:
                 stop.append(self._reload(one))
             self.moving.pop(one, None)  # from here on it counts with what the calls hold
-            stop.append(Event(ARRIVE, SavedStorage(one.storage), one.nbytes, self.links[0]))
+            stop.append(Event(WAIT, SavedStorage(one.storage), one.nbytes, self.links[0]))
         return stop
 
     def let_go(self, which: Callable[[Saved], bool]) -> list[Event]:
@@ -122,7 +109,14 @@ class _SavedOnTheWay:
         gone = [one for one in self.moving if self.leaves and which(one)]
         for one in gone:
             del self.moving[one]
-        return [Event(LEAVE, SavedStorage(one.storage), one.nbytes, self.links[1]) for one in gone]
+        return [
+            event
+            for one in gone
+            for event in (
+                Event(WAIT, SavedStorage(one.storage), one.nbytes, self.links[1]),
+                Event(EVICT, SavedStorage(one.storage), one.nbytes),
+            )
+        ]
 
     def ahead(self, index: int, room_nbytes: Sequence[int]) -> list[Event]:
         """Prefetch items for later positions, as far as this one and those between have room for it."""
@@ -135,7 +129,7 @@ class _SavedOnTheWay:
         return stop
 
     def _reload(self, one: Saved) -> Event:
-        return Event(RELOAD, SavedStorage(one.storage), one.nbytes, self.links[0])
+        return Event(PREFETCH, SavedStorage(one.storage), one.nbytes, self.links[0])
 
 
 def _on_the_way(policy: Policy, phase: str, saved: Sequence[Saved], links: tuple[str, str]) -> _SavedOnTheWay:

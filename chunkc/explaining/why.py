@@ -19,7 +19,7 @@ from chunkc.ir.explanation import Alternative, Happening, TimedEvent, Why
 from chunkc.ir.items import KEEP_ALL, ActivationPlan, MovedId
 from chunkc.ir.layout import PARAM, Chunk
 from chunkc.ir.links import INWARD
-from chunkc.ir.plan import ARRIVE, EVICT, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.simulate import step_time
 from chunkc.ir.text import short
@@ -32,10 +32,6 @@ SAID = {
     WAIT: "needed",
     WRITE_BACK: "copied home",
     EVICT: "let go",
-    OFFLOAD: "copied home",
-    LEAVE: "let go",
-    RELOAD: "fetched",
-    ARRIVE: "needed",
 }
 """An event kind -> its effect, in words."""
 
@@ -113,7 +109,7 @@ def happenings(step: StepPlans, events: Sequence[TimedEvent], part: ModelPart) -
             for planned in stop:
                 if not _concerns(planned.item, part, storages):
                     continue
-                kind = "stall" if planned.kind in (WAIT, ARRIVE, LEAVE) else planned.kind
+                kind = "stall" if planned.kind == WAIT else planned.kind
                 of_kind = timed.get((phase.phase, kind, str(planned.item)), [])
                 took = of_kind.pop(0) if of_kind and (kind != "stall" or of_kind[0].start_s <= until) else None
                 goes_home = planned.kind == WAIT and planned.link not in INWARD

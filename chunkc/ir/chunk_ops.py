@@ -14,19 +14,21 @@
 
 For a storage that the forward saves, in the forward and in the backward:
 
-%offload    = offload("forward.3:0", "to_home", 512, %a, %b)  start to copy its 512 bytes home; %a and %b lie in it
-%leave      = leave("forward.3:0", "to_home", %a, %b)         that copy is done; the storage is released
-%getitem    = getitem(%leave, 1)                              the placeholder of %b until the backward
-%reload     = reload("forward.3:0", "to_device", 512, %a, %b) take 512 bytes, start to fill them
-%arrive     = arrive("forward.3:0", "to_device", %reload)     that copy is done
-%getitem_1  = getitem(%arrive, 1)                             the value that %b is the placeholder of
+%write_back = write_back("forward.3:0", "to_home", 512, %a, %b)  start to copy its 512 bytes home; %a and %b lie in it
+%wait       = wait("forward.3:0", "to_home")                     that copy is done
+%evict      = evict("forward.3:0", %a, %b)                       the storage is released
+%getitem    = getitem(%evict, 1)                                 the placeholder of %b until the backward
+%prefetch   = prefetch("forward.3:0", "to_device", 512, %a, %b)  take 512 bytes, start to fill them
+%wait       = wait("forward.3:0", "to_device", %prefetch)        that copy is done
+%getitem_1  = getitem(%wait, 1)                                  the value that %b is the placeholder of
 
 For a storage that the forward drops and the backward recomputes:
 
-%forget     = forget("forward.3:0", %a, %b)                   %a and %b, which lie in it, are not kept for the backward
-%getitem    = getitem(%forget, 1)                             the placeholder of %b until the backward
-%again      = again("forward.3:0", %c, %a, %b)                it is the storage of %c, which a repeated call computed
-%getitem_1  = getitem(%again, 1)                              the value that %b is the placeholder of
+%evict      = evict("forward.3:0", %a, %b)                       without a copy: what lies in it is not kept for the
+                                                                 backward; the forward may still read it
+%getitem    = getitem(%evict, 1)                                 the placeholder of %b until the backward
+%recompute  = recompute("forward.3:0", %c, %a, %b)               it is the storage of %c, which a repeated call computed
+%getitem_1  = getitem(%recompute, 1)                             the value that %b is the placeholder of
 """
 
 from __future__ import annotations
@@ -34,27 +36,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
+from chunkc.ir.items import MovedId, SavedStorage
 from chunkc.ir.layout import Chunk
-from chunkc.ir.plan import ARRIVE, EVICT, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK
 
 
 def _never_called(name: str) -> NoReturn:
     raise AssertionError(f"{name} is lowered by the runtime and never called")
 
 
-def prefetch(chunk: Chunk, link: str) -> None:
+def prefetch(item: MovedId, link: str, *nbytes_and_stand_ins: object) -> None:
     _never_called("prefetch")
 
 
-def wait(chunk: Chunk, link: str) -> None:
+def wait(item: MovedId, link: str, *prefetched: object) -> None:
     _never_called("wait")
 
 
-def evict(chunk: Chunk) -> None:
+def evict(item: MovedId, *values: object) -> None:
     _never_called("evict")
 
 
-def write_back(chunk: Chunk, link: str) -> None:
+def write_back(item: MovedId, link: str, *nbytes_and_values: object) -> None:
     _never_called("write_back")
 
 
@@ -74,28 +77,8 @@ def update(group: int, begin: int, end: int, stage: int = 0, num_stages: int = 1
     _never_called("update")
 
 
-def offload(storage: str, link: str, nbytes: int, *values: object) -> None:
-    _never_called("offload")
-
-
-def leave(storage: str, link: str, *values: object) -> None:
-    _never_called("leave")
-
-
-def reload(storage: str, link: str, nbytes: int, *stand_ins: object) -> None:
-    _never_called("reload")
-
-
-def arrive(storage: str, link: str, reloaded: object) -> None:
-    _never_called("arrive")
-
-
-def forget(storage: str, *values: object) -> None:
-    _never_called("forget")
-
-
-def again(storage: str, made: object, *stand_ins: object) -> None:
-    _never_called("again")
+def recompute(storage: SavedStorage, made: object, *stand_ins: object) -> None:
+    _never_called("recompute")
 
 
 EVENT_TARGETS: dict[str, Callable[..., None]] = {
@@ -103,8 +86,4 @@ EVENT_TARGETS: dict[str, Callable[..., None]] = {
     WAIT: wait,
     EVICT: evict,
     WRITE_BACK: write_back,
-    OFFLOAD: offload,
-    LEAVE: leave,
-    RELOAD: reload,
-    ARRIVE: arrive,
 }

@@ -36,7 +36,7 @@ class TimedEvent:
     Attributes:
         stream: of `STREAMS`, another link (see `chunkc.ir.links`), or `HOST_UPDATES`.
         kind: `call` (a segment), `update` (the optimizer's, of a part of a chunk group), `prefetch`, `write_back`,
-            `reload` and `offload` (of saved storages), or `stall` (the computation waits for a copy).
+            or `stall` (the computation waits for a copy).
         name: the call, or the chunk or storage that moves (or is waited for).
         start_s, end_s: seconds from the beginning of the step.
         nbytes: copied; of an update, the bytes it reads and writes where it runs; else 0.

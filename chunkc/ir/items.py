@@ -23,6 +23,10 @@ class SavedStorage:
     def __str__(self) -> str:
         return self.name
 
+    def __repr__(self) -> str:
+        """Return the name in quotes, as a `Chunk` does."""
+        return repr(self.name)
+
     def __lt__(self, other: object) -> bool:
         return self.name < str(other)
 

@@ -11,10 +11,7 @@ from chunkc.ir.layout import GRAD, Chunk
 from chunkc.ir.program import UPDATE
 
 PREFETCH, WAIT, EVICT, WRITE_BACK = "prefetch", "wait", "evict", "write_back"
-"""Kinds of events of a chunk."""
-
-OFFLOAD, LEAVE, RELOAD, ARRIVE = "offload", "leave", "reload", "arrive"
-"""Kinds of events of a storage that a forward saves for its backward."""
+"""Kinds of events."""
 
 
 @dataclass(frozen=True)
@@ -25,10 +22,8 @@ class Event:
     wait: hold the computation until the item's copy on that link is done.
     write_back: start to copy the slot home.
     evict: give the slot back.
-    offload: start to copy a saved storage home.
-    leave: hold the computation until that copy is done, and give the storage back.
-    reload: take room for it in the backward, and start to fill it from home.
-    arrive: hold the computation until that copy is done.
+
+    The slot of a saved storage is its own memory; in the backward, the memory that it comes back to.
 
     Attributes:
         link: queue of the copy (see `chunkc.ir.links`); empty if there is none.

@@ -18,7 +18,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import MovedId
 from chunkc.ir.layout import CASTS, GRAD, PARAM, Chunk
 from chunkc.ir.links import GATHER, INWARD, LINKS, QUEUES
-from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, PREFETCH, RELOAD, WAIT, WRITE_BACK, Event, PhasePlan
+from chunkc.ir.plan import PREFETCH, WAIT, WRITE_BACK, Event, PhasePlan
 from chunkc.ir.program import BACKWARD, UPDATE
 
 RESIDENT_UPDATE = "update of what stays"
@@ -140,10 +140,10 @@ def _replay(
                 update_on_host(group, home_free, UPDATE)
         for index, stop in enumerate(phase.stops):
             for place, event in enumerate(stop):
-                if event.kind in (WAIT, LEAVE, ARRIVE):
+                if event.kind == WAIT:
                     wait("stall", str(event.item), done.get(event.item, 0.0), phase.phase)
                 if not isinstance(event.item, Chunk):
-                    if event.kind in (OFFLOAD, RELOAD):
+                    if event.kind in (PREFETCH, WRITE_BACK):
                         copy(event, phase.phase)
                     continue
                 kind, group = event.item.kind, event.item.group
@@ -183,8 +183,8 @@ def step_time(events: Sequence[TimedEvent]) -> StepTime:
     return StepTime(
         total=max((event.end_s for event in events if event.stream == COMPUTE), default=0.0),
         compute=busy("call"),
-        to_device=busy(PREFETCH, RELOAD, streams=QUEUES),
-        to_home=busy(WRITE_BACK, OFFLOAD, streams=QUEUES),
+        to_device=busy(PREFETCH, streams=QUEUES),
+        to_home=busy(WRITE_BACK, streams=QUEUES),
         optimizer=busy("update"),
         stall=busy("stall"),
     )

@@ -22,19 +22,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import Item, ItemId, MovedId, SavedStorage
-from chunkc.ir.plan import (
-    ARRIVE,
-    EVICT,
-    LEAVE,
-    OFFLOAD,
-    PREFETCH,
-    RELOAD,
-    WAIT,
-    WRITE_BACK,
-    Event,
-    Position,
-)
+from chunkc.ir.items import Item, ItemId, MovedId
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Position
 from chunkc.passes.planning.copy_scheduling import Interval, schedule_copies
 
 NEVER = sys.maxsize
@@ -191,21 +180,15 @@ def _emit(
     prefetches: list[list[Event]] = [[] for _ in range(num_positions + 1)]
     waits: list[list[Event]] = [[] for _ in range(num_positions + 1)]
     for interval in intervals:
-        chunk, item = interval.item, items[interval.item]
+        moved, item = interval.item, items[interval.item]
         nbytes, back, home = item.nbytes, item.way_back.link, item.way_home.link
-        if isinstance(chunk, SavedStorage):
-            if interval.loads:
-                prefetches[interval.start].append(Event(RELOAD, chunk, nbytes, back))
-                waits[interval.first].append(Event(ARRIVE, chunk, nbytes, back))
-            else:
-                write_backs[interval.last + 1].append(Event(OFFLOAD, chunk, nbytes, home))
-                evictions[interval.end].append(Event(LEAVE, chunk, nbytes, home))
-            continue
         inward, outward = (way.moved_nbytes(nbytes) for way in (item.way_back, item.way_home))
-        prefetches[interval.start].append(Event(PREFETCH, chunk, inward, back))
-        waits[interval.first].append(Event(WAIT, chunk, inward, back))
+        if interval.loads:
+            prefetches[interval.start].append(Event(PREFETCH, moved, inward, back))
+            waits[interval.first].append(Event(WAIT, moved, inward, back))
         if interval.dirty:
-            write_backs[interval.last + 1].append(Event(WRITE_BACK, chunk, outward, home))
-            evictions[interval.end].append(Event(WAIT, chunk, outward, home))
-        evictions[interval.end].append(Event(EVICT, chunk, nbytes))
+            write_backs[interval.last + 1].append(Event(WRITE_BACK, moved, outward, home))
+            evictions[interval.end].append(Event(WAIT, moved, outward, home))
+        if interval.end > interval.first:  # else the calls hold a saved storage that is back
+            evictions[interval.end].append(Event(EVICT, moved, nbytes))
     return tuple((*w, *e, *p, *r) for w, e, p, r in zip(write_backs, evictions, prefetches, waits))

@@ -12,7 +12,7 @@ from torch import fx, nn
 from chunkc.ir import chunk_ops
 from chunkc.ir.items import SavedStorage
 from chunkc.ir.layout import GRAD, Chunk, ChunkLayout
-from chunkc.ir.plan import LEAVE, OFFLOAD, RELOAD, Event, PhasePlan, Tile
+from chunkc.ir.plan import EVICT, WAIT, Event, PhasePlan, Tile
 from chunkc.ir.program import FORWARD, PhaseProgram, SegmentCall
 from chunkc.torch_private.aot import LazyGraphModule
 
@@ -124,12 +124,12 @@ class _Saved:
     """The nodes of storages that are offloaded or recomputed between the phases.
 
     Attributes:
-        left: storage -> the node that gives it up.
+        left: storage -> the node that evicts it.
     """
 
     def __init__(self, graph: fx.Graph, program: PhaseProgram, values: dict[str, fx.Node]) -> None:
         self._graph, self._program, self._values = graph, program, values
-        self._reloaded: dict[str, fx.Node] = {}
+        self._copies: dict[str, fx.Node] = {}
         self.left: dict[str, fx.Node] = {}
         self._made: set[str] = set()
 
@@ -140,29 +140,29 @@ class _Saved:
             if self._program.phase == FORWARD:
                 if names and storage not in self.left and all(name in self._values for name in names):
                     held = tuple(self._values[name] for name in names)
-                    self.left[storage] = _node(self._graph, chunk_ops.forget, storage, *held)
+                    self.left[storage] = _node(self._graph, chunk_ops.evict, SavedStorage(storage), *held)
             elif names and storage not in self._made:
                 self._made.add(storage)
                 made = self._values[call.outputs[call.output_storages.index(storage)]]
                 held = tuple(self._values[name] for name in names)
-                node = _node(self._graph, chunk_ops.again, storage, made, *held)
-                for index, name in enumerate(names):
-                    self._values[name] = _node(self._graph, operator.getitem, node, index)
+                self._back(_node(self._graph, chunk_ops.recompute, SavedStorage(storage), made, *held), names)
 
     def insert(self, event: Event) -> None:
-        storage, graph, values = str(event.item), self._graph, self._values
-        names = self._program.copied[storage]
-        held, target = tuple(values[name] for name in names), chunk_ops.EVENT_TARGETS[event.kind]
-        if event.kind == OFFLOAD:
-            _node(graph, target, storage, event.link, event.nbytes, *held)
-        elif event.kind == LEAVE:
-            self.left[storage] = _node(graph, target, storage, event.link, *held)
-        elif event.kind == RELOAD:
-            self._reloaded[storage] = _node(graph, target, storage, event.link, event.nbytes, *held)
+        storage, names = str(event.item), self._program.copied[str(event.item)]
+        held, target = tuple(self._values[name] for name in names), chunk_ops.EVENT_TARGETS[event.kind]
+        if event.kind == EVICT:
+            self.left[storage] = _node(self._graph, target, event.item, *held)
+        elif event.kind != WAIT:
+            self._copies[storage] = _node(self._graph, target, event.item, event.link, event.nbytes, *held)
+        elif self._program.phase == FORWARD:
+            _node(self._graph, target, event.item, event.link)
         else:
-            arrived = _node(graph, target, storage, event.link, self._reloaded[storage])
-            for index, name in enumerate(names):
-                values[name] = _node(graph, operator.getitem, arrived, index)
+            self._back(_node(self._graph, target, event.item, event.link, self._copies[storage]), names)
+
+    def _back(self, node: fx.Node, names: Sequence[str]) -> None:
+        """Take the values of a storage from the node that yields them."""
+        for index, name in enumerate(names):
+            self._values[name] = _node(self._graph, operator.getitem, node, index)
 
 
 def _events(

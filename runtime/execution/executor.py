@@ -19,10 +19,11 @@ from torch import fx
 
 from chunkc.ir import chunk_ops
 from chunkc.ir.errors import ChunkcError
+from chunkc.ir.items import SavedStorage
 from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import Tile
 from chunkc.runtime.execution.run import Instruction, Measurement, Registers, Run
-from chunkc.runtime.execution.saved_instructions import SAVED_OPS, lower_saved
+from chunkc.runtime.execution.saved_instructions import lower_saved
 
 Segment = Callable[[list[Any]], Sequence[Any]]
 
@@ -260,6 +261,8 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
                     chunks=tuple(dict.fromkeys(chunk_of[a] for a in args if a in chunk_of)),
                 )
             )
+        elif _is_of_saved(node):
+            instructions.append(lower_saved(node, register, last_reader))
         elif node.op == "call_function" and node.target in _EVENTS:
             instructions.append(_EVENTS[node.target](*args))
         elif node.target is chunk_ops.parameter:
@@ -269,8 +272,6 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
             name, chunk, source, owned = args
             last = last_reader[source] is node
             instructions.append(_Sink(name, chunk, register[source], bool(owned) and last, last))
-        elif node.target in SAVED_OPS:
-            instructions.append(lower_saved(node, register, last_reader))
         elif node.target is chunk_ops.settle:
             instructions.append(_GradientsComplete(*args))
         elif node.target is chunk_ops.update:
@@ -288,4 +289,13 @@ def lower(graph: fx.Graph, segments: Mapping[str, Segment]) -> Executable:
 
 
 def _has_value(node: fx.Node) -> bool:
-    return node.op == "placeholder" or node.target in (operator.getitem, chunk_ops.parameter, chunk_ops.reload)
+    return (
+        node.op == "placeholder"
+        or node.target in (operator.getitem, chunk_ops.parameter)
+        or (node.target is chunk_ops.prefetch and _is_of_saved(node))
+    )
+
+
+def _is_of_saved(node: fx.Node) -> bool:
+    """Whether it is a chunk node on a storage that a forward saves."""
+    return bool(node.args) and isinstance(node.args[0], SavedStorage)

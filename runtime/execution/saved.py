@@ -207,6 +207,10 @@ class SavedValues:
             self._kept = []
         return [value for value, _ in kept]
 
+    def is_copied(self, storage: str) -> bool:
+        """Whether a copy of the storage home has begun."""
+        return storage in self._region_of
+
     def note(self, storage: str, values: Sequence[torch.Tensor]) -> None:
         """Note the geometry of values in their storage."""
         self._geometry[storage] = _StorageGeometry.of(values)

@@ -6,8 +6,7 @@ computation writes them.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +18,12 @@ from chunkc.runtime.execution.run import Instruction, Registers, Run
 from chunkc.runtime.execution.saved import SavedValues
 from chunkc.runtime.store.slots import fill_with_nan
 
-SAVED_OPS = frozenset(
-    {chunk_ops.offload, chunk_ops.leave, chunk_ops.reload, chunk_ops.arrive, chunk_ops.forget, chunk_ops.again}
-)
-"""Chunk nodes that become instructions of this module."""
-
 Targets = tuple[tuple[int, int], ...]
 """Pairs (register, index of one of a storage's values)."""
 
 
 @dataclass(frozen=True)
-class Offload:
+class SavedWriteBack:
     """Start to copy a storage home."""
 
     storage: str
@@ -45,30 +39,28 @@ class Offload:
 
 
 @dataclass(frozen=True)
-class Leave:
-    """Replace an offloaded storage's values by stand-ins, after its copy home."""
+class SavedEvict:
+    """Replace a storage's values by stand-ins: the backward gets them from home, or recomputes them."""
 
     storage: str
     sources: tuple[int, ...]
+    cleared: tuple[int, ...]
     targets: Targets
 
     def __call__(self, registers: Registers, run: Run) -> None:
-        _hold_for(self.storage, run)
         run.store.tier.enqueue(self._replace, registers, _saved(run), run.store.slots.debug)
 
     def _replace(self, registers: Registers, saved: SavedValues, debug: bool) -> None:
-        if debug:
+        if not saved.is_copied(self.storage):
+            saved.note(self.storage, [registers[index] for index in self.sources])
+        elif debug:
             value = registers[self.sources[0]]
             fill_with_nan(torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage()))
-        for index in self.sources:
-            registers[index] = None
-        stand_ins = saved.stand_ins(self.storage)
-        for index, position in self.targets:
-            registers[index] = stand_ins[position]
+        _exchange(registers, self.cleared, self.targets, saved.stand_ins(self.storage))
 
 
 @dataclass(frozen=True)
-class Reload:
+class SavedPrefetch:
     """Start to copy an offloaded storage back into a new buffer."""
 
     storage: str
@@ -88,63 +80,42 @@ class Reload:
 
 
 @dataclass(frozen=True)
-class Arrive:
-    """Make the values of a reloaded storage, after its copy."""
+class SavedWait:
+    """Let computation wait for the copy of a storage that is under way, in or out.
+
+    Attributes:
+        values: makes the storage's values after a copy back; None after one home.
+    """
 
     storage: str
-    source: int
-    targets: Targets
+    values: MakeValues | None
 
     def __call__(self, registers: Registers, run: Run) -> None:
         _hold_for(self.storage, run)
-        run.store.tier.enqueue(self._take, registers, _saved(run))
-
-    def _take(self, registers: Registers, saved: SavedValues) -> None:
-        values = saved.values(self.storage, registers[self.source])
-        registers[self.source] = None
-        for index, position in self.targets:
-            registers[index] = values[position]
+        if self.values is not None:
+            self.values(registers, run)
 
 
 @dataclass(frozen=True)
-class Forget:
-    """Replace a storage's values by stand-ins: the backward recomputes them."""
+class MakeValues:
+    """Make the saved values of a storage that has come back, or that the backward has recomputed.
 
-    storage: str
-    sources: tuple[int, ...]
-    cleared: tuple[int, ...]
-    targets: Targets
-
-    def __call__(self, registers: Registers, run: Run) -> None:
-        run.store.tier.enqueue(self._forget, registers, _saved(run))
-
-    def _forget(self, registers: Registers, saved: SavedValues) -> None:
-        saved.note(self.storage, [registers[index] for index in self.sources])
-        for index in self.cleared:
-            registers[index] = None
-        stand_ins = saved.stand_ins(self.storage)
-        for index, position in self.targets:
-            registers[index] = stand_ins[position]
-
-
-@dataclass(frozen=True)
-class Again:
-    """Make the saved values of a storage that the backward has recomputed."""
+    Attributes:
+        source: register of the buffer that it came back to, or of a recomputed value that lies in it.
+    """
 
     storage: str
     source: int
+    recomputed: bool
     cleared: tuple[int, ...]
     targets: Targets
 
     def __call__(self, registers: Registers, run: Run) -> None:
-        run.store.tier.enqueue(self._take, registers, _saved(run))
+        run.store.tier.enqueue(self._make, registers, _saved(run))
 
-    def _take(self, registers: Registers, saved: SavedValues) -> None:
-        values = saved.recomputed(self.storage, registers[self.source])
-        for index in self.cleared:
-            registers[index] = None
-        for index, position in self.targets:
-            registers[index] = values[position]
+    def _make(self, registers: Registers, saved: SavedValues) -> None:
+        make = saved.recomputed if self.recomputed else saved.values
+        _exchange(registers, self.cleared, self.targets, make(self.storage, registers[self.source]))
 
 
 def _saved(run: Run) -> SavedValues:
@@ -153,33 +124,39 @@ def _saved(run: Run) -> SavedValues:
 
 
 def _hold_for(storage: str, run: Run) -> None:
-    start_s = time.perf_counter()
-    run.store.tier.hold_for(_saved(run).under_way.pop(storage))
-    run.store.slots.traffic.wait_s += time.perf_counter() - start_s
+    run.store.slots.hold_for(_saved(run).under_way.pop(storage))
+
+
+def _exchange(registers: Registers, cleared: Iterable[int], targets: Targets, values: Sequence[torch.Tensor]) -> None:
+    """Clear registers that nothing reads any more, and fill others with a storage's values, or their stand-ins."""
+    for index in cleared:
+        registers[index] = None
+    for index, position in targets:
+        registers[index] = values[position]
 
 
 def lower_saved(node: fx.Node, register: Mapping[fx.Node, int], last_reader: Mapping[fx.Node, fx.Node]) -> Instruction:
-    """Lower a node of `SAVED_OPS` to its instruction.
+    """Lower a chunk node on a saved storage to its instruction.
 
     Args:
         register: by node that has a value.
         last_reader: by node that another node reads.
     """
     args: Any = node.args
+    storage, rest = str(args[0]), args[1:]
     targets: Any = tuple(
         (register[user], user.args[1]) for user in node.users if user in last_reader and user in register
     )
     cleared = tuple(register[source] for source in node.all_input_nodes if last_reader[source] is node)
-    if node.target is chunk_ops.forget:
-        return Forget(args[0], tuple(register[value] for value in args[1:]), cleared, targets)
-    if node.target is chunk_ops.again:
-        return Again(args[0], register[args[1]], cleared, targets)
-    storage, link, *rest = args
-    if node.target is chunk_ops.offload:
-        nbytes, *values = rest
-        return Offload(storage, link, nbytes, tuple(register[value] for value in values))
-    if node.target is chunk_ops.leave:
-        return Leave(storage, tuple(register[value] for value in rest), targets)
-    if node.target is chunk_ops.reload:
-        return Reload(storage, link, rest[0], register[node])
-    return Arrive(storage, register[rest[0]], targets)
+    if node.target is chunk_ops.evict:
+        return SavedEvict(storage, tuple(register[value] for value in rest), cleared, targets)
+    if node.target is chunk_ops.recompute:
+        return MakeValues(storage, register[rest[0]], True, cleared, targets)
+    if node.target is chunk_ops.wait:
+        values = MakeValues(storage, register[rest[1]], False, cleared, targets) if rest[1:] else None
+        return SavedWait(storage, values)
+    link, nbytes, *values = rest
+    if node.target is chunk_ops.write_back:
+        return SavedWriteBack(storage, link, nbytes, tuple(register[value] for value in values))
+    assert node.target is chunk_ops.prefetch, node.format_node()
+    return SavedPrefetch(storage, link, nbytes, register[node])

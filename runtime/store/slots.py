@@ -274,12 +274,16 @@ class ChunkSlots:
         """Make later computation start after the copy under way, in or out; the chunk can be read then."""
         slot = self.slot(chunk)
         if slot.copy is not None:
-            start_s = time.perf_counter()
-            self.tier.hold_for(slot.copy)
+            self.hold_for(slot.copy)
             slot.copy = None
-            self.traffic.wait_s += time.perf_counter() - start_s
         if slot.state in (ChunkState.PREFETCHING, ChunkState.EVICTING):
             slot.state = advance(chunk, slot.state, ChunkState.HOLD)
+
+    def hold_for(self, copy: Mark) -> None:
+        """Make later computation start after a copy, and count the seconds for which the host waits."""
+        start_s = time.perf_counter()
+        self.tier.hold_for(copy)
+        self.traffic.wait_s += time.perf_counter() - start_s
 
     def await_home(self, chunk: Chunk) -> None:
         """Block the host until the chunk's home is as all that was enqueued so far leaves it.

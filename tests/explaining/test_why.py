@@ -111,7 +111,7 @@ def test_saved_values() -> None:
     assert away.step_time_s > kept.step_time_s.total
     home = asked("0.4", activations="offload").why
     assert "goes home between forward and backward" in home.chosen[-1]
-    assert {"copied home", "let go", "fetched", "needed"} == {
+    assert {"copied home", "home", "let go", "fetched", "needed"} == {
         one.what for one in home.happenings if one.item.startswith("forward")
     }
 

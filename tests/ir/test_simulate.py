@@ -25,19 +25,7 @@ from chunkc.ir.links import (
     LinkSpec,
     host_links,
 )
-from chunkc.ir.plan import (
-    ARRIVE,
-    EVICT,
-    LEAVE,
-    OFFLOAD,
-    PREFETCH,
-    RELOAD,
-    WAIT,
-    WRITE_BACK,
-    Event,
-    Moment,
-    PhasePlan,
-)
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
 from chunkc.ir.simulate import BY_THE_CPU, RESIDENT_UPDATE, HostUpdateTimes, link_nbytes, simulate, step_time, traffic
 
@@ -45,16 +33,13 @@ MACHINE = Hardware(flops_per_s=1.0, memory_bytes_per_s=280.0, links=host_links(1
 """100 bytes a second in, 50 out."""
 
 LINKS = {PREFETCH: TO_DEVICE, WAIT: "", WRITE_BACK: TO_HOME, EVICT: ""}
-SAVED_LINKS = {OFFLOAD: TO_HOME, LEAVE: TO_HOME, RELOAD: TO_DEVICE, ARRIVE: TO_DEVICE}
 
 Stop = Sequence[tuple[str, str, int]]
 
 
 def events_of(stop: Stop) -> tuple[Event, ...]:
     return tuple(
-        Event(kind, SavedStorage(name), nbytes, SAVED_LINKS[kind])
-        if kind in SAVED_LINKS
-        else Event(kind, chunk(name), nbytes, LINKS[kind])
+        Event(kind, chunk(name) if ":" in name else SavedStorage(name), nbytes, LINKS[kind])
         for kind, name, nbytes in stop
     )
 
@@ -66,11 +51,11 @@ def phase(name: str, *stops: Stop) -> PhasePlan:
 
 
 def test_saved_storages_share_the_links_with_chunks_and_are_waited_for() -> None:
-    forward = phase(FORWARD, [], [(OFFLOAD, "a", 100)], [(LEAVE, "a", 100)])
-    backward = phase(BACKWARD, [(RELOAD, "a", 100), (PREFETCH, "param:0", 100), (ARRIVE, "a", 100)], [])
+    forward = phase(FORWARD, [], [(WRITE_BACK, "a", 100)], [(WAIT, "a", 100), (EVICT, "a", 100)])
+    backward = phase(BACKWARD, [(PREFETCH, "a", 100), (PREFETCH, "param:0", 100), (WAIT, "a", 100)], [])
     events = simulate([forward, backward], dict.fromkeys(("forward.0", "forward.1", "backward.0"), 1.0), MACHINE)
-    assert spans(events, TO_HOME) == [(OFFLOAD, "a", 1, 3)]
-    assert spans(events, TO_DEVICE) == [(RELOAD, "a", 3, 4), (PREFETCH, "param:0", 4, 5)]
+    assert spans(events, TO_HOME) == [(WRITE_BACK, "a", 1, 3)]
+    assert spans(events, TO_DEVICE) == [(PREFETCH, "a", 3, 4), (PREFETCH, "param:0", 4, 5)]
     assert [span for span in spans(events, COMPUTE) if span[0] == "stall"] == [
         ("stall", "a", 2, 3),
         ("stall", "a", 3, 4),

@@ -10,7 +10,7 @@ from chunkc.explaining.formats.units import share, short_seconds
 from chunkc.ir.explanation import Explanation
 from chunkc.ir.units import short_nbytes
 
-_COPIES = ("prefetch", "write_back", "reload", "offload")
+_COPIES = ("prefetch", "write_back")
 
 _NBYTES: tuple[tuple[str, Callable[[Explanation], int]], ...] = (
     ("budget", lambda e: e.memory_budget_nbytes),

@@ -53,8 +53,6 @@ EVENT_COLOURS: Mapping[str, str] = {
     "update": "#a463f2",
     "prefetch": "#6cc5b0",
     "write_back": "#efb118",
-    "reload": "#97bbf5",
-    "offload": "#9c6b4e",
     "stall": "#ff725c",
 }
 """Phase of a call, or kind of another event -> colour."""

@@ -13,6 +13,8 @@ from typing import Protocol
 
 from torch import fx
 
+from chunkc.ir.items import SavedStorage
+
 
 class Walk(Protocol):
     """Interface of the walk over the graph: its values, and counts of their bytes."""
@@ -44,6 +46,7 @@ class SavedStorages:
         self._nbytes: dict[str, int] = {}
         self._leaving: dict[str, str] = {}  # storage -> the link of its copy under way
         self._copied: dict[str, str] = {}  # storage -> its name in the walk
+        self._at_home: set[str] = set()  # copied, and waited for
         self._coming: dict[str, str] = {}  # storage -> the link of its copy back
         self._left: set[str] = set()
         self._back: set[str] = set()
@@ -65,9 +68,9 @@ class SavedStorages:
             elif self._walk.storage_of.get(value) in self._copied.values():
                 self._walk.fail("saved", node, f"{value} is read after the copy of its storage began")
 
-    def on_offload(self, node: fx.Node, storage: str, link: str, nbytes: int, *values: fx.Node) -> None:
-        walk = self._walk
-        if storage not in self._offloaded or storage in self._leaving or storage in self._left:
+    def on_write_back(self, node: fx.Node, item: SavedStorage, link: str, nbytes: int, *values: fx.Node) -> None:
+        walk, storage = self._walk, str(item)
+        if storage not in self._offloaded or storage in self._copied:
             walk.fail("saved", node, f"{storage} is not to be offloaded, or is offloaded already")
         if link != self._links["out"]:
             walk.fail("link", node, f"a copy of {storage} home does not go by {link!r}")
@@ -81,19 +84,33 @@ class SavedStorages:
             walk.fail("saved", node, f"{storage} has {storage_nbytes} bytes, but {nbytes} are copied")
         self._leaving[storage] = link
 
-    def on_leave(self, node: fx.Node, storage: str, link: str, *values: fx.Node) -> None:
-        if self._leaving.pop(storage, None) != link:
-            self._walk.fail("saved", node, f"{storage} is released, but no copy of it was under way on {link!r}")
+    def on_wait(self, node: fx.Node, item: SavedStorage, link: str, *prefetched: fx.Node) -> None:
+        storage, copies = str(item), self._coming if prefetched else self._leaving
+        if copies.pop(storage, None) != link:
+            self._walk.fail("saved", node, f"{storage} is waited for, but no copy of it was under way on {link!r}")
+        if prefetched:
+            self._arrive(node, storage, *prefetched)
+        else:
+            self._at_home.add(storage)
+
+    def on_evict(self, node: fx.Node, item: SavedStorage, *values: fx.Node) -> None:
+        walk, storage = self._walk, str(item)
         for value in values:
-            self._walk.read_once(value)
-        if self._walk.holders[self._copied.get(storage, "")]:
-            self._walk.fail("saved", node, f"{storage} is released, but other values still hold it")
+            walk.read_once(value)
+        if storage not in self._offloaded:  # dropped, for the backward to recompute
+            for output in node.users:
+                walk.bind(output, f"dropped:{output.name}", 0)
+            return
+        if storage not in self._at_home or storage in self._left:
+            walk.fail("saved", node, f"{storage} is released, but not after a copy of it")
+        if walk.holders[self._copied.get(storage, "")]:
+            walk.fail("saved", node, f"{storage} is released, but other values still hold it")
         self._left.add(storage)
         for output in node.users:
             self._placeholders[output] = storage
 
-    def on_reload(self, node: fx.Node, storage: str, link: str, nbytes: int, *placeholders: fx.Node) -> None:
-        walk = self._walk
+    def on_prefetch(self, node: fx.Node, item: SavedStorage, link: str, nbytes: int, *placeholders: fx.Node) -> None:
+        walk, storage = self._walk, str(item)
         if storage in self._coming or storage in self._back:
             walk.fail("saved", node, f"{storage} is back already")
         if link != self._links["in"]:
@@ -108,22 +125,16 @@ class SavedStorages:
         walk.hold(storage, 1)
         self._coming[storage] = link
 
-    def on_arrive(self, node: fx.Node, storage: str, link: str, reloaded: fx.Node) -> None:
-        walk = self._walk
-        if self._coming.pop(storage, None) != link or reloaded.args[0] != storage:
-            walk.fail("saved", node, f"{storage} arrives, but no copy of it was under way on {link!r}")
+    def _arrive(self, node: fx.Node, storage: str, prefetched: fx.Node) -> None:
+        walk, prefetched_storage = self._walk, str(prefetched.args[0])
+        if prefetched_storage != storage:
+            walk.fail("saved", node, f"{storage} arrives, but in the room of {prefetched_storage}")
         self._back.add(storage)
         for output in node.users:
             walk.bind(output, storage, self._nbytes.get(storage, 0))
-        walk.hold(str(reloaded.args[0]), -1)
+        walk.hold(prefetched_storage, -1)
 
-    def on_forget(self, node: fx.Node, storage: str, *values: fx.Node) -> None:
-        for value in values:
-            self._walk.read_once(value)
-        for output in node.users:
-            self._walk.bind(output, f"dropped:{output.name}", 0)
-
-    def on_again(self, node: fx.Node, storage: str, computed: fx.Node, *placeholders: fx.Node) -> None:
+    def on_recompute(self, node: fx.Node, item: SavedStorage, computed: fx.Node, *placeholders: fx.Node) -> None:
         walk = self._walk
         for output in node.users:
             walk.bind(output, walk.storage_of[computed], walk.storage_nbytes[walk.storage_of[computed]])

@@ -12,7 +12,7 @@ In both graphs every value is traced to a value of the captured programs, in whi
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch
 from torch import fx
 
 from chunkc.ir import chunk_ops
+from chunkc.ir.items import SavedStorage
 from chunkc.ir.program import FORWARD, PhaseProgram, SegmentCall
 
 ValueId = tuple[str, str]
@@ -85,12 +86,8 @@ class _Tracer:
                 self._call(node)
             elif node.target is chunk_ops.parameter:
                 self._values[node] = ("parameter", str(node.args[1]))
-            elif node.target is chunk_ops.forget:
-                self._forget(node)
-            elif node.target is chunk_ops.again:
-                self._again(node)
-            elif node.target is operator.getitem and node.args[0].target in (chunk_ops.arrive, chunk_ops.leave):
-                self._copied(node)
+            elif node.target in _HANDLERS and isinstance(node.args[0], SavedStorage):
+                _HANDLERS[node.target](self, node, *node.args)
             elif node.op == "output" and self._phase == FORWARD:
                 self._returned(node)
         return self._violations
@@ -177,35 +174,31 @@ class _Tracer:
         for value in self._forward.changing.intersection(call.inputs):
             self._fail(node, f"{value}, which {call.name} has read, has changed since")
 
-    def _forget(self, node: fx.Node) -> None:
-        storage, *values = node.args
-        expected = self._spec.remade.get(str(storage), ())
-        if [self._values.get(value) for value in values] != [(FORWARD, name) for name in expected]:  # type: ignore[arg-type]
-            self._fail(node, f"{storage} is dropped with other values than {list(expected)}")
+    def on_evict(self, node: fx.Node, item: SavedStorage, *values: fx.Node) -> None:
+        """Check what is dropped; of what is offloaded, `SavedStorages` checks when it moves."""
+        expected = self._spec.remade.get(str(item), ())
+        is_dropped = str(item) not in self._spec.offloaded
+        if is_dropped and [self._values.get(value) for value in values] != [(FORWARD, name) for name in expected]:
+            self._fail(node, f"{item} is dropped with other values than {list(expected)}")
         for output in node.users:
-            self._placeholders[output] = (FORWARD, expected[output.args[1]])  # type: ignore[index]
+            self._placeholders[output] = self._identity(values[output.args[1]])  # type: ignore[index]
 
-    def _again(self, node: fx.Node) -> None:
-        storage, computed, *placeholders = node.args
-        value = self._values.get(computed)  # type: ignore[arg-type]
-        if computed not in self._repeated or value is None or self._storage_of.get(value[1]) != storage:
-            self._fail(node, f"{computed} was not recomputed in {storage}")
-        expected = [(FORWARD, name) for name in self._spec.remade.get(str(storage), ())]
-        if [self._placeholders.get(node) for node in placeholders] != expected:  # type: ignore[arg-type]
-            self._fail(node, f"not all placeholders are of values in {storage}")
+    def on_wait(self, node: fx.Node, item: SavedStorage, link: str, *prefetched: fx.Node) -> None:
         for output in node.users:
-            self._values[output] = self._placeholders.get(placeholders[output.args[1]], ("", ""))  # type: ignore[index, arg-type]
+            self._values[output] = self._identity(prefetched[0].args[3:][output.args[1]])  # type: ignore[index, arg-type]
+
+    def on_recompute(self, node: fx.Node, item: SavedStorage, computed: fx.Node, *placeholders: fx.Node) -> None:
+        value = self._values.get(computed)
+        if computed not in self._repeated or value is None or self._storage_of.get(value[1]) != str(item):
+            self._fail(node, f"{computed} was not recomputed in {item}")
+        expected = [(FORWARD, name) for name in self._spec.remade.get(str(item), ())]
+        if [self._placeholders.get(placeholder) for placeholder in placeholders] != expected:
+            self._fail(node, f"not all placeholders are of values in {item}")
+        for output in node.users:
+            self._values[output] = self._placeholders.get(placeholders[output.args[1]], ("", ""))  # type: ignore[index]
 
     def _identity(self, node: fx.Node) -> ValueId:
         return self._values.get(node, self._placeholders.get(node, ("", "")))
-
-    def _copied(self, node: Any) -> None:
-        """Carry an offloaded or reloaded value's identity through its copy; `SavedStorages` checks when it moves."""
-        copy, index = node.args[0], node.args[1]
-        if copy.target is chunk_ops.leave:
-            self._placeholders[node] = self._identity(copy.args[2 + index])
-        else:
-            self._values[node] = self._identity(copy.args[2].args[3 + index])
 
     def _returned(self, node: fx.Node) -> None:
         (values,) = node.args
@@ -220,6 +213,13 @@ class _Tracer:
                 identity != self._value(FORWARD, name) or (value in self._placeholders and not may_be_placeholder)
             ):
                 self._fail(node, f"{value} is returned as {name}")
+
+
+_HANDLERS: Mapping[object, Callable[..., None]] = {
+    chunk_ops.evict: _Tracer.on_evict,
+    chunk_ops.wait: _Tracer.on_wait,
+    chunk_ops.recompute: _Tracer.on_recompute,
+}
 
 
 def _computed(segment: torch.nn.Module, inputs: Sequence[ValueId | None], numbers: dict[Any, int]) -> list[int]:

@@ -32,6 +32,7 @@ from functools import cache
 from torch import fx
 
 from chunkc.ir import chunk_ops, links
+from chunkc.ir.items import SavedStorage
 from chunkc.ir.layout import CASTS, GRAD, PARAM, Chunk, ChunkLayout
 from chunkc.ir.program import SegmentMemory
 from chunkc.ir.updates import update_stages
@@ -143,11 +144,12 @@ class _Checker:
             elif node.op == "call_module":
                 self.call(node)
             elif node.op == "call_function" and node.target is not operator.getitem:
-                handler = _HANDLERS.get(node.target)
+                is_saved = bool(node.args) and isinstance(node.args[0], SavedStorage)
+                handler = (_HANDLERS_OF_SAVED if is_saved else _HANDLERS).get(node.target)
                 if handler is None:
                     self.fail("state", node, f"{node.target} is not a chunk operation")
                 else:
-                    handler(self, node, *node.args)
+                    handler(self.saved if is_saved else self, node, *node.args)
             if node.op not in ("placeholder", "output"):
                 self.check_budget(node)
 
@@ -341,12 +343,14 @@ _HANDLERS: Mapping[object, Callable[..., None]] = {
     chunk_ops.sink: _Checker.on_sink,
     chunk_ops.settle: _Checker.on_settle,
     chunk_ops.update: _Checker.on_update,
-    chunk_ops.offload: lambda checker, *args: checker.saved.on_offload(*args),
-    chunk_ops.leave: lambda checker, *args: checker.saved.on_leave(*args),
-    chunk_ops.reload: lambda checker, *args: checker.saved.on_reload(*args),
-    chunk_ops.arrive: lambda checker, *args: checker.saved.on_arrive(*args),
-    chunk_ops.forget: lambda checker, *args: checker.saved.on_forget(*args),
-    chunk_ops.again: lambda checker, *args: checker.saved.on_again(*args),
+}
+
+_HANDLERS_OF_SAVED: Mapping[object, Callable[..., None]] = {
+    chunk_ops.prefetch: SavedStorages.on_prefetch,
+    chunk_ops.wait: SavedStorages.on_wait,
+    chunk_ops.write_back: SavedStorages.on_write_back,
+    chunk_ops.evict: SavedStorages.on_evict,
+    chunk_ops.recompute: SavedStorages.on_recompute,
 }
 
 

@@ -12,17 +12,18 @@ from torch import fx
 from verify_cases import HARDWARE, HUGE, LAYOUT, MEMORIES, MODULES, Case, backward_program, forward_program
 
 from chunkc.ir import chunk_ops
+from chunkc.ir.items import SavedStorage
 from chunkc.ir.links import FROM_DISK, TO_DISK
-from chunkc.ir.plan import ARRIVE, LEAVE, OFFLOAD, RELOAD
+from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK
 from chunkc.passes.memory.profile import positions
 from chunkc.passes.planning.offload import Saved, with_offloaded
 from chunkc.passes.planning.residency import check_minimum
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.rewrite.insert import insert_events
 
-FIRST, SECOND = "forward.0:0", "forward.1:0"
-SAVED = (Saved(FIRST, 100, 1, 2), Saved(SECOND, 100, 2, 1))
-AWAY = frozenset({FIRST, SECOND})
+FIRST, SECOND = SavedStorage("forward.0:0"), SavedStorage("forward.1:0")
+SAVED = (Saved(FIRST.name, 100, 1, 2), Saved(SECOND.name, 100, 2, 1))
+AWAY = frozenset({FIRST.name, SECOND.name})
 
 
 def step_case(phase: str, spare: int = 0) -> Case:
@@ -69,10 +70,10 @@ def test_with_room_copies_are_spread_and_with_none_they_are_waited_for_at_once()
 
     def stops(spare: int) -> list[tuple[int, int]]:
         found = []
-        for phase, begin, end in (("forward", OFFLOAD, LEAVE), ("backward", RELOAD, ARRIVE)):
+        for phase, begin, end in (("forward", WRITE_BACK, EVICT), ("backward", PREFETCH, WAIT)):
             line = next(p for p in step_case(phase, spare).plan.phases if p.phase == phase).stops
             for storage in (FIRST, SECOND):
-                at = {e.kind: i for i, stop in enumerate(line) for e in stop if str(e.item) == storage}
+                at = {e.kind: i for i, stop in enumerate(line) for e in stop if e.item == storage}
                 found.append((at[begin], at[end]))
         return found
 
@@ -84,28 +85,33 @@ def test_with_room_copies_are_spread_and_with_none_they_are_waited_for_at_once()
 Sabotage = Callable[[Case], Any]
 BY_RULE: dict[tuple[str, str], dict[str, Sabotage]] = {
     ("saved", "forward"): {
-        "one_that_stays_leaves": lambda c: c.options.update(offloaded=frozenset({FIRST})),
+        "one_that_stays_leaves": lambda c: c.options.update(offloaded=frozenset({FIRST.name})),
         "one_that_leaves_stays": lambda c: c.options.update(offloaded=AWAY | {"forward.2:0"}),
-        "it_is_copied_before_its_last_reader": lambda c: c.call("forward.1").prepend(c.the(OFFLOAD, FIRST)),
-        "it_is_given_up_without_a_copy": lambda c: c.erase(OFFLOAD, FIRST),
-        "it_is_given_up_before_its_copy": lambda c: c.the(OFFLOAD, FIRST).prepend(c.the(LEAVE, FIRST)),
-        "it_leaves_twice": lambda c: again(c, c.the(OFFLOAD, FIRST)),
-        "only_a_part_of_it_is_copied": lambda c: change(c.the(OFFLOAD, FIRST), nbytes=99),
+        "it_is_copied_before_its_last_reader": lambda c: c.call("forward.1").prepend(c.the(WRITE_BACK, FIRST)),
+        "it_is_given_up_without_a_copy": lambda c: c.erase(WRITE_BACK, FIRST),
+        "it_is_waited_for_before_its_copy": lambda c: c.the(WRITE_BACK, FIRST).prepend(c.the(WAIT, FIRST)),
+        "it_is_given_up_before_its_copy_is_done": lambda c: c.the(WAIT, FIRST).prepend(c.the(EVICT, FIRST)),
+        "it_is_given_up_without_waiting": lambda c: c.erase(WAIT, FIRST),
+        "it_is_given_up_twice": lambda c: again(c, c.the(EVICT, FIRST)),
+        "it_leaves_twice": lambda c: again(c, c.the(WRITE_BACK, FIRST)),
+        "its_copy_is_waited_for_twice": lambda c: again(c, c.the(WAIT, FIRST)),
+        "only_a_part_of_it_is_copied": lambda c: change(c.the(WRITE_BACK, FIRST), nbytes=99),
+        "another_link_is_waited_for": lambda c: change(c.the(WAIT, FIRST), link=TO_DISK),
     },
     ("link", "forward"): {
-        "it_goes_home_by_another_link": lambda c: change(c.the(OFFLOAD, FIRST), link=TO_DISK),
+        "it_goes_home_by_another_link": lambda c: change(c.the(WRITE_BACK, FIRST), link=TO_DISK),
     },
     ("saved", "backward"): {
-        "it_is_waited_for_twice": lambda c: again(c, c.the(ARRIVE, FIRST)),
-        "another_one_arrives_in_its_place": lambda c: change(c.the(ARRIVE, FIRST), storage=SECOND),
-        "it_comes_back_twice": lambda c: again(c, c.the(RELOAD, FIRST)),
-        "it_has_too_little_room": lambda c: change(c.the(RELOAD, FIRST), nbytes=60),
+        "it_is_waited_for_twice": lambda c: again(c, c.the(WAIT, FIRST)),
+        "another_one_arrives_in_its_place": lambda c: change(c.the(WAIT, FIRST), storage=SECOND),
+        "it_comes_back_twice": lambda c: again(c, c.the(PREFETCH, FIRST)),
+        "it_has_too_little_room": lambda c: change(c.the(PREFETCH, FIRST), nbytes=60),
     },
     ("link", "backward"): {
-        "it_comes_back_by_another_link": lambda c: change(c.the(RELOAD, FIRST), link=FROM_DISK),
+        "it_comes_back_by_another_link": lambda c: change(c.the(PREFETCH, FIRST), link=FROM_DISK),
     },
     ("budget", "backward"): {  # all at the very beginning, where the plan has just the room for one call
-        "it_comes_back_while_there_is_no_room": lambda c: c.call("backward.0").prepend(c.the(RELOAD, FIRST)),
+        "it_comes_back_while_there_is_no_room": lambda c: c.call("backward.0").prepend(c.the(PREFETCH, FIRST)),
     },
 }
 SABOTAGES: dict[str, tuple[str, str, Sabotage]] = {
@@ -139,51 +145,53 @@ def change(node: fx.Node, **arguments: Any) -> None:
 @sabotage("saved", "forward")
 def it_is_returned_as_well(c: Case) -> None:
     output = next(iter(reversed(c.graph.nodes)))
-    value = c.the(LEAVE, FIRST).args[2]
+    value = c.the(EVICT, FIRST).args[1]
     output.args = ((*output.args[0], value),)
 
 
 @sabotage("saved", "forward")
 def another_storage_is_copied_for_it(c: Case) -> None:
-    one, other = c.the(OFFLOAD, FIRST), c.the(LEAVE, SECOND).args[2]
+    one, other = c.the(WRITE_BACK, FIRST), c.the(EVICT, SECOND).args[1]
     one.args = (*one.args, other)
     c.call("forward.2").append(one)
-    one.append(c.the(LEAVE, FIRST))
+    one.append(c.the(EVICT, FIRST))
+    one.append(c.the(WAIT, FIRST))
 
 
 @sabotage("saved", "forward")
 def nothing_stands_for_it(c: Case) -> None:
-    output, left = next(iter(reversed(c.graph.nodes))), c.the(LEAVE, FIRST)
+    output, left = next(iter(reversed(c.graph.nodes))), c.the(EVICT, FIRST)
     output.args = (tuple(value for value in output.args[0] if value not in left.users),)
 
 
 @sabotage("end", "forward")
 def it_is_never_waited_for(c: Case) -> None:
-    left = c.the(LEAVE, FIRST)
+    left = c.the(EVICT, FIRST)
     for user in list(left.users):
-        user.replace_all_uses_with(left.args[2])
+        user.replace_all_uses_with(left.args[1])
         c.graph.erase_node(user)
     c.graph.erase_node(left)
+    c.erase(WAIT, FIRST)
 
 
 @sabotage("saved", "backward")
 def it_is_read_without_a_copy(c: Case) -> None:
-    arrived = c.the(ARRIVE, FIRST)
+    arrived = c.the(WAIT, FIRST)
     (value,) = arrived.users
-    (stand_in,) = c.the(RELOAD, FIRST).args[3:]
+    (stand_in,) = c.the(PREFETCH, FIRST).args[3:]
     value.replace_all_uses_with(stand_in)
 
 
 @sabotage("saved", "backward")
 def it_comes_back_from_what_stands_for_another(c: Case) -> None:
-    one, other = c.the(RELOAD, FIRST), c.the(RELOAD, SECOND)
+    one, other = c.the(PREFETCH, FIRST), c.the(PREFETCH, SECOND)
     one.args, other.args = (*one.args[:3], *other.args[3:]), (*other.args[:3], *one.args[3:])
 
 
 @sabotage("end", "backward")
 def it_comes_back_and_never_arrives(c: Case) -> None:
-    node = c.the(RELOAD, FIRST)
-    last = c.the(ARRIVE, FIRST)
+    node = c.the(PREFETCH, FIRST)
+    last = c.the(WAIT, FIRST)
     (value,) = last.users
     (stand_in,) = node.args[3:]
     value.replace_all_uses_with(stand_in)
@@ -205,9 +213,9 @@ def test_the_forward_gives_stand_ins_and_the_backward_takes_them() -> None:
     c = step_case("forward")
     returned = next(iter(reversed(c.graph.nodes))).args[0]
     kinds = [getattr(v.args[0], "target", None) if v.target is operator.getitem else None for v in returned]
-    assert kinds[2:4] == [chunk_ops.leave] * 2
+    assert kinds[2:4] == [chunk_ops.evict] * 2
     assert [v.args[0].args[0] for v in returned[2:4]] == [SECOND, FIRST]
-    assert returned[1].args[0].target != chunk_ops.leave
+    assert returned[1].args[0].target != chunk_ops.evict
 
 
 def test_what_must_stay_is_no_candidate() -> None:

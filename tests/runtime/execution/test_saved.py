@@ -15,7 +15,7 @@ import torch
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.runtime.execution.saved import STAND_IN, SavedRoom, SavedValues, saved_values
-from chunkc.runtime.execution.saved_instructions import Offload, Reload
+from chunkc.runtime.execution.saved_instructions import SavedPrefetch, SavedWriteBack
 from chunkc.runtime.storage.homes import DiskHome, Home, MemoryHome
 
 
@@ -130,10 +130,10 @@ def test_copies_come_after_the_computation_so_far() -> None:
     value = torch.zeros(8)
     run = run_behind(lambda: value.fill_(1), buffer=value)
     registers: list[Any] = [value, None]
-    Offload("s", "home", value.nbytes, sources=(0,))(registers, run)
+    SavedWriteBack("s", "home", value.nbytes, sources=(0,))(registers, run)
     assert torch.equal(value, torch.ones(8))
     value.zero_()
     run.store.tier.mark = lambda: [SimpleNamespace(wait=lambda: value.fill_(2))]  # the former user of its memory
-    Reload("s", "device", value.nbytes, target=1)(registers, run)
+    SavedPrefetch("s", "device", value.nbytes, target=1)(registers, run)
     assert torch.equal(registers[1].view(torch.float32), torch.ones(8)), "what was computed is what went home"
     assert run.store.slots.traffic.to_home_nbytes == run.store.slots.traffic.to_device_nbytes == 32
