@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -193,7 +192,7 @@ class ChunkedOptimizer(SteppingOptimizer):
         """
         self.pending_steps.resolve(wait=True)
         self.follow_written()
-        handle = self.register_state_dict_post_hook(partial(as_saved, self.contents), prepend=True)
+        handle = self.register_state_dict_post_hook(as_saved, prepend=True)
         try:
             return super().state_dict()
         finally:

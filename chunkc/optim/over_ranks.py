@@ -16,7 +16,7 @@ from chunkc.ir.errors import OptionsError, UnsupportedError
 from chunkc.ir.states import INT8
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.rule import OverRanks
-from chunkc.optim.split_masters import NotedContents, put_masters_together
+from chunkc.optim.split_masters import put_masters_together
 from chunkc.optim.stepping import SteppingOptimizer
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.store.consumed_gradients import LocalGradient
@@ -194,9 +194,9 @@ def no_exchange(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
             transport.accumulating = was_accumulating
 
 
-def as_saved(noted: NotedContents, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+def as_saved(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     """Convert states to the formats of `torch.optim`: a hook of `Optimizer.state_dict`."""
-    put_masters_together(noted, optimizer, state_dict)
+    put_masters_together(optimizer, state_dict)
     _over_ranks(optimizer, state_dict)
 
 

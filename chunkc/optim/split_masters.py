@@ -135,15 +135,14 @@ def load(noted: NotedContents, master: object, parameter: torch.Tensor, lower: t
     noted.loaded(parameter, changed=changed)
 
 
-def put_masters_together(noted: NotedContents, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Replace lower bits by fp32 masters: a hook of `Optimizer.state_dict`."""
+def put_masters_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Replace lower bits, which have followed their parameters, by fp32 masters: a hook of `Optimizer.state_dict`."""
     ids = [index for group in state_dict["param_groups"] for index in group["params"]]
     for index, parameter in zip(ids, local_shards_in(optimizer.param_groups), strict=True):
         state = state_dict["state"].get(index, {})
         if MASTER_LOW in state:
             rest = {kind: value for kind, value in state.items() if kind != MASTER_LOW}
-            lower = state[MASTER_LOW] if noted.belong(parameter) else None
-            state_dict["state"][index] = {**rest, MASTER: decode(parameter, lower)}
+            state_dict["state"][index] = {**rest, MASTER: decode(parameter, state[MASTER_LOW])}
 
 
 def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bool:
@@ -167,15 +166,10 @@ def encode(master: torch.Tensor, param: torch.Tensor, lower: torch.Tensor) -> bo
     return changed
 
 
-def decode(param: torch.Tensor, lower: torch.Tensor | None) -> torch.Tensor:
-    """Join the fp32 master, dense in the parameter's order, on the CPU in memory that is not the compute tier's.
-
-    Without lower bits it equals the parameter.
-    """
+def decode(param: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """Join the fp32 master, dense in the parameter's order, on the CPU in memory that is not the compute tier's."""
     flat_master = host_empty((param.numel(),), torch.float32)
     master = flat_master.as_strided(param.shape, dense_strides(param))
-    if lower is None:
-        return master.copy_(param.detach())
     flat_param, flat_lower = flat_like(param.detach(), param), flat(lower)
     for piece in _pieces(param.numel()):
         flat_master[piece] = join_master(flat_param[piece].cpu(), flat_lower[piece].cpu())
