@@ -7,8 +7,7 @@ Suites (all but `promise` and `peers`, where none is named):
     fits    everything fits: time per step and cold compilation against plain torch.compile
     disk    reads of a disk home; smaller and smaller budgets, model data in RAM or on disk
     adam    Adam updates: bytes per second against the memory bound, and other Adams
-    budget  models under budgets of 6 to 32 GB against other systems that offload
-    bound   the same models: how much of what the machine could do is reached
+    budget  models under budgets of 6 to 32 GB against other systems that offload, and what the machine allows
     scale   the largest model that trains under a budget
     promise   the largest model that the machine can hold under 6 GB, as long as there is time
     peers   two cases of budget, for a GPU that is at hand for minutes
@@ -44,7 +43,7 @@ from measuring.context import Context
 from measuring.metrics import Section
 from measuring.subject_process import SubjectFailed, TimedOut
 from report import markdown
-from suites import adam, bound, budget, checkpoint, disk, fits, prediction, promise, ranks, scale
+from suites import adam, budget, checkpoint, disk, fits, prediction, promise, ranks, scale
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -56,7 +55,6 @@ SUITES: Mapping[str, Suite] = {
     "disk": disk.run,
     "adam": adam.run,
     "budget": budget.run,
-    "bound": bound.run,
     "scale": scale.run,
     "prediction": prediction.run,
     "promise": promise.run,

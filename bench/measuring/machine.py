@@ -39,8 +39,9 @@ def gpu_nbytes() -> int | None:
     return _gpu().get("gpu_memory_nbytes")
 
 
-def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+def cpu_name() -> str:
     """The model's name as the kernel knows it, else what Python knows of it."""
+    cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.is_file():
         for line in cpuinfo.read_text().splitlines():
             key, _, value = line.partition(":")

@@ -17,7 +17,6 @@ METRICS = {
     "budget": (("tokens/s", 1, "tokens per second"),),
     "peers": (("tokens/s", 1, "tokens per second"),),
     "promise": (("tokens/s", 1, "tokens per second"),),
-    "bound": (("of bound", 100, "% of the bound"),),
     "scale": (("parameters", 1e-9, "billion parameters"),),
     "checkpoint": (("to no saving", 100, "% of the time without saving"),),
     "ranks": (("step", 1e3, "ms per step"),),

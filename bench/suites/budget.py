@@ -1,8 +1,8 @@
 """The suite `budget`: models under memory budgets, chunkc against other systems that offload.
 
-A section per model and budget. Every system is a process of its own, held to the budget (by torch's allocator on a
-GPU, by a metered one on a CPU). They take turns where all of them fit into the machine side by side; else each runs
-its turns before the next begins. Where a system cannot run, its row says why.
+A section with the machine's rates, then one per model and budget. Every system is a process of its own, held to the
+budget (by torch's allocator on a GPU, by a metered one on a CPU). They take turns where all of them fit into the
+machine side by side; else each runs its turns before the next begins. Where a system cannot run, its row says why.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.links import TO_DEVICE, TO_HOME
 from suites import least_step_time
 from suites.least_budget import least_budget_nbytes
-from suites.rates import RatesSpec, measure
+from suites.rates import RatesSpec, measure, section_of
 
 SYSTEMS = (CHUNKC, FSDP2, DEEPSPEED, TORCHAO, CHECKPOINTING, PLAIN)
 GB = 10**9
@@ -132,7 +132,7 @@ class Outcome:
 
 
 def run(context: Context, full: Size = FULL) -> Iterator[Section]:
-    """Measure; yields each case's section whenever there is news of it."""
+    """Measure; yields the rates, then each case's section whenever there is news of it."""
     size = small(context.device) if context.is_small else full
     wanted = [case for case in size.cases if context.wants_case(case.name)]
     num_parts = sum(len(_systems(context, case)) for case in wanted) * (1 + size.num_rounds)
@@ -142,6 +142,7 @@ def run(context: Context, full: Size = FULL) -> Iterator[Section]:
         hardware = measure(
             RatesSpec(context.device, context.is_small), cache, timeout_s=context.reply_timeout(REPLY_TIMEOUT_S)
         )
+        yield section_of(hardware)
         for case in wanted:
             if context.is_out_of_time:
                 return

@@ -71,13 +71,10 @@ class HomeUpdates:
     """Updates at home of one model's chunk groups, one after the other.
 
     The interpreter's exit waits for those under way: a thread must not be killed in the middle of arithmetic.
-
-    Args:
-        delay: race tests only: seconds to sleep before every update.
     """
 
-    def __init__(self, *, delay: Callable[[], float] | None = None) -> None:
-        self._stream = WorkerStream("update", delay=delay)
+    def __init__(self) -> None:
+        self._stream = WorkerStream("update")
         self._pending: dict[int, HomeUpdate] = {}
         self._needed: dict[int, None] = {}
         at_exit = partial(_finish_at_exit, weakref.ref(self))

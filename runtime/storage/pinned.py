@@ -90,12 +90,6 @@ class PinnedHome(Home):
         unpinner.drain()
         return sum(list(self._pinned.values()))
 
-    @property
-    def unpinned_nbytes(self) -> int:
-        """Bytes of regions that could not be pinned, in whole pages."""
-        mappings = list(self._mappings.values())
-        return sum(m.nbytes for m in mappings if isinstance(m, _PinnedMapping) and m.unpin is None)
-
     def tensor(
         self, region: Region, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int], offset_nbytes: int
     ) -> torch.Tensor:

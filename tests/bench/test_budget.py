@@ -1,4 +1,4 @@
-"""The suites `budget`, `bound` and `scale`: what is compared, what counts as a failure, arithmetic of the bound."""
+"""The suites `budget` and `scale`: what is compared, what counts as a failure, arithmetic of the bound."""
 
 from dataclasses import replace
 from pathlib import Path

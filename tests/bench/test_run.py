@@ -27,7 +27,7 @@ def _turn(*step_s: float, losses: tuple[float, ...] = (3.0,), counters: dict[str
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fast"], "there is no suite 'fast'; there are fits, disk, adam, budget, bound, scale"),
+        (["fast"], "there is no suite 'fast'; there are fits, disk, adam, budget, scale"),
         (["fits", "disk", "--out", "a.json"], "one suite"),
         (["--out", "a.json"], "one suite"),
         (["--time-limit", "0"], "seconds above 0"),

@@ -72,24 +72,17 @@ def test_checkpoint(tmp_path: Path):
 
 @pytest.mark.slow
 def test_budget(tmp_path: Path):
-    tight, roomy = run_small("budget", tmp_path)
+    machine, tight, roomy = run_small("budget", tmp_path)
+    assert medians(machine)["rate"]["matrix products"] > 0
     rows = medians(tight)
     assert list(rows) == [CHUNKC, FSDP2, DEEPSPEED, TORCHAO, CHECKPOINTING, PLAIN]
     assert rows[CHUNKC]["measured peak"] <= tight["setting"]["budget_nbytes"]
     assert rows[CHUNKC]["moved in"] > 0
+    assert rows[CHUNKC]["of bound"] > 0
     assert rows[FSDP2]["loss difference"] < 1e-3
     assert "out of memory" in rows[PLAIN]["note"]
     assert "installed" in rows[DEEPSPEED]["note"] or "step" in rows[DEEPSPEED]
     assert medians(roomy)[PLAIN]["loss difference"] < 1e-3
-
-
-@pytest.mark.slow
-def test_bound(tmp_path: Path):
-    machine, case = run_small("bound", tmp_path)
-    assert medians(machine)["rate"]["matrix products"] > 0
-    (row,) = medians(case).values()
-    assert row["of bound"] > 0
-    assert row["bound"] == max(row["compute"], row["links"], row["CPU update"])
 
 
 @pytest.mark.slow

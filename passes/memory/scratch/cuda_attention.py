@@ -24,14 +24,14 @@ def _rows(tensor: Tensor, dim: int) -> int:
     return _up(tensor.shape[dim], _ROWS_MULTIPLE)
 
 
-def _padded_operands(call: Call, names: tuple[str, ...], multiple: int = 8) -> list[int]:
-    """Count the bytes of each operand's copy, with the last dimension padded to `multiple`."""
+def _padded_operands(call: Call, names: tuple[str, ...]) -> list[int]:
+    """Count the bytes of each operand's copy, with the last dimension padded to a multiple of 8."""
     found = []
     for name in names:
         value = call.arguments.get(name)
         if isinstance(value, Tensor):
             width = value.shape[-1]
-            found.append(value.numel() // max(1, width) * (-(-width // multiple) * multiple) * value.itemsize)
+            found.append(value.numel() // max(1, width) * _up(width, 8) * value.itemsize)
     return found
 
 
