@@ -83,4 +83,4 @@ def stay(session: Session, planner_state: PlannerState) -> None:
     if planner_state.resident != store.resident:
         place(session, store.layout, {}, planner_state.resident)
     if planner_state.layout.replicated_by_choice != store.layout.replicated_by_choice:
-        store.set_replicated(planner_state.layout)
+        store.set_layout(planner_state.layout)

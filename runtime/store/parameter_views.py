@@ -21,15 +21,14 @@ class ParameterViews:
     """Parameters of one model by name, and views of their chunks. References to parameters are weak.
 
     Args:
-        layout, arena: chunks, and their home memory.
-        slots: for slot views.
+        arena: the chunks' home memory.
+        slots: for slot views; they have the layout.
 
     Attributes:
         resident: groups that stay on the compute tier.
     """
 
-    def __init__(self, layout: ChunkLayout, arena: Arena, slots: ChunkSlots) -> None:
-        self.layout = layout
+    def __init__(self, arena: Arena, slots: ChunkSlots) -> None:
         self.resident: frozenset[int] = frozenset()
         self._arena = arena
         self._slots = slots
@@ -38,10 +37,13 @@ class ParameterViews:
         self._addresses: dict[str, int] = {}
         self._home_storages: dict[str, StorageWeakRef] = {}
 
-    def take_over(self, layout: ChunkLayout, resident: frozenset[int]) -> None:
-        """Take over a layout, and the groups that are resident in it; moves nothing."""
-        self.layout, self.resident = layout, resident
-        self._slices = {s.spec.name: (group, s) for group in layout.groups for s in group.slices}
+    @property
+    def layout(self) -> ChunkLayout:
+        return self._slots.layout
+
+    def note_layout(self) -> None:
+        """Note where the layout has each parameter, once it is another; moves nothing."""
+        self._slices = {s.spec.name: (group, s) for group in self.layout.groups for s in group.slices}
 
     # --- parameters by name ---
 

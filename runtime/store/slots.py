@@ -237,7 +237,7 @@ class ChunkSlots:
         assert self.transport is not None
         assert slot.buffer is not None
         home = self._exchanged_home(chunk)
-        return self._exchanging(gather, group, home, slot.buffer, slot.exchange, self.transport)
+        return self.job_on_tier(gather, group, home, slot.buffer, slot.exchange, self.transport)
 
     def _scatter(self, chunk: Chunk, group: ChunkGroup, slot: Slot) -> Copy:
         """Make a job that writes this rank's shard of the mean of all ranks' gradients home."""
@@ -246,10 +246,10 @@ class ChunkSlots:
         assert slot.exchange is not None
         adds, home, on_tier = slot.adds, self._exchanged_home(chunk), self.home_on_tier(chunk)
         slot.adds = {}
-        return self._exchanging(scatter_sums, group, slot.buffer, slot.exchange, home, on_tier, adds, self.transport)
+        return self.job_on_tier(scatter_sums, group, slot.buffer, slot.exchange, home, on_tier, adds, self.transport)
 
-    def _exchanging(self, do: Callable[..., None], *args: Any) -> Copy:
-        """Make a job of an exchange: on a GPU it only needs launching, as homes are pinned; on a CPU it blocks."""
+    def job_on_tier(self, do: Callable[..., None], *args: Any) -> Copy:
+        """Make a job of what the tier computes or exchanges: on a GPU it only needs launching; on a CPU it blocks."""
         return partial(do, *args) if self.tier.device.type == "cpu" else Launch(do, *args)
 
     def _exchanged_home(self, chunk: Chunk) -> torch.Tensor:

@@ -16,7 +16,6 @@ from torch import nn
 from chunkc.ir.errors import ChunkcError, DistributedError, HomeError, StreamError
 from chunkc.ir.layout import CASTS, GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.states import MASTER_LOW
-from chunkc.runtime.device.streams import Launch
 from chunkc.runtime.device.tier import Tier
 from chunkc.runtime.device.updates import HomeUpdates
 from chunkc.runtime.storage.arena import Arena
@@ -44,7 +43,6 @@ class ChunkStore:
         debug: fill every slot with NaN when it is taken and when it is given back.
 
     Attributes:
-        resident: groups that stay on the compute tier.
         updates: of homes by CPU threads.
         checksums: of groups that are updated into their shadow copies.
         slots, views, gradients: see there. Each knows those before it in this list, and none knows the store.
@@ -52,8 +50,6 @@ class ChunkStore:
     """
 
     def __init__(self, layout: ChunkLayout, arena: Arena, tier: Tier, debug: bool = False) -> None:
-        self.layout = layout
-        self.resident: frozenset[int] = frozenset()
         self.arena = arena
         self.tier = tier
         self.updates = HomeUpdates()
@@ -63,8 +59,17 @@ class ChunkStore:
         self.trainers = Trainers()
         self.sums = GradientSums(arena.home)
         self.slots = ChunkSlots(layout, arena, tier, self.updates, self.shadow_copies, self.replicated, debug=debug)
-        self.views = ParameterViews(layout, arena, self.slots)
+        self.views = ParameterViews(arena, self.slots)
         self.gradients = Gradients(self.views, self.slots, arena, self.updates, self.sums, self.trainers)
+
+    @property
+    def layout(self) -> ChunkLayout:
+        return self.slots.layout
+
+    @property
+    def resident(self) -> frozenset[int]:
+        """Groups that stay on the compute tier."""
+        return self.views.resident
 
     # --- chunks in slots ---
 
@@ -85,7 +90,7 @@ class ChunkStore:
     def _cast_residents(self, group: ChunkGroup, buffer: torch.Tensor) -> Copy:
         """Make a job that fills a slot with casts of resident parameters."""
         pairs = [(self.views.parameter(s.spec.name).detach(), placed(buffer, s)) for s in group.slices]
-        return Launch(_cast_all, pairs) if self.tier.device.type == "cuda" else partial(_cast_all, pairs)
+        return self.slots.job_on_tier(_cast_all, pairs)
 
     def write_back(self, chunk: Chunk, link: str | None = None) -> None:
         """Start to copy a dirty slot home; nothing moves if it is clean.
@@ -157,24 +162,20 @@ class ChunkStore:
         now = {chunk: nbytes for chunk, nbytes in gradients.items() if chunk.group in having_groups}
         self.arena.reserve({Chunk(PARAM, group.index): group.nbytes(PARAM) for group in to_home} | now)
         self.arena.promise({chunk: nbytes for chunk, nbytes in gradients.items() if chunk not in now})
-        self._take_over(layout, resident)
+        self.views.resident = resident
+        self.set_layout(layout)
 
-    def _take_over(self, layout: ChunkLayout, resident: frozenset[int]) -> None:
-        """Take over a layout, here and in what this store is made of."""
-        self.layout = self.slots.layout = layout
-        self.resident = resident
-        self.views.take_over(layout, resident)
+    def set_layout(self, layout: ChunkLayout) -> None:
+        """Take over a layout of the same groups and more; free the buffers of groups that are no longer replicated."""
+        self.slots.layout = layout
+        self.views.note_layout()
         self.replicated.keep(layout.replicated)
 
     def set_state_kinds(self, layout: ChunkLayout) -> None:
         """Take over a layout with other kinds of states; groups that differ may have no states at home yet."""
         for old, new in zip(self.layout.groups, layout.groups, strict=True):
             assert old.states == new.states or not self._states_at_home(old), "states are at home"
-        self._take_over(layout, self.resident)
-
-    def set_replicated(self, layout: ChunkLayout) -> None:
-        """Take over a layout with other replicated groups; free the buffers of groups that no longer are."""
-        self._take_over(layout, self.resident)
+        self.set_layout(layout)
 
     def outdated(self, groups: Iterable[int]) -> list[int]:
         """Find groups with replicated parameters that differ from home; those in slots are in use and left out.
