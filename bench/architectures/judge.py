@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import gc
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx
+from judging.budgets import AMPLE_NBYTES, Differs, compiled_for, fresh, in_the_smallest
+from judging.table import DEFAULT_FAILS, REFUSED, Cell
 from torch import nn
 
 import chunkc
 import chunkc.backend
 from architectures.models import Subject
-from architectures.table import DEFAULT_FAILS, FAILED, PLAIN_FAILS, REFUSED, TRAINED, Cell, Column
+from architectures.table import FAILED, PLAIN_FAILS, TRAINED, Column
 from architectures.training import (
     LOOSE_TOLERANCE,
     NUM_STEPS,
     TOLERANCE,
-    Differs,
     Progress,
     Trained,
     check_close,
@@ -35,11 +35,6 @@ from chunkc.session.session import sessions_of
 SHARE = 1.3
 """Of the smallest budget."""
 
-MAX_MINIMA = 6
-"""How often a model of several graphs may name a larger smallest budget."""
-
-AMPLE_NBYTES = 1 << 33
-
 NUDGE = 2**-24
 """Of a weight, relative: no more than rounding it once to fp32 may change it."""
 
@@ -48,21 +43,10 @@ def _by_default(model: nn.Module) -> nn.Module:
     return torch.compile(model)  # type: ignore[return-value]
 
 
-def _by_chunkc(column: Column, budget_nbytes: int) -> Callable[[nn.Module], nn.Module]:
-    options = {"memory_budget": budget_nbytes, "codegen": column.codegen, "whole_graph": "never"}
-    options["activations"] = "keep"
-    return lambda model: torch.compile(model, backend="chunkc", options=options)  # type: ignore[return-value]
-
-
-def _fresh() -> None:
-    torch._dynamo.reset()
-    gc.collect()
-
-
 def _in_ample_room(subject: Subject, column: Column, progress: Progress) -> tuple[Trained, int | None]:
     """Steps alone where everything fits, and the smallest budget; None where Dynamo compiled nothing."""
-    _fresh()
-    trained, called = run(subject, column, progress, _by_chunkc(column, AMPLE_NBYTES), whole=False)
+    fresh()
+    trained, called = run(subject, column, progress, compiled_for(AMPLE_NBYTES, column.codegen), whole=False)
     if not sessions_of(called.parameters()):
         return trained, None
     return trained, chunkc.report(called).minimum_budget_nbytes
@@ -86,21 +70,13 @@ class _NearMinimum:
 
 
 def _near_the_minimum(subject: Subject, column: Column, progress: Progress, minimum_nbytes: int) -> _NearMinimum:
-    for _ in range(MAX_MINIMA):
-        budget_nbytes = int(SHARE * minimum_nbytes)
-        _fresh()
-        foreign_nbytes = cpu_allocator.current_nbytes()
-        try:
-            trained, called = run(subject, column, progress, _by_chunkc(column, budget_nbytes), whole=True)
-        except chunkc.BudgetError as error:
-            if error.minimum_nbytes <= minimum_nbytes:
-                raise
-            minimum_nbytes = error.minimum_nbytes
-            continue
-        untaken_nbytes = sum(p.nbytes for p in called.parameters() if not sessions_of([p]))
-        peak_nbytes = (trained.peak_nbytes or 0) - foreign_nbytes - 4 * untaken_nbytes
-        return _NearMinimum(trained, minimum_nbytes, max(0, peak_nbytes - budget_nbytes), untaken_nbytes)
-    raise Differs(f"{MAX_MINIMA} times in a row the smallest budget was not enough")
+    budget_nbytes = int(SHARE * minimum_nbytes)
+    fresh()
+    foreign_nbytes = cpu_allocator.current_nbytes()
+    trained, called = run(subject, column, progress, compiled_for(budget_nbytes, column.codegen), whole=True)
+    untaken_nbytes = sum(p.nbytes for p in called.parameters() if not sessions_of([p]))
+    peak_nbytes = (trained.peak_nbytes or 0) - foreign_nbytes - 4 * untaken_nbytes
+    return _NearMinimum(trained, minimum_nbytes, max(0, peak_nbytes - budget_nbytes), untaken_nbytes)
 
 
 NUM_NUDGES = 3
@@ -125,46 +101,43 @@ class Judge:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._plain: dict[Column, Trained | str] = {}
-        self._default: dict[Column, Trained | str] = {}
+        self._plain: dict[str, Trained | str] = {}
+        self._default: dict[str, Trained | str] = {}
 
     def cell(self, column: Column) -> Cell:
         """Judge one column."""
-        started_s, progress = time.monotonic(), Progress()
+        progress = Progress()
         if column.checkpointing and not self._subject.supports_checkpointing:
-            return Cell(PLAIN_FAILS, "", "it has no gradient checkpointing")
+            return Cell(PLAIN_FAILS, "it has no gradient checkpointing")
         plain = self._by_plain(column)
         if isinstance(plain, str):
-            return Cell(PLAIN_FAILS, "", plain)
+            return Cell(PLAIN_FAILS, plain)
         try:
-            note = self._check(column, plain, progress)
-            found = Cell(TRAINED, "", note)
+            return Cell(TRAINED, self._check(column, plain, progress))
         except Exception as error:
-            traceback.print_exc()
+            message = _message(error)
             outcome = REFUSED if isinstance(error, chunkc.ChunkcError) else FAILED
-            default = self._by_default(column)
-            if isinstance(default, str):
-                found = Cell(DEFAULT_FAILS, progress.now, f"{_message(error)} | default backend: {default}")
-            else:
-                found = Cell(outcome, progress.now, _message(error))
-        return Cell(found.outcome, found.stage, found.message, round(time.monotonic() - started_s, 1))
+        default = self._by_default(column)
+        if isinstance(default, str):
+            return Cell(DEFAULT_FAILS, f"{message} | default backend: {default}", progress.now)
+        return Cell(outcome, message, progress.now)
 
     def _by_plain(self, column: Column) -> Trained | str:
-        key = column.with_codegen("")
+        key = column.setting
         if key not in self._plain:
             try:
-                _fresh()
+                fresh()
                 self._plain[key] = run(self._subject, column, Progress(), None, whole=True)[0]
             except Exception as error:
                 self._plain[key] = _message(error)
         return self._plain[key]
 
     def _by_default(self, column: Column) -> Trained | str:
-        key = column.with_codegen("")
+        key = column.setting
         if key not in self._default:
             progress = Progress()
             try:
-                _fresh()
+                fresh()
                 found = run(self._subject, column, progress, _by_default, whole=True)[0]
                 plain = self._by_plain(column)
                 assert isinstance(plain, Trained)
@@ -183,7 +156,7 @@ class Judge:
             notes += self._check_losses(column, ample, plain)
         if minimum is None:
             return "nothing was compiled: Dynamo leaves all of it to eager PyTorch"
-        near = _near_the_minimum(subject, column, progress, minimum)
+        near = in_the_smallest(partial(_near_the_minimum, subject, column, progress), minimum)
         if not column.dropout:
             notes += self._check_losses(column, near.trained, plain)
         if not _same_bits(near.trained.losses.steps[:NUM_STEPS], ample.losses.steps):
@@ -217,7 +190,7 @@ class Judge:
         """
         farthest = 0.0
         for seed in range(NUM_NUDGES):
-            _fresh()
+            fresh()
             moved = run(nudged(self._subject, seed), column, Progress(), None, whole=True)[0]
             farthest = max(farthest, distance(*moved.losses.paired_with(plain.losses)))
         return farthest

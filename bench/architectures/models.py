@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from judging.table import first_line
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
@@ -110,13 +111,13 @@ def build(name: str) -> Subject:
     try:
         candidates = list(makers[library](family, title))
     except Exception as error:
-        raise NotBuilt(_line(error)) from error
+        raise NotBuilt(first_line(error)[:200]) from error
     for make, batches in candidates:
         try:
             with torch.device("meta"):
                 num_parameters = sum(p.numel() for p in make().parameters())
         except Exception as error:
-            reasons.append(_line(error))
+            reasons.append(first_line(error)[:200])
             continue
         if num_parameters > MAX_PARAMETERS:
             reasons.append(f"{num_parameters:,} parameters are left after shrinking")
@@ -125,7 +126,7 @@ def build(name: str) -> Subject:
             try:
                 _try(make, batch)
             except Exception as error:
-                reasons.append(_line(error))
+                reasons.append(first_line(error)[:200])
                 continue
             return Subject(name, make, batch, num_parameters)
     raise NotBuilt(next(iter(reasons), "no rule applies"))
@@ -138,8 +139,3 @@ def _try(make: Callable[[], nn.Module], batch: MakeBatch) -> None:
     loss.backward()
     assert bool(torch.isfinite(loss)), "the loss is not finite"
     assert any(p.grad is not None for p in model.parameters()), "no parameter has a gradient"
-
-
-def _line(error: Exception) -> str:
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first}"[:200]

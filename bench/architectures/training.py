@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx
+from judging.budgets import Compile, Differs
 from torch import Tensor, nn
 
 import chunkc
@@ -59,10 +60,6 @@ class Progress:
 
     def __init__(self) -> None:
         self.now = "building"
-
-
-class Differs(Exception):
-    """Raised where a run ended with wrong numbers."""
 
 
 def _seed(seed: int) -> None:
@@ -119,7 +116,7 @@ def run(
     subject: Subject,
     column: Column,
     progress: Progress,
-    compiled_by: Callable[[nn.Module], nn.Module] | None,
+    compiled_by: Compile | None,
     *,
     whole: bool,
 ) -> tuple[Trained, nn.Module]:

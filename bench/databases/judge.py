@@ -7,24 +7,23 @@ as those of the backend "inductor", or closer than PyTorch's own tests ask for, 
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from functools import partial
 
 import torch
-import torch._dynamo
+from judging.budgets import AMPLE_NBYTES, Compile, Differs, compiled_for, fresh, in_the_smallest
+from judging.table import DEFAULT_FAILS, REFUSED, first_line
 from torch import nn
 
 import chunkc
 from chunkc.session.session import Session, sessions_of
 from databases import calls, modules, optimizers
 from databases.table import (
-    DEFAULT_FAILS,
     INTERNAL,
     NOT_COMPILED,
     NOTHING_TO_TRAIN,
-    REFUSED,
     TOO_LOW,
     TRAINED,
     WRONG,
@@ -32,12 +31,7 @@ from databases.table import (
     Column,
     worst,
 )
-from databases.training import Compile, Subject, Values, close, difference, same_bits, train
-
-AMPLE_NBYTES = 1 << 33
-
-MAX_MINIMA = 6
-"""How often a model of several graphs may name a larger smallest budget."""
+from databases.training import Subject, Values, close, difference, same_bits, train
 
 MAX_TRIED = 8
 """Samples of a case that are looked at, for those that plain PyTorch trains."""
@@ -47,12 +41,8 @@ DEFAULT_BACKENDS = {"eager": "aot_eager", "inductor": "inductor"}
 _LEARNING_RATE = 0.1
 
 
-class _Fault(Exception):
-    """A fault of chunkc that was found."""
-
-    def __init__(self, outcome: str, reason: str) -> None:
-        super().__init__(reason)
-        self.outcome = outcome
+class _TooLow(Exception):
+    """Raised where more bytes were measured than predicted."""
 
 
 def judge(case: str, column: Column, *, smallest_only: bool = False) -> Cell:
@@ -65,14 +55,14 @@ def judge(case: str, column: Column, *, smallest_only: bool = False) -> Cell:
     try:
         material = calls.calls_of(case, column.dtype) if column.codegen == "calls" else _subjects(case, column)
     except Exception as error:
-        return Cell(NOTHING_TO_TRAIN, f"the database fails: {_message(error)}")
+        return Cell(NOTHING_TO_TRAIN, f"the database fails: {first_line(error)}")
     if column.codegen == "calls":
         return _compared(calls.compare(material))
     cells: list[Cell] = []
     nothing = Cell(NOTHING_TO_TRAIN, "it has no sample with a gradient")
     for subject in material:
         cell = _judged(subject, column, smallest_only=smallest_only)
-        cell = replace(cell, reason=f"{subject.name}: {cell.reason}" if cell.reason else "")
+        cell = replace(cell, message=f"{subject.name}: {cell.message}" if cell.message else "")
         if cell.outcome == NOTHING_TO_TRAIN:
             nothing = cell
             continue
@@ -99,15 +89,16 @@ def _compared(comparison: calls.Comparison) -> Cell:
     for finding in findings:
         if finding["kind"] in ("too low", "raised"):
             outcome = TOO_LOW if finding["kind"] == "too low" else INTERNAL
-            return Cell(outcome, f"{finding['target']} {finding['examples'][0]}", 0, comparison.num_calls, findings)
-    return Cell(TRAINED, "", 0, comparison.num_calls, findings)
+            message = f"{finding['target']} {finding['examples'][0]}"
+            return Cell(outcome, message, num_calls=comparison.num_calls, findings=findings)
+    return Cell(TRAINED, num_calls=comparison.num_calls, findings=findings)
 
 
 def _judged(subject: Subject, column: Column, *, smallest_only: bool) -> Cell:
     try:
         plain = _trained(subject, column, None)
     except Exception as error:
-        return Cell(NOTHING_TO_TRAIN, _message(error))
+        return Cell(NOTHING_TO_TRAIN, first_line(error))
     values = None
     try:
         values = _by_chunkc(subject, column, smallest_only=smallest_only)
@@ -118,13 +109,13 @@ def _judged(subject: Subject, column: Column, *, smallest_only: bool) -> Cell:
         if text is None:
             return Cell(TRAINED)
         failed = Cell(WRONG, text)
-    except _Fault as error:
-        failed = Cell(error.outcome, str(error))
+    except _TooLow as error:
+        return Cell(TOO_LOW, str(error))
+    except Differs as error:
+        failed = Cell(WRONG, str(error))
     except Exception as error:
         is_own = isinstance(error, chunkc.ChunkcError) and not isinstance(error, chunkc.InternalError)
-        failed = Cell(REFUSED if is_own else INTERNAL, _message(error))
-    if failed.outcome == TOO_LOW:
-        return failed
+        failed = Cell(REFUSED if is_own else INTERNAL, first_line(error))
     return _unless_the_default_fails(failed, values, subject, column, plain)
 
 
@@ -136,7 +127,7 @@ def _unless_the_default_fails(
     try:
         default = _trained(subject, column, lambda model: torch.compile(model, backend=backend))  # type: ignore[return-value, arg-type]
     except Exception as error:
-        return Cell(DEFAULT_FAILS, f"{failed.reason} / {backend}: {_message(error)}")
+        return Cell(DEFAULT_FAILS, f"{failed.message} / {backend}: {first_line(error)}")
     if failed.outcome != WRONG:
         return failed
     if values is not None and difference(values, default, same_bits) is None:
@@ -144,18 +135,13 @@ def _unless_the_default_fails(
     if (text := difference(_trained(subject, column, None), plain, same_bits)) is not None:
         return Cell(NOTHING_TO_TRAIN, f"two runs of plain PyTorch differ: {text}")
     if column.codegen == "inductor" and (text := difference(default, plain, close)) is not None:
-        return Cell(DEFAULT_FAILS, f"{failed.reason} / {backend}: {text}")
+        return Cell(DEFAULT_FAILS, f"{failed.message} / {backend}: {text}")
     return failed
 
 
 def _trained(subject: Subject, column: Column, compile_it: Compile | None) -> Values:
-    _fresh()
+    fresh()
     return train(subject.sample, column, compile_it, subject.plain_optimizer)[0]
-
-
-def _fresh() -> None:
-    torch._dynamo.reset()
-    gc.collect()
 
 
 def _by_chunkc(subject: Subject, column: Column, *, smallest_only: bool) -> Values | None:
@@ -165,31 +151,15 @@ def _by_chunkc(subject: Subject, column: Column, *, smallest_only: bool) -> Valu
         ample = _in_budget(subject, column, AMPLE_NBYTES)
         if ample is None:
             return None
-    budget_nbytes = 1
-    for _ in range(MAX_MINIMA):
-        try:
-            values = _in_budget(subject, column, budget_nbytes)
-        except chunkc.BudgetError as error:
-            if error.minimum_nbytes <= budget_nbytes:
-                raise _Fault(WRONG, f"{budget_nbytes:,} bytes are too few, and were named as enough: {error}") from None
-            budget_nbytes = error.minimum_nbytes
-            continue
-        if values is None:
-            return None
-        if ample is not None and (text := difference(values, ample, same_bits)) is not None:
-            raise _Fault(WRONG, f"under another budget, {text}")
-        return values
-    raise _Fault(WRONG, f"{MAX_MINIMA} times in a row the smallest budget was not enough")
+    values = in_the_smallest(partial(_in_budget, subject, column))
+    if values is not None and ample is not None and (text := difference(values, ample, same_bits)) is not None:
+        raise Differs(f"under another budget, {text}")
+    return values
 
 
 def _in_budget(subject: Subject, column: Column, budget_nbytes: int) -> Values | None:
-    options = {"memory_budget": budget_nbytes, "codegen": column.codegen, "whole_graph": "never"}
-    options["activations"] = "keep"
-
-    def compile_it(model: nn.Module) -> nn.Module:
-        return torch.compile(model, backend="chunkc", options=options)  # type: ignore[return-value]
-
-    _fresh()
+    fresh()
+    compile_it = compiled_for(budget_nbytes, column.codegen)
     values, called = train(subject.sample, column, compile_it, subject.optimizer)
     sessions = sessions_of(called.parameters())
     if not any(session.records.latest for session in sessions):
@@ -203,11 +173,11 @@ def _check_bytes(session: Session, budget_nbytes: int) -> None:
     """Compare the peak of all steps and the moments of the latest, without tensors of the program that no plan has.
 
     Raises:
-        _Fault: one is more than predicted, or the prediction more than the budget.
+        _TooLow: one is more than predicted, or the prediction more than the budget.
     """
     records = session.records
     if records.predicted_peak_nbytes > budget_nbytes:
-        raise _Fault(TOO_LOW, f"{records.predicted_peak_nbytes:,} bytes are predicted, beyond the budget")
+        raise _TooLow(f"{records.predicted_peak_nbytes:,} bytes are predicted, beyond the budget")
     peaks = [("peak", records.predicted_peak_nbytes, records.planned_peak_nbytes or 0)]
     for phase, record in records.latest.items():
         measurement = record.measurement
@@ -217,9 +187,4 @@ def _check_bytes(session: Session, budget_nbytes: int) -> None:
                 peaks.append((name, planned[name], measured - measurement.unplanned_nbytes))
     for name, predicted, measured in peaks:
         if measured > predicted:
-            raise _Fault(TOO_LOW, f"{name}: measured {measured:,} bytes, predicted {predicted:,}")
-
-
-def _message(error: BaseException) -> str:
-    first = next(iter(str(error).strip().splitlines()), "")
-    return f"{type(error).__name__}: {first}"
+            raise _TooLow(f"{name}: measured {measured:,} bytes, predicted {predicted:,}")

@@ -1,22 +1,22 @@
-"""Columns, cells and the counts of `conformance.py`: plain data."""
+"""Columns, outcomes and tables of `conformance.py`: plain data."""
 
 from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from judging import table
+from judging.table import DEFAULT_FAILS, REFUSED, Line, percentage, plain
 from measuring.metrics import Row, Section, one
 
 TRAINED = "as plain"
 """In a column of training: it trains with the values of the reference, inside both budgets. In a column of calls: no
 ATen call allocates more than is predicted."""
-REFUSED = "refused"
 WRONG, TOO_LOW, INTERNAL, CRASH, TOO_LONG = "wrong value", "predicted too low", "internal error", "crash", "too long"
-DEFAULT_FAILS = "default backend fails too"
 NOT_COMPILED = "left to eager PyTorch"
 NOTHING_TO_TRAIN = "plain PyTorch does not train it"
 
@@ -28,18 +28,14 @@ COUNTED = (TRAINED, REFUSED, *FAULTS)
 
 
 @dataclass(frozen=True)
-class Cell:
-    """Result of one case in one column.
+class Cell(table.Cell):
+    """Result of one case in one column: the worst of its samples, with a message that begins with the sample.
 
     Attributes:
-        outcome: of the words above: the worst of the case's samples.
-        reason: of anything but `TRAINED`, with the sample that it is of.
         num_samples: of those that have the outcome or a better one.
         findings: of a column of calls: ATen operators predicted wrongly, as `calls.Finding` has them.
     """
 
-    outcome: str
-    reason: str = ""
     num_samples: int = 0
     num_calls: int = 0
     findings: tuple[Mapping[str, Any], ...] = ()
@@ -52,22 +48,17 @@ def worst(cells: Sequence[Cell]) -> Cell:
 
 
 @dataclass(frozen=True)
-class Column:
-    """Setting of a column.
+class Column(table.Column):
+    """Setting of a column; the code "calls" compares ATen calls, and trains nothing.
 
     Attributes:
-        codegen: "eager" or "inductor"; "calls" compares ATen calls, and trains nothing.
         dtype: of weights, or of the samples of a column of calls.
-        autocast: of the forward.
         changes: the second step's batch is larger than the first's.
         every: the column has the cases with a hash divisible by this.
         num_samples: of a case.
     """
 
-    name: str
-    codegen: str
     dtype: torch.dtype = torch.float32
-    autocast: torch.dtype | None = None
     changes: bool = False
     every: int = 1
     num_samples: int = 2
@@ -77,38 +68,26 @@ class Column:
 
 
 _BF16 = torch.bfloat16
-COLUMNS: Mapping[str, Column] = {
-    column.name: column
-    for column in (
-        Column("eager/float32", "eager"),
-        Column("calls/float32", "calls"),
-        Column("eager/autocast-bfloat16", "eager", autocast=_BF16, num_samples=1),
-        Column("eager/float32-changing", "eager", changes=True, num_samples=1),
-        Column("inductor/float32", "inductor", every=10, num_samples=1),
-        Column("inductor/autocast-bfloat16", "inductor", autocast=_BF16, every=20, num_samples=1),
-        Column("inductor/float32-changing", "inductor", changes=True, every=20, num_samples=1),
-        Column("calls/bfloat16", "calls", _BF16),
-        Column("calls/int64", "calls", torch.int64),
-        Column("calls/complex64", "calls", torch.complex64),
+COLUMNS = table.by_name(
+    (
+        Column("eager", "float32"),
+        Column("calls", "float32"),
+        Column("eager", "autocast-bfloat16", _BF16, num_samples=1),
+        Column("eager", "float32-changing", changes=True, num_samples=1),
+        Column("inductor", "float32", every=10, num_samples=1),
+        Column("inductor", "autocast-bfloat16", _BF16, every=20, num_samples=1),
+        Column("inductor", "float32-changing", changes=True, every=20, num_samples=1),
+        Column("calls", "bfloat16", dtype=_BF16),
+        Column("calls", "int64", dtype=torch.int64),
+        Column("calls", "complex64", dtype=torch.complex64),
     )
-}
+)
 """By name, in the order in which they are run."""
 
 
 def falls_on(case: str, index: int, count: int) -> bool:
     """Whether a case is in the `index`-th of `count` parts, by its name's hash."""
     return zlib.crc32(case.encode()) % count == index
-
-
-def percentage(outcomes: Iterable[str]) -> float | None:
-    """Percentage of the default backend's successes that chunkc trains; None if there are none."""
-    found = Counter(outcomes)
-    tried = sum(found[outcome] for outcome in COUNTED)
-    return 100 * found[TRAINED] / tried if tried else None
-
-
-Line = Mapping[str, Any]
-"""A cell as it is written: its fields, `case`, `column`, `seconds` and `commit`."""
 
 
 def sections(lines: Sequence[Line], num_cases: Mapping[tuple[str, str], int]) -> list[Section]:
@@ -130,7 +109,7 @@ def _counts(lines: Sequence[Line], num_cases: Mapping[tuple[str, str], int]) -> 
             counts = Counter(outcomes)
             metrics = {"cases": one("number", len(outcomes)), "of": one("number", num_cases[column.name, database])}
             metrics |= {outcome: one("number", counts[outcome]) for outcome in OUTCOMES if counts[outcome]}
-            if (share := percentage(outcomes)) is not None:
+            if (share := percentage(outcomes, COUNTED)) is not None:
                 metrics["percent"] = one("number", round(share, 1))
             rows.append(Row({"column": column.name, "database": database}, metrics))
     return Section("outcomes", {}, rows)
@@ -145,7 +124,7 @@ def _others(lines: Sequence[Line]) -> Section:
     cases: dict[tuple[str, str, str], list[str]] = {}
     for line in lines:
         if line["outcome"] not in (TRAINED, NOTHING_TO_TRAIN):
-            cases.setdefault((line["outcome"], line["column"], _plain(line["reason"])), []).append(line["case"])
+            cases.setdefault((line["outcome"], line["column"], plain(line["message"])[:240]), []).append(line["case"])
     keys = sorted(cases, key=lambda key: (OUTCOMES.index(key[0]), list(COLUMNS).index(key[1]), key[2]))
     rows = [
         Row(
@@ -169,12 +148,11 @@ def _operators(lines: Sequence[Line]) -> Section:
             numbers[key] += finding["number"]
             examples.setdefault(key, f"{line['case']} {line['column']}: {finding['examples'][0]}")
     rows = [
-        Row({"prediction": kind, "operator": target}, {"calls": one("number", count)}, _plain(examples[kind, target]))
+        Row(
+            {"prediction": kind, "operator": target},
+            {"calls": one("number", count)},
+            plain(examples[kind, target])[:240],
+        )
         for (kind, target), count in sorted(numbers.items(), key=lambda item: (item[0][0], -item[1]))
     ]
     return Section("ATen calls", {"num_calls": sum(line["num_calls"] for line in lines)}, rows)
-
-
-def _plain(text: str) -> str:
-    """Format as a cell of Markdown."""
-    return " ".join(text.replace("|", "/").split())[:240]

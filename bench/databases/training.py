@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from judging.budgets import Compile
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -18,7 +19,6 @@ from databases.table import Column
 Values = dict[str, Tensor]
 """Outputs, gradients, weights and buffers by step and name, in memory that the allocator does not meter."""
 
-Compile = Callable[[nn.Module], nn.Module]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 

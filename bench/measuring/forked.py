@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,60 +31,91 @@ _LOOK_AGAIN_S = 1.0
 """How often the time that a copy has taken is looked at."""
 
 
-def results(pieces: Sequence[Piece], work: Work, time_limit_s: float) -> Iterator[tuple[Piece, dict[str, Any] | str]]:
-    """Yield each piece with its result, or with how its process ended without one; another copy does the rest."""
-    left = list(pieces)
-    while left:
-        ended = TOOK_TOO_LONG
-        with _Copy(work, left) as copy:
-            while left and (line := copy.line(time_limit_s)) is not None:
-                if not line:
-                    ended = copy.how_it_ended()
-                    break
-                yield left.pop(0), json.loads(line)
-        if left:
-            yield left.pop(0), ended
+def results(
+    groups: Iterable[Sequence[Piece]], work: Work, time_limit_s: float, *, num_jobs: int = 1
+) -> Iterator[tuple[Piece, dict[str, Any] | str]]:
+    """Yield each piece with its result, or with how its process ended without one; another copy does the group's rest.
+
+    Args:
+        groups: pieces that share a copy.
+        num_jobs: copies at a time.
+    """
+    waiting, copies = deque(groups), list[_Copy]()
+    try:
+        while waiting or copies:
+            while waiting and len(copies) < num_jobs:
+                copies.append(_Copy(work, waiting.popleft(), time_limit_s))
+            readable = select.select(copies, [], [], _LOOK_AGAIN_S)[0]
+            for copy in list(copies):
+                ended = copy.read() if copy in readable else copy.lateness()
+                yield from copy.finished()
+                if ended is None and copy.left:
+                    continue
+                copy.end()
+                copies.remove(copy)
+                if copy.left:
+                    yield copy.left.pop(0), ended or ""
+                    waiting.extendleft([copy.left] if copy.left else [])
+    finally:
+        for copy in copies:
+            copy.end()
 
 
 class _Copy:
-    """A copy of this process at work; a context manager that ends it."""
+    """A copy of this process at work.
 
-    def __init__(self, work: Work, pieces: Sequence[Any]) -> None:
+    Attributes:
+        left: pieces without a result.
+    """
+
+    def __init__(self, work: Work, pieces: Sequence[Any], time_limit_s: float) -> None:
+        self.left = list(pieces)
+        self._time_limit_s = time_limit_s
         self._read, write = os.pipe()
         self._unread = b""
-        self._status: int | None = None
+        self._has_ended = False
         self._pid = os.fork()
         if self._pid == 0:
             os.close(self._read)
             _serve(work, pieces, write)
         os.close(write)
+        self._begin_piece()
 
-    def line(self, time_limit_s: float) -> str | None:
-        """The next line; empty where there is none any more, None where it took too long."""
-        hangs_at_s, too_long_s = time.monotonic() + WAITING * time_limit_s, _processors_s(self._pid) + time_limit_s
-        while b"\n" not in self._unread:
-            if time.monotonic() > hangs_at_s or _processors_s(self._pid) > too_long_s:
-                return None
-            if not select.select([self._read], [], [], _LOOK_AGAIN_S)[0]:
-                continue
-            part = os.read(self._read, 1 << 16)
-            if not part:
-                return ""
-            self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line.decode()
+    def _begin_piece(self) -> None:
+        self._hangs_at_s = time.monotonic() + WAITING * self._time_limit_s
+        self._too_long_s = _processors_s(self._pid) + self._time_limit_s
 
-    def how_it_ended(self) -> str:
-        _, self._status = os.waitpid(self._pid, 0)
-        code = os.waitstatus_to_exitcode(self._status)
+    def fileno(self) -> int:
+        return self._read
+
+    def read(self) -> str | None:
+        """Read what has come, or say how the process ended."""
+        part = os.read(self._read, 1 << 16)
+        self._unread += part
+        return None if part else self._how_it_ended()
+
+    def lateness(self) -> str | None:
+        """Say that a piece takes too long, if it does."""
+        is_late = time.monotonic() > self._hangs_at_s or _processors_s(self._pid) > self._too_long_s
+        return TOOK_TOO_LONG if is_late else None
+
+    def finished(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield the pieces with a result that has been read."""
+        *lines, self._unread = self._unread.split(b"\n")
+        for line in lines:
+            yield self.left.pop(0), json.loads(line)
+        if lines:
+            self._begin_piece()
+
+    def _how_it_ended(self) -> str:
+        self._has_ended = True
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
         return f"the process was ended by {signal.Signals(-code).name}" if code < 0 else f"it ended with code {code}"
 
-    def __enter__(self) -> _Copy:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def end(self) -> None:
+        """End the process, unless it has ended."""
         os.close(self._read)
-        if self._status is None:
+        if not self._has_ended:
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
 
@@ -97,6 +129,7 @@ def _processors_s(pid: int) -> float:
 def _serve(work: Work, pieces: Sequence[Any], write: int) -> None:
     """Work as a copy; never returns."""
     code = 1
+    os.dup2(2, 1)  # standard output is the caller's
     try:
         with os.fdopen(write, "w", buffering=1) as lines:
             for result in work(pieces):

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ from databases.table import (
     INTERNAL,
     NOT_COMPILED,
     NOTHING_TO_TRAIN,
-    REFUSED,
     TOO_LONG,
     TOO_LOW,
     TRAINED,
@@ -30,6 +29,7 @@ from databases.table import (
     Cell,
 )
 from forked import run as run_forked
+from judging.table import REFUSED
 from measuring import forked
 from torch import Tensor, nn
 
@@ -106,7 +106,7 @@ def test_a_model_that_trains_as_plain() -> None:
 def test_each_failure_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = judged(nn.Linear(4, 3), X, X, own=lambda parameters, lr: chunkc.optim.SGD(parameters, lr=lr / 2))
     assert wrong.outcome == WRONG
-    assert "after step 0 differs by up to" in wrong.reason
+    assert "after step 0 differs by up to" in wrong.message
     assert judged(Skipped(), X).outcome == NOT_COMPILED
     assert judged(nn.Identity(), X).outcome == NOTHING_TO_TRAIN
 
@@ -122,7 +122,7 @@ def test_each_failure_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("chunkc.backend.compile_graph", fail)
     internal = judged(nn.Linear(4, 3), X)
     assert internal.outcome == INTERNAL
-    assert "ValueError: as if" in internal.reason
+    assert "ValueError: as if" in internal.message
 
 
 @torch.library.custom_op("chunkc_tests::wasteful", mutates_args=())
@@ -151,7 +151,7 @@ def test_bytes_beyond_the_prediction_are_found() -> None:
     chunkc.declare_scratch("chunkc_tests::wasteful", lambda *_: 0)
     found = judged(Wasteful(), X, X)
     assert found.outcome == TOO_LOW
-    assert re.fullmatch(r"peak: measured [\d,]+ bytes, predicted [\d,]+", found.reason)
+    assert re.fullmatch(r"peak: measured [\d,]+ bytes, predicted [\d,]+", found.message)
 
 
 def work(pieces: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -164,14 +164,17 @@ def work(pieces: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def test_a_crash_and_a_hang_cost_one_piece() -> None:
-    found = list(forked.results(["first", "dies", "second", "hangs", "last"], work, 1.5))
-    assert found == [
+    groups = [["first", "dies", "second", "hangs", "last"], ["another"]]
+    assert list(forked.results(groups, work, 1.5)) == [
         ("first", {"piece": "first"}),
         ("dies", "the process was ended by SIGKILL"),
         ("second", {"piece": "second"}),
         ("hangs", forked.TOOK_TOO_LONG),
         ("last", {"piece": "last"}),
+        ("another", {"piece": "another"}),
     ]
+    side_by_side = list(forked.results([["hangs", "last"], ["first", "second"]], work, 1.5, num_jobs=2))
+    assert [piece for piece, _ in side_by_side] == ["first", "second", "hangs", "last"]
 
 
 def test_a_later_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -179,8 +182,8 @@ def test_a_later_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     asked: list[tuple[str, str]] = []
     outcomes = {"op/dies": "it ended with code 3", "op/hangs": forked.TOOK_TOO_LONG}
 
-    def results(pieces: Sequence[conformance.Work], *_: object) -> Iterator[tuple[conformance.Work, Any]]:
-        for piece in pieces:
+    def results(groups: Iterable[Sequence[Any]], *_: object, **options: object) -> Iterator[tuple[Any, Any]]:
+        for piece in (piece for group in groups for piece in group):
             asked.append(piece)
             yield piece, outcomes.get(piece[0], {**Cell(TRAINED, num_samples=2).__dict__, "seconds": 0.1})
 
@@ -240,6 +243,6 @@ def test_a_tenth_of_the_databases(shard: str, tmp_path: Path) -> None:
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     cells = [(line["case"], line["column"]) for line in lines]
     assert cells == conformance.chosen(conformance.parse_args(asked), {}), done.stderr
-    failures = {(line["column"], line["case"]): line["reason"] for line in lines if line["outcome"] in table.FAULTS}
+    failures = {(line["column"], line["case"]): line["message"] for line in lines if line["outcome"] in table.FAULTS}
     assert not failures
     assert sum(line["outcome"] == TRAINED for line in lines) > 30

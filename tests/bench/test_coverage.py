@@ -1,20 +1,23 @@
-"""The coverage suite: which architectures and columns are chosen, what counts, and processes that die or hang."""
+"""The coverage suite: which architectures and columns are chosen, what counts, and what is taken over."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from architectures import models as coverage_models
-from architectures import table as coverage_table
 from architectures.judge import Judge, nudged
 from architectures.models import NotBuilt, build
-from architectures.table import DEFAULT_FAILS, FAILED, NOT_BUILT, TRAINED, Cell, Column
-from architectures.training import Differs, Losses, Trained
+from architectures.table import COLUMNS, COUNTED, FAILED, NOT_BUILT, TRAINED
+from architectures.training import Losses, Trained
+from judging.budgets import Differs
+from judging.table import DEFAULT_FAILS, Cell, percentage
+from measuring import forked
 from torch import nn
 
 import chunkc
@@ -37,58 +40,54 @@ def test_the_command_line_picks_columns_and_architectures() -> None:
     args = coverage.parse_args(["--columns", "eager/fp32, inductor/*", "--family", "transformers"])
     assert args.columns[0] == "eager/fp32"
     assert len(args.columns) == 8
-    assert coverage.chosen(NAMES, args, {}) == dict.fromkeys(NAMES[1:], args.columns)
-    assert [*coverage.chosen(NAMES, coverage.parse_args(["--family", "llama"]), {})] == NAMES[2:]
-    assert [*coverage.chosen(NAMES, coverage.parse_args(["--family", "*/test_*"]), {})] == NAMES[:1]
-    assert [*coverage.chosen(NAMES, coverage.parse_args(["--family", "llama,*/test_*"]), {})] == [NAMES[0], NAMES[2]]
-    one, other = (coverage.chosen(NAMES, coverage.parse_args(["--sample", "2", "--seed", "5"]), {}) for _ in range(2))
+    assert coverage.chosen(NAMES, args, {}) == [(name, column) for name in NAMES[1:] for column in args.columns]
+    assert names_of("--family", "llama") == NAMES[2:]
+    assert names_of("--family", "*/test_*") == NAMES[:1]
+    assert names_of("--family", "llama,*/test_*") == [NAMES[0], NAMES[2]]
+    one, other = (names_of("--sample", "2", "--seed", "5") for _ in range(2))
     assert one == other
     assert len(one) == 2
     with pytest.raises(SystemExit):
         coverage.parse_args(["--columns", "fp8"])
 
 
-def answer_of(name: str, **outcomes: str) -> dict[str, Any]:
-    cells = {f"eager/{setting}": Cell(outcome, "", "").__dict__ for setting, outcome in outcomes.items()}
-    return {"architecture": name, "num_parameters": 7, "cells": cells}
+def names_of(*arguments: str) -> list[str]:
+    return list(dict.fromkeys(name for name, _ in coverage.chosen(NAMES, coverage.parse_args(arguments), {})))
 
 
-def test_a_result_goes_on_where_it_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form of results up to 2026-11-24 is read, too."""
+def test_a_result_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
 
-    class Worker:
-        ready: ClassVar[dict[str, Any]] = {"architectures": ["a/b/c", "a/b/d"]}
+    def results(groups: Iterable[Sequence[Any]], *_: object, **options: object) -> Iterator[tuple[Any, Any]]:
+        for work in (work for group in groups for work in group):
+            asked.append(work)
+            yield work, {**Cell(TRAINED).__dict__, "num_parameters": 7, "seconds": 0.1}
 
-        def __init__(self, *args: object, **options: object) -> None: ...
-
-        def __enter__(self) -> Worker:
-            return self
-
-        def __exit__(self, *error: object) -> None: ...
-
-        def ask(self, line: str) -> dict[str, Any]:
-            asked.append(json.loads(line)["architecture"])
-            return answer_of(asked[-1], fp32=TRAINED)
-
-    asked: list[str] = []
-    monkeypatch.setattr(coverage, "Process", Worker)
-    earlier = {"answers": [answer_of("a/b/x", fp32=FAILED)], "versions": {"commit": "old"}, "sample": {"seed": 3}}
-    (tmp_path / "earlier.json").write_text(json.dumps(earlier))
-    out = tmp_path / "out.json"
-    run = ["--columns", "eager/fp32", "--out", str(out)]
+    monkeypatch.setattr(forked, "results", results)
+    monkeypatch.setattr(coverage, "architectures", lambda: ["a/b/c", "a/b/d"])
+    cells = {"eager/fp32": {"commit": "old", **Cell(FAILED, "why").__dict__, "seconds": 1.0}}
+    answer = {"architecture": "a/b/x", "num_parameters": 5, "cells": cells}
+    (tmp_path / "earlier.json").write_text(json.dumps({"answers": [answer]}))
+    result = tmp_path / "result.json"
+    run = ["--columns", "eager/fp32", "--out", str(tmp_path / "out.jsonl"), "--result", str(result)]
     assert coverage.main([*run, "--sample", "1", "--from", str(tmp_path / "earlier.json")]) == 1
     assert coverage.main(run) == 1
-    assert sorted(asked) == ["a/b/c", "a/b/d"]
-    written = json.loads(out.read_text())
-    assert [answer["architecture"] for answer in written["answers"]] == ["a/b/c", "a/b/d", "a/b/x"]
-    assert written["answers"][2]["cells"]["eager/fp32"]["commit"] == "old"
-    assert [sample["seed"] for sample in written["samples"]] == [3, 0, 0]
+    assert sorted(asked) == [("a/b/c", "eager/fp32"), ("a/b/d", "eager/fp32")]
+    written = json.loads(result.read_text())["answers"]
+    assert [answer["num_parameters"] for answer in written] == [7, 7, 5]
+    assert written[2] == answer
+
+
+def test_the_committed_result_is_read() -> None:
+    path = Path(coverage.__file__).parent / "results/coverage-2026-11-26-1440.json"
+    answers = json.loads(path.read_text())["answers"]
+    assert coverage.answers_of(coverage.lines_of({"answers": answers})) == answers
 
 
 def test_what_the_default_backend_does_not_train_does_not_count() -> None:
-    cells = [{"outcome": outcome} for outcome in (TRAINED, TRAINED, TRAINED, FAILED, DEFAULT_FAILS, NOT_BUILT)]
-    assert coverage_table.percentage(cells) == 75
-    assert coverage_table.percentage([{"outcome": NOT_BUILT}]) is None
+    outcomes = (TRAINED, TRAINED, TRAINED, FAILED, DEFAULT_FAILS, NOT_BUILT)
+    assert percentage(outcomes, COUNTED) == 75
+    assert percentage([NOT_BUILT], COUNTED) is None
 
 
 @pytest.mark.parametrize(
@@ -118,13 +117,13 @@ def test_a_cell_for_real() -> None:
     subject = build("transformers/gpt2/GPT2LMHeadModel")
     cpu_allocator.install()
     judge = Judge(subject)
-    assert judge.cell(Column.named("eager/fp32")).outcome == TRAINED
-    assert judge.cell(Column.named("eager/autocast-bf16")).outcome == TRAINED
+    assert judge.cell(COLUMNS["eager/fp32"]).outcome == TRAINED
+    assert judge.cell(COLUMNS["eager/autocast-bf16"]).outcome == TRAINED
 
 
 def test_losses_may_be_as_far_as_roundings_move_plain_pytorch_s(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = coverage_models.Subject("a/b/c", lambda: nn.Linear(3, 3), lambda size, length: {}, 12)
-    judge, column = Judge(subject), Column.named("eager/fp32")
+    judge, column = Judge(subject), COLUMNS["eager/fp32"]
     plain = Trained(Losses((1.0, 2.0), None), None)
     for own, far, is_taken in ((0.0, 5e-4, True), (2e-3, 1.5e-3, True), (2e-3, 3e-3, False), (1.0, 2e-2, False)):
         monkeypatch.setattr(Judge, "_own_distance", lambda *_, own=own: own)
@@ -153,7 +152,6 @@ def test_wrong_losses_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     real = chunkc.optim.AdamW
     monkeypatch.setattr(chunkc.optim, "AdamW", lambda p, lr, **more: real(p, lr=30 * lr, **more))
     monkeypatch.setattr(Judge, "_by_default", Judge._by_plain)
-    cell = Judge(subject).cell(Column.named("eager/fp32"))
-    assert isinstance(cell, Cell)
+    cell = Judge(subject).cell(COLUMNS["eager/fp32"])
     assert cell.outcome == FAILED
     assert "losses" in cell.message

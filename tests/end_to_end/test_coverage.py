@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 from architectures.judge import Judge
 from architectures.models import DOZEN, build
-from architectures.table import PLAIN_FAILS, TRAINED, Column
+from architectures.table import COLUMNS, PLAIN_FAILS, TRAINED
 
 from chunkc.runtime.device import cpu_allocator
 
@@ -26,7 +26,7 @@ def test_it_trains(name: str) -> None:
     torch.set_num_threads(1)
     try:
         judge = Judge(build(name))
-        cells = {column: judge.cell(Column.named(column)) for column in ("eager/fp32", "eager/autocast-bf16")}
+        cells = {column: judge.cell(COLUMNS[column]) for column in ("eager/fp32", "eager/autocast-bf16")}
     finally:
         torch.set_num_threads(num_threads)
         torch._dynamo.reset()
