@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,10 +97,6 @@ def _batch(subject: Subject, column: Column, seed: int, size: int, length: int) 
     return {k: v.to(column.weights) if v.is_floating_point() else v for k, v in batch.items()}
 
 
-def _precision(column: Column) -> AbstractContextManager[Any]:
-    return torch.autocast("cpu", column.autocast) if column.autocast is not None else nullcontext()
-
-
 def _optimizer(model: nn.Module, column: Column, *, plain: bool) -> torch.optim.Optimizer:
     """Make the optimizer: PyTorch's for the reference in fp32, else chunkc's.
 
@@ -133,7 +128,7 @@ def run(
     def step(number: int) -> None:
         batch = _batch(subject, column, number, BATCH, LENGTH)
         _seed(number)
-        with _precision(column):
+        with column.precision():
             loss = loss_of(called(**batch))
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -166,7 +161,7 @@ def _evaluated(subject: Subject, column: Column, called: nn.Module) -> float:
     called.eval()
     batch = _batch(subject, column, 77, BATCH // 2, LENGTH * 3 // 4)
     _seed(77)
-    with torch.no_grad(), _precision(column):
+    with torch.no_grad(), column.precision():
         loss = float(loss_of(called(**batch)))
     called.train()
     return loss

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +56,7 @@ def train(
             torch.manual_seed(step)
             # An operator may write into what it is given. `copy.deepcopy` would leave the allocator that meters out.
             args, kwargs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, batch)
-            with torch.autocast("cpu", column.autocast) if column.autocast is not None else nullcontext():
+            with column.precision():
                 outputs = [leaf for leaf in tree_leaves(called(*args, **kwargs)) if isinstance(leaf, Tensor)]
             loss = _backward(outputs)
             values.update((f"output {at} of step {step}", kept(output)) for at, output in enumerate(outputs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,6 +47,10 @@ class Column:
     @property
     def name(self) -> str:
         return f"{self.codegen}/{self.setting}"
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Make the context of a forward."""
+        return torch.autocast("cpu", self.autocast) if self.autocast is not None else nullcontext()
 
 
 AnyColumn = TypeVar("AnyColumn", bound=Column)

@@ -91,6 +91,12 @@ def paired_ratios(samples: Sequence[Sequence[float]], base: Sequence[Sequence[fl
     return Metric("ratio", tuple(statistics.median(a) / statistics.median(b) for a, b in pairs))
 
 
+def largest_difference(samples: Sequence[float], others: Sequence[float]) -> float:
+    """Find the largest difference between two samples in the same place; NaN where one is."""
+    differences = [abs(a - b) for a, b in zip(samples, others, strict=False)]
+    return float("nan") if any(d != d for d in differences) else max(differences)
+
+
 def setting_of(model: Any, batch_size: int, **more: Any) -> dict[str, Any]:
     """The model's sizes and the step's tokens, and whatever else."""
     tokens = batch_size * model.length

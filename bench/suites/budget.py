@@ -16,7 +16,7 @@ from typing import Any
 
 from measuring.context import Context, Progress
 from measuring.machine import available_ram_nbytes, gpu_nbytes
-from measuring.metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
+from measuring.metrics import Metric, Row, Section, flat, largest_difference, one, paired_ratios, setting_of
 from measuring.subject_process import (
     NUM_SETTLING_STEPS,
     DoesNotFit,
@@ -283,18 +283,12 @@ def compare_losses(outcomes: Sequence[Outcome], tolerance: float) -> None:
     if subject is None:
         return
     others = [outcome for outcome in outcomes if outcome is not subject and outcome.losses]
-    strange = [outcome for outcome in others if not loss_difference(outcome, subject) <= tolerance]
-    for outcome in strange:
-        difference = loss_difference(outcome, subject)
+    differences = [(outcome, largest_difference(outcome.losses, subject.losses)) for outcome in others]
+    strange = [(outcome, difference) for outcome, difference in differences if not difference <= tolerance]
+    for outcome, difference in strange:
         outcome.note = outcome.note or f"losses differ by {difference:.2g} from chunkc's: not the same training"
     if others and len(strange) == len(others):
         subject.note, subject.is_failure = "losses differ from those of every other system", True
-
-
-def loss_difference(outcome: Outcome, subject: Outcome) -> float:
-    """The largest of equal steps; NaN where a loss is."""
-    differences = [abs(a - b) for a, b in zip(outcome.losses, subject.losses, strict=False)]
-    return float("nan") if any(d != d for d in differences) else max(differences)
 
 
 def check_promise(outcomes: Mapping[str, Outcome], budget_nbytes: int) -> None:
@@ -416,7 +410,7 @@ def metrics_of(
             metrics |= _link_metrics(outcome.turns, hardware)
             metrics |= _host_metrics(outcome.turns, hardware.kind == "cuda")
     if subject is not None and outcome is not subject and outcome.losses and subject.losses:
-        metrics["loss difference"] = one("number", loss_difference(outcome, subject))
+        metrics["loss difference"] = one("number", largest_difference(outcome.losses, subject.losses))
     return own_metrics(outcome, case, counts) | metrics
 
 

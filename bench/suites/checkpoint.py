@@ -16,8 +16,10 @@ from typing import Any
 from demo import SIZES
 from measuring.context import Context, Progress
 from measuring.metrics import Metric, Row, Section, one, setting_of
-from measuring.subject_process import NUM_SETTLING_STEPS, REPLY_TIMEOUT_S, SubjectProcess, Turn, interleave
+from measuring.subject_process import NUM_SETTLING_STEPS, REPLY_TIMEOUT_S, SubjectProcess, Turn
 from peers.specs import CHUNKC, SubjectSpec
+
+from suites.timed_steps import take_turns
 
 NOT_SAVING, SAVING = "no checkpoints", "a checkpoint in each turn"
 TOLERANCE = 1.05
@@ -73,13 +75,7 @@ def _section(context: Context, size: Size, case: str, home: str | None, cache: P
             advance(f"{case}: compiling, {name}")
             subjects[name] = stack.enter_context(SubjectProcess(of_name, cache, timeout_s=timeout_s))
             subjects[name].step(NUM_SETTLING_STEPS + size.num_steps)
-        turns = interleave(
-            subjects,
-            num_rounds=size.num_rounds,
-            num_steps=size.num_steps,
-            on_turn=lambda name: advance(f"{case}: training, {name}"),
-            is_over=lambda: context.is_out_of_time,
-        )
+        turns = take_turns(subjects, size, context, advance, f"{case}: training")
         ready = subjects[SAVING].ready
     base = turns[NOT_SAVING]
     if any(turn.losses != other.losses for turn, other in zip(turns[SAVING], base, strict=True)):

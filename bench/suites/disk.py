@@ -17,10 +17,11 @@ from typing import Any
 from demo import SIZES
 from measuring.context import Context, Progress
 from measuring.metrics import Metric, Row, Section, flat, one, paired_ratios, setting_of
-from measuring.subject_process import REPLY_TIMEOUT_S, DoesNotFit, SubjectProcess, Timeout, Turn, interleave
+from measuring.subject_process import REPLY_TIMEOUT_S, DoesNotFit, SubjectProcess, Timeout, Turn
 from peers.specs import CHUNKC, PLAIN, SubjectSpec
 
 from suites import disk_reads
+from suites.timed_steps import take_turns
 
 HOMES = ("cpu", "disk")
 FRACTIONS = {"100 %": Fraction(1), "60 %": Fraction(3, 5), "40 %": Fraction(2, 5), "33 %": Fraction(1, 3)}
@@ -100,13 +101,7 @@ def _section(context: Context, size: Size, home: str, cache: Path, advance: Prog
                 notes[name] = str(error)
                 continue
             subjects[name] = subject
-        turns = interleave(
-            subjects,
-            num_rounds=size.num_rounds,
-            num_steps=size.num_steps,
-            on_turn=lambda name: advance(f"{home}: training, {name}"),
-            is_over=lambda: context.is_out_of_time,
-        )
+        turns = take_turns(subjects, size, context, advance, f"{home}: training")
         reports = {name: subject.report() for name, subject in subjects.items()}
         ready = subjects[PLAIN].ready
     rows = [Row({"budget": "none (plain)"}, _metrics(turns[PLAIN], turns[PLAIN], reports[PLAIN]))]

@@ -20,7 +20,7 @@ from measuring.subject_process import REPLY_TIMEOUT_S, SubjectProcess, Timeout, 
 from models.gpt import GPTConfig
 from peers.specs import CHUNKC, PLAIN, SubjectSpec
 
-from suites.timed_steps import HUGE_NBYTES, SMALL, Size, step_metrics
+from suites.timed_steps import HUGE_NBYTES, SMALL, Size, step_metrics, take_turns
 
 FULL = Size(
     GPTConfig(num_layers=24, width=256, num_heads=4, length=128),
@@ -155,7 +155,7 @@ def _steps(
             advance(f"compiling: {name}")
             subjects[name] = stack.enter_context(SubjectProcess(spec, cache, timeout_s=timeout_s))
             subjects[name].step(2)
-        turns = size.take_turns(subjects, context, advance)
+        turns = take_turns(subjects, size, context, advance)
         num_moments = {name: subject.report().get("num_moments") for name, subject in subjects.items()}
         ready = subjects[PLAIN].ready
     tokens = size.batch_size * size.model.length

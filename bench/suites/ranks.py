@@ -29,7 +29,7 @@ from measuring.subject_process import REPLY_TIMEOUT_S, DoesNotFit, SubjectProces
 from models.gpt import GPTConfig
 from peers.specs import CHUNKC_RANKS, DDP, FSDP2_RANKS, SubjectSpec
 
-from suites.timed_steps import HUGE_NBYTES, SMALL, Size, step_metrics
+from suites.timed_steps import HUGE_NBYTES, SMALL, Size, step_metrics, take_turns
 
 ROOMY, AS_FSDP2, LEAST = "chunkc, room for all", "chunkc, FSDP2's memory", "chunkc, least memory"
 
@@ -140,7 +140,7 @@ def _section(context: Context, size: Size, cache: Path, stack: ExitStack, advanc
     options = {AS_FSDP2: as_fsdp2, LEAST: least}
     subjects |= _started((AS_FSDP2, LEAST), size, options, place, cache, stack, timeout_s, advance)
     before = {name: _wire_nbytes(subject.reports()) for name, subject in subjects.items()}
-    turns = size.take_turns(subjects, context, advance)
+    turns = take_turns(subjects, size, context, advance)
     rows = []
     for name, subject in subjects.items():
         reports = subject.reports()

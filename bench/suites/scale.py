@@ -7,7 +7,8 @@ that would need more RAM than there is are not begun; the row says so. All syste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,18 +77,6 @@ def run(context: Context) -> Iterator[Section]:
                 yield Section(f"The largest model under {name}", setting, rows)
 
 
-def bisect(num_models: int, fits: Callable[[int], bool]) -> int:
-    """The largest index for which `fits`, which holds up to some index and not beyond it; -1 if for none."""
-    low, high = -1, num_models
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
-    return low
-
-
 def _size(context: Context) -> Size:
     if context.is_small:
         family = tuple(ModelChoice(name, 32, "float32") for name in list(TINY)[:3])
@@ -112,7 +101,7 @@ def _row(context: Context, size: Size, system: str, budget_nbytes: int, cache: P
         probes[index] = _probe(context, size, system, size.family[index], budget_nbytes, cache)
         return probes[index].fits
 
-    best = bisect(len(size.family), fits)
+    best = bisect.bisect(range(len(size.family)), False, key=lambda index: not fits(index)) - 1
     failed = [f"{size.family[i].name}: {probe.reason}" for i, probe in probes.items() if probe.is_failure]
     return scale_row(size.family, system, best, probes, failed)
 

@@ -4,12 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from measuring.context import Context, Progress
-from measuring.metrics import Metric, flat, one, paired_ratios, setting_of
+from measuring.metrics import Metric, flat, largest_difference, one, paired_ratios, setting_of
 from measuring.subject_process import Steps, Turn, interleave
 from models.gpt import GPTConfig
+
+
+class Counts(Protocol):
+    """Numbers of turns of each subject, and of steps in one."""
+
+    @property
+    def num_rounds(self) -> int: ...
+
+    @property
+    def num_steps(self) -> int: ...
+
+
+def take_turns(
+    subjects: Mapping[str, Steps], size: Counts, context: Context, advance: Progress, case: str = "training"
+) -> dict[str, list[Turn]]:
+    """Run each subject's turns, as long as there is time."""
+    return interleave(
+        subjects,
+        num_rounds=size.num_rounds,
+        num_steps=size.num_steps,
+        on_turn=lambda name: advance(f"{case}: {name}"),
+        is_over=lambda: context.is_out_of_time,
+    )
+
 
 HUGE_NBYTES = 2**40
 """A budget that everything fits."""
@@ -41,16 +65,6 @@ class Size:
         counts = {"num_rounds": num_rounds, "num_steps_per_round": self.num_steps}
         return setting_of(self.model, self.batch_size, **more, **counts)
 
-    def take_turns(self, subjects: Mapping[str, Steps], context: Context, advance: Progress) -> dict[str, list[Turn]]:
-        """Run each subject's turns, as long as there is time."""
-        return interleave(
-            subjects,
-            num_rounds=self.num_rounds,
-            num_steps=self.num_steps,
-            on_turn=lambda name: advance(f"training: {name}"),
-            is_over=lambda: context.is_out_of_time,
-        )
-
 
 SMALL = Size(
     GPTConfig(num_layers=2, width=64, num_heads=2, length=32), batch_size=2, num_rounds=1, num_steps=3, codegen="eager"
@@ -67,7 +81,7 @@ def step_metrics(turns: Sequence[Turn], bases: Mapping[str, Sequence[Turn]], *, 
     Raises:
         ValueError: the losses differ by more than LOSS_TOLERANCE.
     """
-    differences = [max_loss_difference(turns, base) for base in bases.values()]
+    differences = [largest_difference(_losses(turns), _losses(base)) for base in bases.values()]
     if not all(difference <= LOSS_TOLERANCE for difference in differences):
         raise ValueError(f"losses differ by {max(differences)}: the subjects do not train the same model")
     metrics: dict[str, Metric] = {}
@@ -85,11 +99,5 @@ def step_metrics(turns: Sequence[Turn], bases: Mapping[str, Sequence[Turn]], *, 
     return metrics | {"largest loss difference": one("number", max(differences))}
 
 
-def max_loss_difference(turns: Sequence[Turn], base: Sequence[Turn]) -> float:
-    """Between equal steps; NaN where a loss is."""
-    differences = [
-        abs(a - b)
-        for turn, other in zip(turns, base, strict=True)
-        for a, b in zip(turn.losses, other.losses, strict=True)
-    ]
-    return float("nan") if any(d != d for d in differences) else max(differences)
+def _losses(turns: Sequence[Turn]) -> list[float]:
+    return [loss for turn in turns for loss in turn.losses]

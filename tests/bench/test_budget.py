@@ -1,4 +1,4 @@
-"""The suites `budget` and `scale`: what is compared, what counts as a failure, arithmetic of the bound."""
+"""The suite `budget`: what is compared, what counts as a failure, arithmetic of the bound."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ from peers.specs import (
     SubjectSpec,
 )
 from peers.subject import Trainer
-from suites import budget, least_step_time, scale
+from suites import budget, least_step_time
 from suites.budget import Case, Outcome
 
 from chunkc.ir.hardware import CPU
@@ -248,13 +248,6 @@ def test_a_run_that_would_exhaust_the_ram_is_not_begun(monkeypatch: pytest.Monke
     monkeypatch.setattr(budget, "available_ram_nbytes", lambda: 160 * 2**30)
     assert budget.host_forecast(FSDP2, 95 * 10**8) == ""  # 152e9 bytes of 171.8e9
     assert budget.host_forecast(FSDP2, 11 * 10**9) == "needs about 164 GiB of RAM, 160 are available"
-
-
-@pytest.mark.parametrize("largest", range(-1, 7))
-def test_bisection(largest: int):
-    tried: list[int] = []
-    assert scale.bisect(7, lambda index: tried.append(index) or index <= largest) == largest
-    assert len(tried) <= 3
 
 
 def test_a_checkpointed_peer_and_chunkc_train_alike():

@@ -112,15 +112,6 @@ def test_what_cannot_be_built_says_why() -> None:
     assert "transformers/llama/LlamaForCausalLM" in coverage_models.architectures()
 
 
-@pytest.mark.slow
-def test_a_cell_for_real() -> None:
-    subject = build("transformers/gpt2/GPT2LMHeadModel")
-    cpu_allocator.install()
-    judge = Judge(subject)
-    assert judge.cell(COLUMNS["eager/fp32"]).outcome == TRAINED
-    assert judge.cell(COLUMNS["eager/autocast-bf16"]).outcome == TRAINED
-
-
 def test_losses_may_be_as_far_as_roundings_move_plain_pytorch_s(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = coverage_models.Subject("a/b/c", lambda: nn.Linear(3, 3), lambda size, length: {}, 12)
     judge, column = Judge(subject), COLUMNS["eager/fp32"]
