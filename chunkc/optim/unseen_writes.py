@@ -9,7 +9,6 @@ views them.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ from chunkc.optim.on_device import computes_by_triton
 from chunkc.optim.stepping import SteppingOptimizer
 from chunkc.optim.update_task import UpdateTask, Where
 from chunkc.runtime.store.checksums import KINDS, SAMPLED, words_of
-from chunkc.runtime.store.gradients import has_external_views
+from chunkc.runtime.store.gradients import has_external_views, references
 from chunkc.runtime.store.shards import leaf_of
 from chunkc.runtime.store.store import ChunkStore
 from chunkc.session.session import Session
@@ -139,14 +138,10 @@ def has_other_readers(optimizer: SteppingOptimizer, parameters: Iterable[torch.T
 
 def _is_shared(container: Mapping[Any, Any], key: Any) -> bool:
     """Whether something besides this container refers to its value."""
-    return _references(partial(container.__getitem__, key)) > _own_references()
-
-
-def _references(get: Callable[[], Any]) -> int:
-    return sys.getrefcount(get())
+    return references(partial(container.__getitem__, key)) > _own_references()
 
 
 @cache
 def _own_references() -> int:
-    """Measure `_references` of an object that one dictionary refers to."""
-    return _references(partial({"state": object()}.__getitem__, "state"))
+    """Measure `references` of an object that one dictionary refers to."""
+    return references(partial({"state": object()}.__getitem__, "state"))

@@ -9,7 +9,8 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -106,23 +107,23 @@ def has_external_views(grad: torch.Tensor) -> bool:
 
 def has_external_references(parameter: nn.Parameter) -> bool:
     """Whether user code has references to a parameter's `.grad`, or views of it, and expects PyTorch to add to it."""
-    has_more = _references(parameter) > _internal_references()
+    has_more = references(partial(getattr, parameter, "grad")) > _internal_references()
     if isinstance(parameter.grad, GradientPlaceholder):
         return False
     return parameter.grad is not None and (has_more or has_external_views(parameter.grad))
 
 
-def _references(parameter: nn.Parameter) -> int:
-    grad = parameter.grad
-    return sys.getrefcount(grad)
+def references(get: Callable[[], Any]) -> int:
+    """Count the references to what `get` returns, this call's included."""
+    return sys.getrefcount(get())
 
 
 @cache
 def _internal_references() -> int:
-    """Measure `_references` of a gradient without other references."""
+    """Measure `references` of a gradient without other references."""
     parameter = nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    return _references(parameter)
+    return references(partial(getattr, parameter, "grad"))
 
 
 @dataclass(frozen=True)
