@@ -51,11 +51,12 @@ def results(
                 yield from copy.finished()
                 if ended is None and copy.left:
                     continue
-                copy.end()
                 copies.remove(copy)
+                copy.end()
+                if ended is not None and copy.left:
+                    yield copy.left.pop(0), ended
                 if copy.left:
-                    yield copy.left.pop(0), ended or ""
-                    waiting.extendleft([copy.left] if copy.left else [])
+                    waiting.appendleft(copy.left)
     finally:
         for copy in copies:
             copy.end()
