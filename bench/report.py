@@ -1,15 +1,13 @@
-"""Results as Markdown, and as plots.
+"""Results as Markdown.
 
-    python bench/report.py bench/results/fits-2026-01-31-1200.json [MORE.json ...] [--plots FOLDER]
+    python bench/report.py bench/results/fits-2026-01-31-1200.json [MORE.json ...]
 
-A table per section: medians, and the quartiles in brackets where there are several samples. `--plots` draws a PNG per
-suite too, and refers to it; it needs matplotlib.
+A table per section: medians, and the quartiles in brackets where there are several samples.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,12 +22,10 @@ _MISSING = "–"
 _NAMED_VERSIONS = frozenset({"python", "torch", "commit", "has_changes"})
 
 
-def markdown(result: Mapping[str, Any], plot: Path | None = None) -> str:
-    """A suite's result, as `run.py` wrote it, in Markdown, with its plot if there is one."""
+def markdown(result: Mapping[str, Any]) -> str:
+    """A suite's result, as `run.py` wrote it, in Markdown."""
     dry_run_state = " (small: no measurement)" if result["is_small"] else ""
     parts = [f"## {result['suite']}{dry_run_state}", _origin(result)]
-    if plot is not None:
-        parts.append(f"![{result['suite']}]({plot.name})")
     if not result["is_complete"]:
         parts.append("The run did not end: sections are missing.")
     for section in result["sections"]:
@@ -119,33 +115,22 @@ def _plain(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _suites(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    """A file's results, each with a name: one suite's, or those of a call (`gpu_calls.py`)."""
+def _results(path: Path) -> list[Mapping[str, Any]]:
+    """A file's results: one suite's, or those of a call (`gpu_calls.py`)."""
     content = json.loads(path.read_text())
-    if "suites" not in content:
-        return [(path.stem, content)]
-    return [(f"{path.stem}-{name}", result) for name, result in content["suites"].items()]
+    return list(content["suites"].values()) if "suites" in content else [content]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the files named, one after the other."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("results", nargs="+", type=Path, metavar="FILE.json")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="draw a PNG per suite there")
     args = parser.parse_args(arguments)
-    if args.plots is not None and importlib.util.find_spec("matplotlib") is None:
-        parser.error("--plots needs matplotlib: pip install matplotlib")
     for path in args.results:
         if not path.is_file():
             parser.error(f"there is no file {path}")
-        for name, result in _suites(path):
-            plot = None
-            if args.plots is not None:
-                from measuring.plots import draw
-
-                args.plots.mkdir(parents=True, exist_ok=True)
-                plot = draw(result, args.plots / f"{name}.png")
-            print(markdown(result, plot))
+        for result in _results(path):
+            print(markdown(result))
     return 0
 
 

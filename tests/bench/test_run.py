@@ -148,9 +148,6 @@ def test_a_run_writes_json_and_prints_markdown(
     assert "| plain | 1.5 s (1.25–1.75) |" in printed
     assert report.main([str(out)]) == 0
     assert capsys.readouterr().out == printed
-    assert report.main([str(out), "--plots", str(tmp_path / "plots")]) == 0
-    assert (tmp_path / "plots/b.png").read_bytes().startswith(b"\x89PNG")
-    assert "![fits](b.png)" in capsys.readouterr().out
 
 
 def test_a_run_cut_short_keeps_what_it_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
