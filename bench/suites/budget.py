@@ -159,14 +159,6 @@ def _systems(context: Context, case: Case) -> list[str]:
     return [name for name in case.systems if context.wants_system(name)]
 
 
-def run_case(
-    context: Context, case: Case, size: Size, systems: Sequence[str], cache: Path, progress: Progress
-) -> list[Outcome]:
-    """Train every system that can run here; losses are compared afterwards."""
-    *_, outcomes = states_of_case(context, case, size, systems, cache, progress)
-    return outcomes
-
-
 def states_of_case(
     context: Context, case: Case, size: Size, systems: Sequence[str], cache: Path, progress: Progress
 ) -> Iterator[list[Outcome]]:

@@ -196,7 +196,7 @@ def test_a_case_goes_on_without_those_that_fail(monkeypatch: pytest.MonkeyPatch)
     case = Case(TINY, 2, 1000)
     size = budget.Size((case,), num_rounds=2, num_steps=2, codegen="eager")
     names = [CHUNKC, FSDP2, PLAIN, DEEPSPEED, TORCHAO]
-    outcomes = budget.run_case(CONTEXT, case, size, names, Path(), Progress(CONTEXT.show, 9))
+    *_, outcomes = budget.states_of_case(CONTEXT, case, size, names, Path(), Progress(CONTEXT.show, 9))
     notes = {outcome.system: outcome.note for outcome in outcomes}
     assert notes == {
         CHUNKC: "",
@@ -242,7 +242,7 @@ def test_a_run_that_would_exhaust_the_ram_is_not_begun(monkeypatch: pytest.Monke
     monkeypatch.setattr(budget, "available_ram_nbytes", lambda: 10**5)
     case = Case(TINY, 2, 1000)
     size = budget.Size((case,), num_rounds=1, num_steps=2)
-    outcomes = budget.run_case(CONTEXT, case, size, [CHUNKC], Path(), Progress(CONTEXT.show, 9))
+    *_, outcomes = budget.states_of_case(CONTEXT, case, size, [CHUNKC], Path(), Progress(CONTEXT.show, 9))
     assert "GiB of RAM" in outcomes[0].note
     assert not outcomes[0].turns
     monkeypatch.setattr(budget, "available_ram_nbytes", lambda: 160 * 2**30)
