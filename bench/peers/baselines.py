@@ -33,7 +33,8 @@ from chunkc.machines.presets import load_hardware
 from chunkc.models import find_model
 from chunkc.optim.update_mode import NONE, UpdateMode
 from chunkc.options import parse_options
-from chunkc.passes.planning.residency import chunk_items, fixed_nbytes, needed_nbytes
+from chunkc.passes.planning.residency import chunk_items
+from chunkc.passes.planning.room import Room, fixed_nbytes
 from chunkc.passes.planning.updates import update_positions
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.decide import decide
@@ -229,7 +230,7 @@ def largest(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> froz
 
     def fits(count: int) -> bool:
         positions = profile(captured.following(ActivationPlan(offloaded=frozenset(order[:count]))), layout).passes
-        return needed_nbytes(positions, layout) <= free
+        return Room.of(layout).needed_nbytes(positions) <= free
 
     low, high = 0, len(order)
     while low < high:

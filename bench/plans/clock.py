@@ -61,7 +61,8 @@ from chunkc.optim.update_mode import AUTO, NONE, UpdateMode
 from chunkc.options import parse_options
 from chunkc.passes.planning import timeline as planner
 from chunkc.passes.planning import updates as update_planning
-from chunkc.passes.planning.residency import chunk_items, fixed_nbytes, moving_only
+from chunkc.passes.planning.residency import chunk_items, moving_only
+from chunkc.passes.planning.room import Room
 from chunkc.policy import activation_search as activation_plans
 from chunkc.policy import plans
 from chunkc.policy.captured_step import Captured
@@ -147,14 +148,13 @@ def planned_by(policy: Policy, treatment: Treatment, budget_nbytes: int) -> Iter
     Compilation raises `BudgetError` where that does not fit.
     """
 
-    def plan_phases(phases: Sequence[Any], layout: Any, **room: Any) -> Plan:
-        own = planner.plan_phases(phases, layout, **room)
-        free_nbytes = room["budget_nbytes"] - fixed_nbytes(layout, own.resident) - room.get("external_nbytes", 0)
+    def plan_phases(phases: Sequence[Any], room: Room, **more: Any) -> Plan:
+        own, layout = planner.plan_phases(phases, room, **more), room.layout
         found = []
         for (name, positions), known in zip(phases, own.phases, strict=True):
             line = [moving_only(position, own.resident) for position in positions]
-            capacity = [free_nbytes - one.non_model_nbytes - one.waiting_nbytes(own.resident) for one in line]
-            saved, links = () if name == UPDATE else room.get("saved", ()), layout.links_of(PARAM)
+            capacity = list(map(room.free, line))
+            saved, links = () if name == UPDATE else more.get("saved", ()), layout.links_of(PARAM)
             try:
                 moved = phase_plan(policy, name, line, chunk_items(layout, line, own.resident), capacity, saved, links)
             except ValueError as error:

@@ -14,7 +14,7 @@ from chunkc.ir.links import TO_DEVICE, TO_HOME
 from chunkc.ir.plan import Position
 from chunkc.ir.states import MASTER
 from chunkc.ir.updates import update_traffic
-from chunkc.passes.planning.residency import fixed_nbytes
+from chunkc.passes.planning.room import fixed_nbytes
 from chunkc.policy.captured_step import Captured, profile
 from plans.optimality_bound import Call, Gap, Problem, UpdateWork
 

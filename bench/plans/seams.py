@@ -31,7 +31,7 @@ from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
 from chunkc.ir.simulate import RESIDENT_UPDATE, simulate, step_time
 from chunkc.ir.updates import tile_traffic
 from chunkc.optim.update_mode import NONE
-from chunkc.passes.planning.residency import fixed_nbytes
+from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import update_positions, update_tiles
 from chunkc.policy.captured_step import profile
@@ -129,11 +129,8 @@ class Seams:
         }
         plan = plan_phases(
             [(name, calls if name == UPDATE else positions[name]) for name in names],
-            self.layout,
-            budget_nbytes=self.budget_nbytes,
-            resident=self.resident,
+            Room.of(self.layout, self.budget_nbytes, self.external_nbytes, self.resident),
             hardware=self.hardware,
-            external_nbytes=self.external_nbytes,
             boundary_nbytes=self.step.boundary_nbytes,
             saved=self.captured.offloaded if BACKWARD in names else (),
         )
@@ -143,7 +140,7 @@ class Seams:
         """The update's positions, where these groups' chunks of these kinds are whole in slots."""
         layout, external_nbytes = self.layout, self.update.external_nbytes
         left_nbytes = sum(layout.groups[index].nbytes(kind) for index in left for kind in kinds)
-        room_nbytes = self.budget_nbytes - fixed_nbytes(layout, self.resident) - external_nbytes
+        room_nbytes = Room.of(layout, self.budget_nbytes, external_nbytes, self.resident).left_nbytes
         if left_nbytes > room_nbytes * MOST_LEFT:
             raise NoRoom
         tiles = update_tiles(layout, self.update.groups, room_nbytes - left_nbytes, self.update.num_stages)

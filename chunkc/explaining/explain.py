@@ -50,7 +50,7 @@ from chunkc.machines.presets import load_hardware, usual_host_nbytes
 from chunkc.optim.over_ranks import refuse_over_ranks
 from chunkc.optim.update_mode import AUTO, DEVICE
 from chunkc.options import LossTileRows, Options, parse_options, resolve_budget
-from chunkc.passes.planning.residency import everything
+from chunkc.passes.planning.room import everything
 from chunkc.passes.rewrite.runner import code_of
 from chunkc.session.declared_states import state_format_of
 from chunkc.torch_private.dynamo import unwrapped

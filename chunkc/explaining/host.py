@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chunkc.ir.explanation import HostNeeds
 from chunkc.ir.layout import PARAM, ChunkLayout
-from chunkc.passes.planning.residency import fixed_nbytes
+from chunkc.passes.planning.room import fixed_nbytes
 from chunkc.runtime.storage.unassigned import SMALLEST_NBYTES
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 import torch
@@ -215,6 +215,28 @@ class ChunkGroup:
         begin, end = chunk.part or (0, self.numel)
         return end - begin
 
+    def slot_nbytes(self, chunk: Chunk) -> int:
+        """Return the bytes of a chunk's slot, or of a part's, without replicated data."""
+        if chunk.part is None:
+            return self._whole_slots_nbytes[chunk.kind]
+        begin, end = chunk.part
+        return _rounded_nbytes(chunk.kind, end - begin, self._itemsizes[chunk.kind], self._granule_nbytes)
+
+    @cached_property
+    def _whole_slots_nbytes(self) -> Mapping[str, int]:
+        """Kind -> the bytes of the slot of its whole chunk."""
+        sizes, granule_nbytes = self._itemsizes, self._granule_nbytes
+        numel = {kind: self.slot_numel(Chunk(kind, self.index)) for kind in sizes}
+        return {kind: _rounded_nbytes(kind, numel[kind], size, granule_nbytes) for kind, size in sizes.items()}
+
+    @cached_property
+    def _itemsizes(self) -> Mapping[str, int]:
+        return {kind: self.kind_dtype(kind).itemsize for kind in (*self.update_kinds, *CASTS)}
+
+    @cached_property
+    def _granule_nbytes(self) -> int:
+        return self.slices[0].spec.granule_nbytes if self.slices else 1
+
     @cached_property
     def parcels(self) -> tuple[tuple[TensorSlice, ...], ...]:
         """Parameters of a sharded group, by the messages in which ranks send their shards."""
@@ -311,6 +333,12 @@ class ChunkGroup:
         return sum(s.spec.nbytes + s.spec.training_nbytes for s in self.slices)
 
 
+@lru_cache
+def _rounded_nbytes(kind: str, numel: int, itemsize: int, granule_nbytes: int) -> int:
+    """Return the bytes of a kind's entries for so many elements, rounded up to the allocation unit."""
+    return -(-num_entries(kind, numel) * itemsize // granule_nbytes) * granule_nbytes
+
+
 @dataclass(frozen=True)
 class ChunkLayout:
     """Assignment of parameters to groups, and the parameters that are too small to move.
@@ -404,20 +432,6 @@ class ChunkLayout:
             return self
         return replace(self, groups=tuple(replace(group, is_replicated=group.index in groups) for group in self.groups))
 
-    @cached_property
-    def _slot_nbytes(self) -> dict[Chunk, int]:
-        """Memo of `slot_sizes`, which a search calls for the same chunks with every plan that it tries."""
-        return {}
-
-    def slot_sizes(self, chunks: Iterable[Chunk]) -> dict[Chunk, int]:
-        """Return the bytes of the slot of each chunk, or part of one, as `chunk_nbytes_of`."""
-        sizes = self._slot_nbytes
-        sizes.update({chunk: self.chunk_nbytes_of(chunk) for chunk in chunks if chunk not in sizes})
-        return {chunk: sizes[chunk] for chunk in chunks}
-
     def chunk_nbytes_of(self, chunk: Chunk) -> int:
         """Return the bytes of the slot of a chunk, or of a part of one, without replicated data."""
-        group = self.groups[chunk.group]
-        granule_nbytes = group.slices[0].spec.granule_nbytes if group.slices else 1
-        nbytes = num_entries(chunk.kind, group.slot_numel(chunk)) * group.kind_dtype(chunk.kind).itemsize
-        return -(-nbytes // granule_nbytes) * granule_nbytes
+        return self.groups[chunk.group].slot_nbytes(chunk)

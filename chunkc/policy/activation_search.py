@@ -15,14 +15,8 @@ from chunkc.ir.items import KEEP_ALL, ActivationPlan
 from chunkc.ir.layout import ChunkLayout
 from chunkc.options import Activations
 from chunkc.passes.planning.recompute_search import RecomputeRegions, dropped_between, leanest
-from chunkc.passes.planning.residency import (
-    SLACK_CHUNKS,
-    choose_offloaded,
-    chunk_sizes,
-    evenly_spread,
-    fixed_nbytes,
-    needed_nbytes,
-)
+from chunkc.passes.planning.residency import choose_offloaded, evenly_spread
+from chunkc.passes.planning.room import Room, tightest
 from chunkc.policy.captured_step import Captured, EarlierSearch, profile
 from chunkc.policy.first_fit import first_that_fits
 from chunkc.policy.host_memory import HostFull, check_copies
@@ -58,15 +52,15 @@ def activation_plans(captured: Captured, activations: Activations, layout: Chunk
     return tuple(dict.fromkeys((KEEP_ALL, least) if activations == "keep" else (least,)))
 
 
-def may_keep(captured: Captured, layout: ChunkLayout, budget_nbytes: int) -> bool:
+def may_keep(captured: Captured, room: Room) -> bool:
     """Whether a graph may keep saved values while other graphs of its model are unknown.
 
     One of several may, if the others, which come later and have only the room that is left, could do the same.
     """
     if captured.graph_fraction == 1:
         return True
-    needed = fixed_nbytes(layout, frozenset()) + needed_nbytes(profile(captured, layout).passes, layout)
-    return needed + captured.other_graphs_nbytes <= budget_nbytes
+    needed_nbytes = room.minimum_nbytes(profile(captured, room.layout).passes)
+    return needed_nbytes + captured.other_graphs_nbytes <= room.budget_nbytes
 
 
 # --- some values offloaded, some recomputed, and residents in the room that this leaves ---
@@ -83,7 +77,7 @@ class SearchSpace:
 
     Args:
         allowed: groups that may be resident.
-        external_nbytes: of the budget, taken by external bytes.
+        room: without residents.
         hardware: its host's memory has the copies.
         consumed, shadow_copied: see `check_copies`.
         may_keep: whether the graph may keep saved values (see `may_keep`).
@@ -95,10 +89,8 @@ class SearchSpace:
     def __init__(
         self,
         captured: Captured,
-        layout: ChunkLayout,
+        room: Room,
         allowed: Collection[int],
-        budget_nbytes: int,
-        external_nbytes: int,
         hardware: Hardware,
         *,
         consumed: Collection[int] = (),
@@ -106,9 +98,9 @@ class SearchSpace:
         may_keep: bool = True,
     ) -> None:
         self.may_keep = may_keep
-        self._captured, self._layout, self._budget_nbytes = captured, layout, budget_nbytes - external_nbytes
-        self._allowed, self._recompute_regions = evenly_spread(allowed), _recompute_regions(captured, layout)
-        self._hardware, self._whole_budget_nbytes = hardware, budget_nbytes
+        self._captured, self._room, self._layout, self._hardware = captured, room, room.layout, hardware
+        self._allowed, self._recompute_regions = evenly_spread(allowed), _recompute_regions(captured, room.layout)
+        self._budget_nbytes = room.budget_nbytes - room.external_nbytes
         self._consumed, self._shadow_copied = consumed, shadow_copied
         self._least_nbytes_of: dict[frozenset[int], int] = {}
         self.recompute_regions = 0 if self._recompute_regions is None else len(self._recompute_regions.ends) + 1
@@ -120,10 +112,9 @@ class SearchSpace:
         With fewer than the first, nothing has to be offloaded or recomputed, and groups that fit stay anyway; more than
         the second never fit.
         """
-        kept = profile(self._captured, self._layout).passes
-        slack = SLACK_CHUNKS * max(chunk_sizes(self._layout, kept).values(), default=0)
-        most = self._most_resident(self._least_nbytes)
-        fewest = self._most_resident(lambda resident: needed_nbytes(kept, self._layout, resident) + slack)
+        kept = tightest(profile(self._captured, self._layout).passes)
+        most = self._most_resident(lambda room: self._least_nbytes(room) <= room.left_nbytes)
+        fewest = self._most_resident(lambda room: room.with_slack(kept).fits(kept))
         return min(fewest, most), most
 
     @cached_property
@@ -133,14 +124,13 @@ class SearchSpace:
         calls_s = sum(position.cost_s for position in profile(captured, layout).passes)
         return MORE * (calls_s + update_arithmetic_s(layout, layout.groups_of(captured.trained), self._hardware))
 
-    def _most_resident(self, needed: Callable[[frozenset[int]], int]) -> int:
-        """Return how many groups can be resident, given the bytes that the graph needs in addition to them."""
+    def _most_resident(self, fits: Callable[[Room], bool]) -> int:
+        """Return how many groups can be resident, given whether the graph fits in a room."""
 
-        def missing(num_resident: int) -> int:
-            resident = frozenset(self._allowed[:num_resident])
-            return fixed_nbytes(self._layout, resident) + needed(resident) - self._budget_nbytes
+        def lacks(num_resident: int) -> bool:
+            return not fits(self._room.keeping(frozenset(self._allowed[:num_resident])))
 
-        return max(0, bisect_right(range(len(self._allowed) + 1), 0, key=missing) - 1)
+        return max(0, bisect_left(range(len(self._allowed) + 1), True, key=lacks) - 1)
 
     def at(self, num_resident: int, num_recomputed: int) -> ActivationPlan:
         """Return the activation plan for so many resident groups and recomputed regions, both evenly spread.
@@ -197,7 +187,7 @@ class SearchSpace:
         layout, consumed = self._layout, frozenset(self._consumed)
         return (
             self._hardware,
-            self._whole_budget_nbytes,
+            self._room.budget_nbytes,
             len(layout.groups),
             layout.replicated_by_choice,
             consumed,
@@ -210,20 +200,20 @@ class SearchSpace:
         Raises:
             HostFull: it has not.
         """
-        form, sizes = self._captured.following(activation_plan), (self._hardware, self._whole_budget_nbytes)
+        form, sizes = self._captured.following(activation_plan), (self._hardware, self._room.budget_nbytes)
         check_copies(form, self._layout, resident, *sizes, consumed=self._consumed, shadow_copied=self._shadow_copied)
 
     def _to_offload(self, lean: Captured, resident: frozenset[int]) -> frozenset[str]:
         """Choose the values to offload of a graph that recomputes some others."""
-        kept, least_nbytes = profile(lean, self._layout), self._least_nbytes(resident)
-        return choose_offloaded(lean.offloadable, kept, least_nbytes, self._layout, self._budget_nbytes, resident)
+        room = self._room.keeping(resident)
+        return choose_offloaded(lean.offloadable, profile(lean, self._layout), self._least_nbytes(room), room)
 
-    def _least_nbytes(self, resident: frozenset[int]) -> int:
-        """Return the bytes that the graph needs in addition to these residents if it offloads all it can."""
-        if resident not in self._least_nbytes_of:
+    def _least_nbytes(self, room: Room) -> int:
+        """Return the bytes that the graph needs in addition to a room's residents if it offloads all it can."""
+        if room.resident not in self._least_nbytes_of:
             least = profile(self._captured.following(_offload_all(self._captured)), self._layout)
-            self._least_nbytes_of[resident] = needed_nbytes(least.passes, self._layout, resident)
-        return self._least_nbytes_of[resident]
+            self._least_nbytes_of[room.resident] = room.needed_nbytes(least.passes)
+        return self._least_nbytes_of[room.resident]
 
     def _region_of(self, storage: str) -> int:
         """Return the region that makes a storage; the forward's inputs belong to the first."""
@@ -384,7 +374,7 @@ def _recompute_all(captured: Captured, layout: ChunkLayout) -> ActivationPlan:
 def _needed_nbytes(captured: Captured, activation_plan: ActivationPlan, layout: ChunkLayout) -> int:
     """Return the bytes that a graph needs, with those of the model's other graphs if they follow the same plan."""
     form = captured.following(activation_plan)
-    return needed_nbytes(profile(form, layout).passes, layout) + form.other_graphs_nbytes
+    return Room.of(layout).needed_nbytes(profile(form, layout).passes) + form.other_graphs_nbytes
 
 
 MOST_LAYOUTS = 4

@@ -23,7 +23,7 @@ from chunkc.passes.planning.offload import Saved, candidates, with_offloaded
 from chunkc.passes.planning.recompute import Recomputable, may_recompute, with_recompute
 from chunkc.passes.planning.recompute_search import RecomputeRegions
 from chunkc.passes.planning.residency import StepProfile
-from chunkc.passes.planning.updates import smallest_tiles, update_positions
+from chunkc.passes.planning.updates import smallest_update
 from chunkc.passes.planning.updates_in_backward import with_waiting
 
 ROOM_FOR_LOSS = 3
@@ -443,7 +443,7 @@ def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     caller_nbytes = captured.caller_nbytes if least is None else least.caller_nbytes
     updates, key = cache.updates, (trained, caller_nbytes)
     if key not in updates or updates[key][0] is not layout.groups:
-        updates[key] = layout.groups, tuple(update_positions(layout, smallest_tiles(layout, trained), caller_nbytes))
+        updates[key] = layout.groups, smallest_update(layout, trained, caller_nbytes)
     update = updates[key][1]
     boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
     return StepProfile(forward, backward, update, boundary_nbytes if least is None else least.boundary_nbytes)

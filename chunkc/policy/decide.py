@@ -18,7 +18,7 @@ state stays what it was. Groups never become resident again: they would move aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import overload
@@ -28,15 +28,13 @@ from chunkc.ir.items import KEEP_ALL, ActivationPlan
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.passes.planning.residency import (
-    check_minimum,
     choose_replicated,
     choose_resident,
-    everything,
-    fixed_nbytes,
     remaining_replicated,
     remaining_residents,
 )
-from chunkc.passes.planning.updates import check_update, remaining_replicated_in_update, remaining_residents_in_update
+from chunkc.passes.planning.room import Room, everything, tightest
+from chunkc.passes.planning.updates import smallest_update
 from chunkc.policy.activation_search import SearchSpace, activation_plans, first_or_quickest, may_keep
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.first_fit import first_that_fits
@@ -107,12 +105,13 @@ def _captured(now: PlannerState, event: GraphCaptured) -> StepDecision:
     def decision(context: PhaseContext) -> StepDecision:
         form = context.applied_to(captured)
         needs = profile(form, layout).all
-        check_minimum(needs, layout, now.budget_nbytes, 0, all_may_be_resident=all_may_be_resident)
-        resident, transient = choose_resident(needs, layout, now.budget_nbytes, allowed), frozenset[int]()
+        room = Room.of(layout, now.budget_nbytes)
+        room.check_minimum(needs, all_may_be_resident=all_may_be_resident)
+        resident, transient = choose_resident(needs, room, allowed), frozenset[int]()
         if resident != everything(layout) and (transient := context.transient & allowed):
             with_transient = replace(layout, transient=transient)
-            resident = choose_resident(profile(form, with_transient).all, with_transient, now.budget_nbytes, allowed)
-        replicated = choose_replicated(needs, layout, now.budget_nbytes, may_replicate)
+            resident = choose_resident(profile(form, with_transient).all, room.of_layout(with_transient), allowed)
+        replicated = choose_replicated(needs, room, may_replicate)
         state = replace(after, layout=replicated, resident=resident)
         return StepDecision(state, captured, StepRequest(_with_transient(state, transient), context=context))
 
@@ -136,12 +135,13 @@ def _with_external(
             step = profile(context.applied_to(captured), layout)
             return step.backward if context.cold_backward else step.passes
 
-        layout = remaining_replicated(needs_of(now.layout), now.layout, now.budget_nbytes, external_nbytes)
-        transient = context.transient & now.resident
-        if now.resident == everything(layout) and _residents_fit(needs_of(layout), layout, now, external_nbytes):
+        room = now.room(external_nbytes)
+        layout = remaining_replicated(needs_of(now.layout), room)
+        room, transient = room.of_layout(layout), context.transient & now.resident
+        if now.resident == everything(layout) and room.fits(tightest(needs_of(layout))):
             transient = frozenset()
         needs = needs_of(with_transient := replace(layout, transient=transient))
-        resident, _ = remaining_residents(needs, with_transient, now.budget_nbytes, external_nbytes, now.resident)
+        resident = remaining_residents(needs, room.of_layout(with_transient))
         is_same = (resident, layout.replicated_by_choice) == now.residency
         after = now if is_same else replace(now, layout=layout, resident=resident)
         asked = _with_transient(after, transient)
@@ -154,14 +154,6 @@ def _with_external(
 def _with_transient(now: PlannerState, transient: frozenset[int]) -> PlannerState:
     """Return the state for a request in which the backward consumes these resident groups' gradients."""
     return replace(now, layout=replace(now.layout, transient=transient)) if transient else now
-
-
-def _residents_fit(needs: Sequence[Position], layout: ChunkLayout, now: PlannerState, external_nbytes: int) -> bool:
-    """Whether all residents fit, with the gradients that the layout counts for them."""
-    with suppress(BudgetError):
-        check_minimum(needs, layout, now.budget_nbytes, external_nbytes, now.resident)
-        return True
-    return False
 
 
 def _choose_activations(
@@ -184,8 +176,9 @@ def _choose_activations(
         return decision(context)
     step_fits, context = context.step_fits, replace(context, step_fits=False)
     layout, hardware, space = replace(now.layout, transient=context.transient), now.hardware, None
+    room = Room.of(layout, now.budget_nbytes, external_nbytes)
     kept: StepDecision | None = None
-    keeps = now.activations == "auto" and (step_fits or may_keep(captured, layout, now.budget_nbytes))
+    keeps = now.activations == "auto" and (step_fits or may_keep(captured, Room.of(layout, now.budget_nbytes)))
     if keeps:
         with suppress(BudgetError):
             kept = decision(replace(context, activation_plan=KEEP_ALL))
@@ -198,10 +191,8 @@ def _choose_activations(
         consumed = frozenset(group for group, _ in context.updates) - context.undoable - layout.cut
         space = SearchSpace(
             captured,
-            layout,
+            room,
             allowed,
-            now.budget_nbytes,
-            external_nbytes,
             hardware,
             consumed=consumed,
             shadow_copied=shadow_copied,
@@ -215,10 +206,8 @@ def _choose_activations(
 
     def seconds(found: StepDecision, most_s: float) -> float:
         assert hardware is not None
-        request, resident = found.request, found.planner_state.resident
-        form, room_nbytes = request.context.applied_to(captured), now.budget_nbytes - request.external_nbytes
-        planned, updates, undoable = request.planner_state.layout, dict(context.updates), context.undoable
-        return step_s(form, planned, resident, hardware, room_nbytes, updates, most_s, undoable=undoable)
+        form, room = found.request.context.applied_to(captured), found.request.room
+        return step_s(form, room, hardware, dict(context.updates), most_s, undoable=context.undoable)
 
     return first_or_quickest(
         activation_plans(captured, now.activations, layout),
@@ -233,7 +222,7 @@ def _with_room(now: PlannerState, needs: Sequence[Position], external_nbytes: in
     """Round external bytes up where that fits (see `EXTERNAL_GRANULES`)."""
     granule = max(1, now.budget_nbytes // EXTERNAL_GRANULES)
     wider_nbytes = -(-external_nbytes // granule) * granule
-    if wider_nbytes != external_nbytes and _residents_fit(needs, now.layout, now, wider_nbytes):
+    if wider_nbytes != external_nbytes and now.room(wider_nbytes).fits(tightest(needs)):
         return wider_nbytes
     return external_nbytes
 
@@ -243,16 +232,17 @@ def _update(now: PlannerState, event: UpdateDue) -> UpdateDecision:
 
     Replicated groups give their room back for the step if it is needed: trained ones are gathered anew after it.
     """
-    asked = now.budget_nbytes, event.external_nbytes, now.resident, event.num_stages
-    before = replace(now.layout, transient=event.transient)
-    layout = remaining_replicated_in_update(
-        before, event.groups, now.budget_nbytes, event.external_nbytes, event.num_stages
-    )
+    before = now.room().of_layout(replace(now.layout, transient=event.transient))
+
+    def needs(groups: Collection[int]) -> Sequence[Position]:
+        return smallest_update(before.layout, sorted(groups), event.external_nbytes, event.num_stages)
+
+    layout = remaining_replicated(needs(event.groups), before)
     try:
-        check_update(layout, event.groups, *asked)
+        before.of_layout(layout).check_minimum(needs(event.groups))
     except BudgetError:
-        trained = now.layout.groups_of(now.trained) - event.transient
-        resident = remaining_residents_in_update(before, event.groups, trained, *asked)
+        trained = now.resident & (now.layout.groups_of(now.trained) - event.transient)
+        resident = remaining_residents(needs(trained.union(event.groups)), before)
         if resident == now.resident:
             raise
         return UpdateDecision(replace(now, resident=resident), None)
@@ -274,18 +264,13 @@ def fits_whole(layout: ChunkLayout, budget_nbytes: int, captured: Captured | Non
     """
     if layout.cut:
         return False
-    all_resident_nbytes = fixed_nbytes(layout, everything(layout))
-    positions = () if captured is None else profile(captured, layout).all
-    most_nbytes = max((position.non_model_nbytes for position in positions), default=0)
     other_graphs_nbytes = 0 if captured is None else captured.other_graphs_nbytes
-    return all_resident_nbytes + most_nbytes + other_graphs_nbytes <= budget_nbytes
+    room = Room.of(layout, budget_nbytes, other_graphs_nbytes, everything(layout))
+    positions = () if captured is None else profile(captured, layout).all
+    return max((position.non_model_nbytes for position in positions), default=0) <= room.left_nbytes
 
 
 def smallest_budget(captured: Captured, layout: ChunkLayout) -> int:
     """Return the smallest budget for a graph by itself; all of its groups may be resident."""
-    try:
-        return check_minimum(
-            profile(captured, layout).all, layout.with_replicated(()), 0, 0, all_may_be_resident=not layout.cut
-        )
-    except BudgetError as error:
-        return error.minimum_nbytes
+    room = Room.of(layout.with_replicated(()))
+    return room.minimum_nbytes(profile(captured, layout).all, all_may_be_resident=not layout.cut)

@@ -15,8 +15,8 @@ from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.options import Activations
-from chunkc.passes.planning.residency import everything, fixed_nbytes, needed_nbytes
-from chunkc.passes.planning.updates import smallest_tiles, update_positions
+from chunkc.passes.planning.room import Room, everything
+from chunkc.passes.planning.updates import smallest_update
 from chunkc.policy.activation_search import leanest_form
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.state import PhaseContext, PlannerState
@@ -40,9 +40,8 @@ class Needs:
         if not positions:
             return Needs()
         most_nbytes = max(position.non_model_nbytes for position in positions)
-        return Needs(
-            needed_nbytes(positions, layout.with_replicated(())) + external_nbytes, most_nbytes + external_nbytes
-        )
+        needed_nbytes = Room.of(layout.with_replicated(())).needed_nbytes(positions)
+        return Needs(needed_nbytes + external_nbytes, most_nbytes + external_nbytes)
 
     def plus(self, external_nbytes: int) -> Needs:
         """Return these needs with more external bytes."""
@@ -58,17 +57,16 @@ class Needs:
 
         Chunks that are cut over ranks always move, and are replicated only where a ZeRO stage is forced.
         """
-        moving = fixed_nbytes(layout.with_replicated(()), frozenset()) + self.moving_nbytes
+        moving = Room.of(layout.with_replicated(())).taken_nbytes + self.moving_nbytes
         if layout.cut:
             return moving
-        resident = fixed_nbytes(layout, everything(layout)) + self.all_resident_nbytes
+        resident = Room.of(layout, resident=everything(layout)).taken_nbytes + self.all_resident_nbytes
         return min(moving, resident)
 
 
 def update_needs(captured: Captured, trained: frozenset[str], layout: ChunkLayout) -> Needs:
     """Return the needs of the optimizer's step after a graph, as far as `trained` parameters are known."""
-    tiles = smallest_tiles(layout, sorted(layout.groups_of(trained)))
-    return Needs.of(update_positions(layout, tiles, captured.caller_nbytes), layout)
+    return Needs.of(smallest_update(layout, sorted(layout.groups_of(trained)), captured.caller_nbytes), layout)
 
 
 def needs_of_step(

@@ -75,30 +75,23 @@ def backward_positions(captured: Captured, request: StepRequest, hardware: Hardw
         return backward
     return with_updates(
         backward,
-        planner_state.layout,
+        request.room,
         dict(request.context.updates),
         undoable=request.context.undoable,
-        budget_nbytes=planner_state.budget_nbytes,
-        external_nbytes=request.external_nbytes,
-        resident=planner_state.resident,
         hardware=hardware,
     )
 
 
 def _planned(captured: Captured, request: StepRequest, hardware: Hardware) -> Plan:
     """Plan forward and backward, or a cold backward alone."""
-    layout, planner_state = request.planner_state.layout, request.planner_state
-    step = profile(captured, layout)
+    step = profile(captured, request.planner_state.layout)
     phases = [] if request.context.cold_backward else [(FORWARD, step.forward)]
     if captured.backward is not None:  # also where it computes nothing, as that of an addition
         phases.append((BACKWARD, backward_positions(captured, request, hardware)))
     return plan_phases(
         phases,
-        layout,
-        budget_nbytes=planner_state.budget_nbytes,
-        resident=planner_state.resident,
+        request.room,
         hardware=hardware,
-        external_nbytes=request.external_nbytes,
         boundary_nbytes=step.boundary_nbytes,
         saved=captured.offloaded,
     )
@@ -177,15 +170,7 @@ def update_plan(request: UpdateRequest, hardware: Hardware, *, verified: bool = 
         VerificationError: a bug in the planner; nothing has run.
     """
     planner_state = request.planner_state
-    plan, tiles = plan_update(
-        planner_state.layout,
-        request.groups,
-        budget_nbytes=planner_state.budget_nbytes,
-        resident=planner_state.resident,
-        hardware=hardware,
-        external_nbytes=request.external_nbytes,
-        num_stages=request.num_stages,
-    )
+    plan, tiles = plan_update(request.room, request.groups, hardware=hardware, num_stages=request.num_stages)
     graph = insert_update_events(plan.phases[0], tiles)
     if verified:
         violations = verify_phase(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from chunkc.ir.items import ActivationPlan
 from chunkc.ir.layout import ChunkLayout
-from chunkc.passes.planning.residency import everything, fixed_nbytes
+from chunkc.passes.planning.room import Room, everything
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.graph_fraction import NEARLY_ALL
 
@@ -73,9 +73,9 @@ def keeps_all(forwards: Sequence[SeenForward], layout: ChunkLayout, budget_nbyte
     """Whether a step of these forwards fits with all saved values kept and all groups resident."""
     if layout.cut:
         return False
-    model_nbytes, kept_more_nbytes = fixed_nbytes(layout, everything(layout)), 0
+    room, kept_more_nbytes = Room.of(layout, budget_nbytes, resident=everything(layout)), 0
     for seen in forwards:
-        if model_nbytes + seen.most_nbytes + seen.external_nbytes + kept_more_nbytes > budget_nbytes:
+        if seen.most_nbytes + seen.external_nbytes + kept_more_nbytes > room.left_nbytes:
             return False
         kept_more_nbytes += seen.away_nbytes
     return True

@@ -11,7 +11,7 @@ from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Plan
 from chunkc.options import Activations
 from chunkc.passes.planning.layout import EMPTY_LAYOUT
-from chunkc.passes.planning.residency import everything
+from chunkc.passes.planning.room import Room, everything
 from chunkc.policy.captured_step import Captured
 
 Key = tuple[object, ...]
@@ -43,6 +43,10 @@ class PlannerState:
     def can_skip_segmentation(self) -> bool:
         """Whether the next graph may be compiled whole: no earlier graph's plan has evicted a resident group."""
         return self.num_graphs == 0 or self.resident == everything(self.layout)
+
+    def room(self, external_nbytes: int = 0) -> Room:
+        """Return the room with the residents so far."""
+        return Room.of(self.layout, self.budget_nbytes, external_nbytes, self.resident)
 
     @property
     def key(self) -> Key:
@@ -154,6 +158,11 @@ class StepRequest:
     context: PhaseContext = EMPTY_CONTEXT
 
     @property
+    def room(self) -> Room:
+        """Room for the plan."""
+        return self.planner_state.room(self.external_nbytes)
+
+    @property
     def key(self) -> Key:
         return *self.planner_state.key, self.external_nbytes, self.context
 
@@ -173,6 +182,11 @@ class UpdateRequest:
     external_nbytes: int
     num_stages: int
     transient: frozenset[int] = frozenset()
+
+    @property
+    def room(self) -> Room:
+        """Room for the plan."""
+        return self.planner_state.room(self.external_nbytes)
 
     @property
     def key(self) -> Key:

@@ -9,6 +9,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, ChunkLayout
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.passes.planning.copy_scheduling import TooSlow
+from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import passes_s
 from chunkc.passes.planning.update_placement import group_update_nbytes
 from chunkc.passes.planning.updates_in_backward import updated_in, with_updates
@@ -17,10 +18,8 @@ from chunkc.policy.captured_step import Captured, profile
 
 def step_s(
     form: Captured,
-    layout: ChunkLayout,
-    resident: frozenset[int],
+    room: Room,
     hardware: Hardware,
-    budget_nbytes: int,
     updates: Mapping[int, int],
     most_s: float = math.inf,
     *,
@@ -32,34 +31,23 @@ def step_s(
     the links, and to update groups that have arrived meanwhile.
 
     Args:
-        budget_nbytes: without external bytes.
         updates, undoable: groups that the backward may update (see `with_updates`).
 
     Raises:
         BudgetError: there is no plan.
     """
+    layout, resident = room.layout, room.resident
     needs, trained = profile(form, layout), layout.groups_of(form.trained)
     if sum(position.cost_s for position in needs.passes) + update_arithmetic_s(layout, trained, hardware) > most_s:
         return math.inf
     backward = needs.backward
     if updates or layout.transient:
-        backward = with_updates(
-            backward,
-            layout,
-            updates,
-            undoable=undoable,
-            budget_nbytes=budget_nbytes,
-            external_nbytes=0,
-            resident=resident,
-            hardware=hardware,
-        )
+        backward = with_updates(backward, room, updates, undoable=undoable, hardware=hardware)
     update_s = _update_s(layout, trained - updated_in(backward), resident, hardware)
     try:
         seconds = passes_s(
             [(FORWARD, needs.forward), (BACKWARD, backward)],
-            layout,
-            budget_nbytes=budget_nbytes,
-            resident=resident,
+            room,
             hardware=hardware,
             boundary_nbytes=needs.boundary_nbytes,
             saved=form.offloaded,

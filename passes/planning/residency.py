@@ -1,20 +1,18 @@
-"""Choose the resident groups, the offloaded storages and the minimum budget; `timeline` plans the data that moves."""
+"""Choose the resident groups and the offloaded storages; `timeline` plans the data that moves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from chunkc.ir.errors import VALUES, BudgetError
+from chunkc.ir.errors import BudgetError
 from chunkc.ir.items import Copy, Item, ItemId, MovedId
 from chunkc.ir.layout import CASTS, GRAD, Chunk, ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.passes.planning.offload import Saved, choose
-
-SLACK_CHUNKS = 2
-"""Chunks of room for copies under way that residents may not take: one arriving, one leaving."""
+from chunkc.passes.planning.room import Room, everything, replicated_nbytes, tightest
 
 
 @dataclass(frozen=True)
@@ -82,50 +80,6 @@ def _chunk_item(layout: ChunkLayout, chunk: Chunk, resident: frozenset[int]) -> 
     return Item(nbytes, Copy(back), Copy(home))
 
 
-def chunk_sizes(layout: ChunkLayout, positions: Sequence[Position]) -> dict[ItemId, int]:
-    """Return the bytes of every chunk, or part of one, that the positions need."""
-    return layout.slot_sizes(dict.fromkeys(chunk for position in positions for chunk in position.items))
-
-
-def _tightest(positions: Sequence[Position]) -> list[Position]:
-    """Keep, of positions that need the same chunks, the one with the most other bytes: if it fits, all of them do."""
-    tightest: dict[tuple[frozenset[ItemId], tuple[tuple[int, int], ...]], Position] = {}
-    for position in positions:
-        key = position.items, position.waiting
-        if position.non_model_nbytes > tightest.setdefault(key, position).non_model_nbytes:
-            tightest[key] = position
-    return list(tightest.values())
-
-
-def fixed_nbytes(layout: ChunkLayout, resident: frozenset[int]) -> int:
-    """Return the permanent bytes on the compute tier, once every gradient and state exists: model data and overhead."""
-    residents = (group_nbytes(layout, index) for index in resident)
-    return layout.overhead_nbytes + layout.small_nbytes + replicated_nbytes(layout) + sum(residents)
-
-
-def group_nbytes(layout: ChunkLayout, index: int) -> int:
-    """Return the permanent bytes of a resident group."""
-    group = layout.groups[index]
-    transient_nbytes = sum(s.spec.gradient_nbytes for s in group.slices) if index in layout.transient else 0
-    return group.resident_nbytes - transient_nbytes
-
-
-def replicated_nbytes(layout: ChunkLayout) -> int:
-    """Return the bytes of replicated data of sharded groups."""
-    return sum(group.replicated_nbytes for group in layout.groups)
-
-
-def everything(layout: ChunkLayout) -> frozenset[int]:
-    """Return every group."""
-    return frozenset(group.index for group in layout.groups)
-
-
-def needed_nbytes(positions: Sequence[Position], layout: ChunkLayout, resident: frozenset[int] = frozenset()) -> int:
-    """Return the bytes that the positions need on top of permanent ones, if all chunks but residents' move."""
-    sizes = chunk_sizes(layout, positions)
-    return max(call.non_model_nbytes + moving_nbytes(call, sizes, resident) for call in _tightest(positions))
-
-
 @dataclass(frozen=True)
 class ResidentData:
     """Resident model data by kind; gradients by parameter.
@@ -159,39 +113,48 @@ def moving_only(position: Position, resident: frozenset[int]) -> Position:
     return replace(position, reads=keep(position.reads), writes=keep(position.writes))
 
 
-def moving_nbytes(position: Position, sizes: Mapping[ItemId, int], resident: frozenset[int]) -> int:
-    """Return the slot bytes that the position cannot do without, given these residents, and waiting gradients."""
-    slots = sum([sizes[chunk] for chunk in position.items if chunk.has_own_slot(resident)])
-    return slots + position.waiting_nbytes(resident)
+def choose_resident(positions: Sequence[Position], room: Room, allowed: frozenset[int]) -> frozenset[int]:
+    """Choose the resident groups: all if they fit, else as many as leave room to move, in `evenly_spread` order.
 
-
-def choose_resident(
-    positions: Sequence[Position],
-    layout: ChunkLayout,
-    budget_nbytes: int,
-    allowed: frozenset[int],
-    external_nbytes: int = 0,
-) -> frozenset[int]:
-    """Choose the resident groups: all if they fit, else as many as leave room to move, in `evenly_spread` order."""
-    sizes = chunk_sizes(layout, positions)
-    needs = _tightest(positions)
-
-    def fits(resident: frozenset[int], fixed: int) -> bool:
-        return all(
-            fixed + position.non_model_nbytes + moving_nbytes(position, sizes, resident) <= budget_nbytes
-            for position in needs
-        )
-
-    whole = everything(layout)
-    if allowed == whole and fits(whole, fixed_nbytes(layout, whole) + external_nbytes):
+    The room's own residents are ignored.
+    """
+    needs, whole = tightest(positions), everything(room.layout)
+    if allowed == whole and room.keeping(whole).fits(needs):
         return whole
-    slack = SLACK_CHUNKS * max(sizes.values(), default=0)
-    resident, fixed = frozenset[int](), fixed_nbytes(layout, frozenset()) + external_nbytes + slack
-    for index in evenly_spread(allowed):
-        wider, with_it = resident | {index}, fixed + group_nbytes(layout, index)
-        if fits(wider, with_it):
-            resident, fixed = wider, with_it
-    return resident
+    return _widened(needs, room.keeping(frozenset()), allowed, Room.with_resident).resident
+
+
+def choose_replicated(positions: Sequence[Position], room: Room, allowed: frozenset[int]) -> ChunkLayout:
+    """Choose the sharded groups to replicate: all if they fit, else as many as leave room to move.
+
+    The order is `choose_resident`'s. The layout's own choice, and residents, are ignored. All inputs are equal on all
+    ranks, so all ranks choose alike.
+    """
+    needs, layout, room = tightest(positions), room.layout, room.keeping(frozenset())
+    every = room.of_layout(layout.with_replicated(allowed))
+    if every.fits(needs):
+        return every.layout
+
+    def with_replicated(room: Room, index: int) -> Room:
+        groups = room.layout.groups
+        groups = (*groups[:index], every.layout.groups[index], *groups[index + 1 :])
+        nbytes = room.fixed_nbytes + groups[index].replicated_nbytes
+        return replace(room, layout=replace(room.layout, groups=groups), fixed_nbytes=nbytes)
+
+    widest = _widened(needs, room.of_layout(layout.with_replicated(())), allowed, with_replicated)
+    return layout.with_replicated(widest.layout.replicated_by_choice)
+
+
+def _widened(
+    positions: Sequence[Position], room: Room, groups: Iterable[int], widen: Callable[[Room, int], Room]
+) -> Room:
+    """Widen a room by as many of the groups as leave room to move, in `evenly_spread` order."""
+    room = room.with_slack(positions)
+    for index in evenly_spread(groups):
+        wider = widen(room, index)
+        if wider.fits(positions):
+            room = wider
+    return room
 
 
 def evenly_spread(groups: Iterable[int]) -> list[int]:
@@ -206,148 +169,44 @@ def evenly_spread(groups: Iterable[int]) -> list[int]:
     return [placed[place] for place in places]
 
 
-def choose_replicated(
-    positions: Sequence[Position],
-    layout: ChunkLayout,
-    budget_nbytes: int,
-    allowed: frozenset[int],
-    external_nbytes: int = 0,
-) -> ChunkLayout:
-    """Choose the sharded groups to replicate: all if they fit, else as many as leave room to move.
+def remaining_replicated(positions: Sequence[Position], room: Room) -> ChunkLayout:
+    """Keep as many replicated groups as fit without residents: all of them if there is room."""
+    replicated = room.layout.replicated_by_choice
+    if not replicated or room.keeping(frozenset()).fits(tightest(positions)):
+        return room.layout
+    return choose_replicated(positions, room, replicated)
 
-    The order is `choose_resident`'s. The layout's own choice is ignored. All inputs are equal on all ranks, so all
-    ranks choose alike.
+
+def remaining_residents(positions: Sequence[Position], room: Room) -> frozenset[int]:
+    """Keep as many of the room's residents as fit: all of them if there is room, else as `choose_resident`.
+
+    Raises:
+        BudgetError: there is no room even without residents.
     """
-    none, every = layout.with_replicated(()), layout.with_replicated(allowed)
-    needs, fixed = _tightest(positions), fixed_nbytes(none, frozenset()) + external_nbytes
-    moving, replicated = chunk_sizes(none, needs), chunk_sizes(every, needs)
-
-    def fits(whole: frozenset[int], fixed_nbytes: int) -> bool:
-        return all(
-            fixed_nbytes
-            + position.non_model_nbytes
-            + sum((replicated if chunk.group in whole else moving)[chunk] for chunk in position.items)
-            <= budget_nbytes
-            for position in needs
-        )
-
-    if fits(allowed, fixed + replicated_nbytes(every) - replicated_nbytes(none)):
-        return every
-    whole, fixed = frozenset[int](), fixed + SLACK_CHUNKS * max(moving.values(), default=0)
-    for index in evenly_spread(allowed):
-        wider, with_it = whole | {index}, fixed + every.groups[index].replicated_nbytes
-        if fits(wider, with_it):
-            whole, fixed = wider, with_it
-    return layout.with_replicated(whole)
-
-
-def remaining_replicated(
-    positions: Sequence[Position], layout: ChunkLayout, budget_nbytes: int, external_nbytes: int
-) -> ChunkLayout:
-    """Keep as many replicated groups as fit with these external bytes: all of them if there is room."""
-    if not layout.replicated_by_choice:
-        return layout
     try:
-        check_minimum(positions, layout, budget_nbytes, external_nbytes)
-    except BudgetError:
-        return choose_replicated(positions, layout, budget_nbytes, layout.replicated_by_choice, external_nbytes)
-    return layout
+        room.check_minimum(positions)
+        return room.resident
+    except BudgetError as error:
+        with_residents = error
+    try:
+        room.keeping(frozenset()).check_minimum(positions)
+    except BudgetError as error:
+        raise min(error, with_residents, key=lambda error: error.minimum_nbytes) from None
+    finally:
+        del with_residents  # the error refers to this frame, which would refer to the error
+    return choose_resident(positions, room, room.resident)
 
 
-def choose_offloaded(
-    saved: Sequence[Saved],
-    kept: StepProfile,
-    least_nbytes: int,
-    layout: ChunkLayout,
-    budget_nbytes: int,
-    resident: frozenset[int],
-) -> frozenset[str]:
-    """Choose saved storages to offload so that every call has room with these residents, and copies too if possible.
+def choose_offloaded(saved: Sequence[Saved], kept: StepProfile, least_nbytes: int, room: Room) -> frozenset[str]:
+    """Choose saved storages to offload so that every call has room with its residents, and copies too if possible.
 
     Args:
         saved: the candidates.
         kept: the step without offloading.
         least_nbytes: its bytes for values and chunks with these residents, if all candidates are offloaded.
     """
-    sizes = chunk_sizes(layout, kept.passes)
-    free_nbytes = budget_nbytes - fixed_nbytes(layout, resident)
-    slack = SLACK_CHUNKS * max(sizes.values(), default=0)
-    free_nbytes -= slack if least_nbytes + slack <= free_nbytes else 0
-    rooms = [free_nbytes - moving_nbytes(position, sizes, resident) for position in kept.passes]
+    with_slack = room.with_slack(kept.passes)
+    if least_nbytes <= with_slack.left_nbytes:
+        room = with_slack
+    rooms = [room.left_nbytes - room.moving_nbytes(position) for position in kept.passes]
     return choose(saved, kept.forward, kept.backward, rooms)
-
-
-def remaining_residents(
-    positions: Sequence[Position],
-    layout: ChunkLayout,
-    budget_nbytes: int,
-    external_nbytes: int,
-    resident: frozenset[int],
-) -> tuple[frozenset[int], int]:
-    """Keep as many residents as fit with these external bytes, and return them with the smallest budget for that.
-
-    All of them if there is room, else as many as fit, as `choose_resident`.
-
-    Raises:
-        BudgetError: there is no room even without residents.
-    """
-    try:
-        return resident, check_minimum(positions, layout, budget_nbytes, external_nbytes, resident)
-    except BudgetError as error:
-        with_residents = error
-    try:
-        minimum = check_minimum(positions, layout, budget_nbytes, external_nbytes)
-    except BudgetError as error:
-        raise min(error, with_residents, key=lambda error: error.minimum_nbytes) from None
-    finally:
-        del with_residents  # the error refers to this frame, which would refer to the error
-    return choose_resident(positions, layout, budget_nbytes, resident, external_nbytes), minimum
-
-
-def check_minimum(
-    positions: Sequence[Position],
-    layout: ChunkLayout,
-    budget_nbytes: int,
-    external_nbytes: int,
-    resident: frozenset[int] = frozenset(),
-    *,
-    all_may_be_resident: bool = False,
-) -> int:
-    """Return the smallest budget that works with these residents.
-
-    With `all_may_be_resident` it may also be one that works with all groups resident.
-
-    Raises:
-        BudgetError: `budget_nbytes` is below it.
-    """
-    sizes = chunk_sizes(layout, positions)
-    fixed = fixed_nbytes(layout, resident)
-    if not positions:
-        return fixed + external_nbytes
-
-    def total(position: Position) -> int:
-        return fixed + external_nbytes + position.non_model_nbytes + moving_nbytes(position, sizes, resident)
-
-    worst = max(_tightest(positions), key=total)
-    minimum = total(worst)
-    if all_may_be_resident:  # without the gaps between chunks, and optimizer tiles, a very small model may need less
-        whole = everything(layout)
-        minimum = min(minimum, fixed_nbytes(layout, whole) + external_nbytes + needed_nbytes(positions, layout, whole))
-    if minimum > budget_nbytes:
-        moving = moving_only(worst, resident)
-        contents = [
-            (VALUES, worst.non_model_nbytes),
-            ("parameters on the compute tier, with gradients and optimizer states", fixed - layout.overhead_nbytes),
-            ("workspaces of libraries, and the allocator's rounding of them", layout.overhead_nbytes),
-            ("values of earlier calls that are still held", external_nbytes),
-            *((f"chunk {chunk} ({layout.groups[chunk.group].title})", sizes[chunk]) for chunk in sorted(moving.items)),
-        ]
-        raise BudgetError(
-            minimum_nbytes=minimum,
-            budget_nbytes=budget_nbytes,
-            moment=f"{worst.op} ({worst.name})",
-            module=worst.module,
-            call=worst.name,
-            contents=sorted(((k, n) for k, n in contents if n), key=lambda item: -item[1]),
-        )
-    return minimum

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item, ItemId, SavedStorage
-from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkLayout
+from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, gradients_at
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.passes.planning.eviction import Schedule, schedule
 from chunkc.passes.planning.offload import Saved, copies
-from chunkc.passes.planning.residency import ResidentData, check_minimum, chunk_items, fixed_nbytes, moving_only
+from chunkc.passes.planning.residency import ResidentData, chunk_items, moving_only
+from chunkc.passes.planning.room import Room
 
 BETWEEN = "between"
 
@@ -30,17 +31,14 @@ class _Line:
     @staticmethod
     def of(
         phases: Sequence[tuple[str, Sequence[Position]]],
-        layout: ChunkLayout,
-        budget_nbytes: int,
-        resident: frozenset[int],
+        room: Room,
         hardware: Hardware,
-        external_nbytes: int,
         boundary_nbytes: int,
         saved: Sequence[Saved],
         most_s: float = math.inf,
     ) -> _Line:
         """Lay out and schedule the phases; see `plan_phases`, and for `most_s` `schedule`."""
-        fixed = fixed_nbytes(layout, resident)
+        layout, resident = room.layout, room.resident
         line: list[Position] = []
         spans, barriers = [], []
         for name, phase in phases:
@@ -53,9 +51,8 @@ class _Line:
         calls = [position for position in line if position.phase != BETWEEN and position.tile is None]
         updates = [position for position in line if position.tile is not None and not position.keeps_gradients]
         consumed = {Chunk(GRAD, position.tile.group) for position in updates if position.tile is not None}
-        minimum = check_minimum(calls, layout, budget_nbytes, external_nbytes, resident)
-        room_nbytes = budget_nbytes - fixed - external_nbytes
-        capacity = [max(0, room_nbytes - call.non_model_nbytes - call.waiting_nbytes(resident)) for call in line]
+        minimum = room.check_minimum(calls)
+        capacity = [max(0, room.free(position)) for position in line]
         items = chunk_items(layout, line, resident)
         ways = [Copy(link) for link in layout.links_of(PARAM)]
         items |= {SavedStorage(storage.storage): Item(storage.nbytes, *ways) for storage in saved}
@@ -67,10 +64,8 @@ class _Line:
 
 def passes_s(
     phases: Sequence[tuple[str, Sequence[Position]]],
-    layout: ChunkLayout,
+    room: Room,
     *,
-    budget_nbytes: int,
-    resident: frozenset[int],
     hardware: Hardware,
     boundary_nbytes: int = 0,
     saved: Sequence[Saved] = (),
@@ -82,34 +77,30 @@ def passes_s(
         BudgetError: there is no plan.
         TooSlow: they take more than `most_s`.
     """
-    line = _Line.of(phases, layout, budget_nbytes, resident, hardware, 0, boundary_nbytes, saved, most_s)
-    return line.schedule.seconds
+    return _Line.of(phases, room, hardware, boundary_nbytes, saved, most_s).schedule.seconds
 
 
 def plan_phases(
     phases: Sequence[tuple[str, Sequence[Position]]],
-    layout: ChunkLayout,
+    room: Room,
     *,
-    budget_nbytes: int,
-    resident: frozenset[int],
     hardware: Hardware,
-    external_nbytes: int = 0,
     boundary_nbytes: int = 0,
     saved: Sequence[Saved] = (),
 ) -> Plan:
     """Plan consecutive phases; chunks may stay in their slots from one to the next.
 
     Args:
-        external_nbytes: bytes on the compute tier outside this plan: values of earlier calls still in flight.
+        room: its external bytes are of values of earlier calls still in flight.
         boundary_nbytes: non-model bytes while user code runs between the phases.
         saved: storages that are at home between the forward and the backward.
 
     Raises:
-        BudgetError: no plan fits; its `minimum_nbytes` holds for this `resident`.
+        BudgetError: no plan fits; its `minimum_nbytes` holds for these residents.
     """
-    planned = _Line.of(phases, layout, budget_nbytes, resident, hardware, external_nbytes, boundary_nbytes, saved)
+    planned, layout = _Line.of(phases, room, hardware, boundary_nbytes, saved), room.layout
     line, spans, stops = planned.positions, planned.spans, planned.schedule.stops()
-    resident_data = ResidentData.of(layout, resident)
+    resident_data = ResidentData.of(layout, room.resident)
     sunk, group_of = {name for position in line for name, _ in position.sunk}, layout.group_of()
     resident_gradients = {
         name: nbytes
@@ -128,7 +119,7 @@ def plan_phases(
                 parameter_nbytes=resident_data.parameter_nbytes,
                 gradient_nbytes=gradients[at],
                 state_nbytes=resident_data.state_nbytes,
-                other_nbytes=external_nbytes + layout.overhead_nbytes,
+                other_nbytes=room.external_nbytes + layout.overhead_nbytes,
                 non_model_nbytes=line[at].non_model_nbytes,
                 slot_nbytes=planned.schedule.occupancy[at],
                 sunk=line[at].sunk,
@@ -142,7 +133,8 @@ def plan_phases(
         phase_plans.append(PhasePlan(name, (*stops[begin:end], tail), moments, tiles))
         if index + 1 < len(spans):
             kept = _present_after([*stops[: end + 1]])
-    return Plan(budget_nbytes, planned.minimum_nbytes, resident, tuple(phase_plans), kept, resident_gradients)
+    minimum_nbytes, resident = planned.minimum_nbytes, room.resident
+    return Plan(room.budget_nbytes, minimum_nbytes, resident, tuple(phase_plans), kept, resident_gradients)
 
 
 def _between(non_model_nbytes: int) -> Position:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import UPDATE
 from chunkc.ir.updates import tile_traffic, update_stages
-from chunkc.passes.planning.residency import check_minimum, fixed_nbytes, remaining_replicated, remaining_residents
+from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import plan_phases
 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
@@ -64,6 +65,16 @@ def smallest_tiles(layout: ChunkLayout, groups: Sequence[int], num_stages: int =
     )
 
 
+def smallest_update(
+    layout: ChunkLayout, groups: Sequence[int], external_nbytes: int, num_stages: int = 1
+) -> tuple[Position, ...]:
+    """Return the positions of `smallest_tiles`: if they fit, groups can be updated in slots.
+
+    Larger tiles are cut only if they fit too.
+    """
+    return update_positions(layout, smallest_tiles(layout, groups, num_stages), external_nbytes)
+
+
 def update_positions(
     layout: ChunkLayout, tiles: Sequence[Tile], external_nbytes: int, hardware: Hardware | None = None
 ) -> tuple[Position, ...]:
@@ -110,68 +121,16 @@ def _pace_s(layout: ChunkLayout, tile: Tile, hardware: Hardware) -> float:
     return max(memory_s, hardware.link_seconds(copied) / tile.num_stages)
 
 
-def check_update(
-    layout: ChunkLayout,
-    groups: Sequence[int],
-    budget_nbytes: int,
-    external_nbytes: int,
-    resident: frozenset[int],
-    num_stages: int = 1,
-) -> None:
-    """Check that groups can be updated in slots: larger tiles are cut only if they fit too.
-
-    Raises:
-        BudgetError: they cannot.
-    """
-    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), external_nbytes)
-    check_minimum(positions, layout, budget_nbytes, 0, resident)
-
-
-def remaining_residents_in_update(
-    layout: ChunkLayout,
-    groups: Sequence[int],
-    trained: frozenset[int],
-    budget_nbytes: int,
-    external_nbytes: int,
-    resident: frozenset[int],
-    num_stages: int = 1,
-) -> frozenset[int]:
-    """Choose the residents that fit while groups are updated in slots.
-
-    Trained residents that are evicted are updated in slots as well.
-
-    Raises:
-        BudgetError: there is no room even without residents.
-    """
-    due = sorted({*groups, *(resident & trained)})
-    positions = update_positions(layout, smallest_tiles(layout, due, num_stages), external_nbytes)
-    return remaining_residents(positions, layout, budget_nbytes, 0, resident)[0]
-
-
-def remaining_replicated_in_update(
-    layout: ChunkLayout, groups: Sequence[int], budget_nbytes: int, external_nbytes: int, num_stages: int
-) -> ChunkLayout:
-    """Keep the replicated groups that leave room for the update of these groups."""
-    positions = update_positions(layout, smallest_tiles(layout, groups, num_stages), external_nbytes)
-    return remaining_replicated(positions, layout, budget_nbytes, 0)
-
-
 def plan_update(
-    layout: ChunkLayout,
-    groups: Sequence[int],
-    *,
-    budget_nbytes: int,
-    resident: frozenset[int],
-    hardware: Hardware,
-    external_nbytes: int,
-    num_stages: int,
+    room: Room, groups: Sequence[int], *, hardware: Hardware, num_stages: int
 ) -> tuple[Plan, tuple[Tile, ...]]:
     """Plan an optimizer's step that updates some groups in slots, with a moment for each of its tiles.
+
+    External bytes count with each of them.
 
     Raises:
         BudgetError: there is no plan within the budget.
     """
-    capacity_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - external_nbytes
-    tiles = update_tiles(layout, groups, capacity_nbytes, num_stages)
-    phases = [(UPDATE, update_positions(layout, tiles, external_nbytes, hardware))]
-    return plan_phases(phases, layout, budget_nbytes=budget_nbytes, resident=resident, hardware=hardware), tiles
+    tiles = update_tiles(room.layout, groups, room.left_nbytes, num_stages)
+    positions = update_positions(room.layout, tiles, room.external_nbytes, hardware)
+    return plan_phases([(UPDATE, positions)], replace(room, external_nbytes=0), hardware=hardware), tiles

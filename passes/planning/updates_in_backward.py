@@ -20,7 +20,7 @@ from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Position, Tile
 from chunkc.ir.updates import tile_traffic, update_stages
-from chunkc.passes.planning.residency import fixed_nbytes
+from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.updates import MIN_TILE_NUMEL, tile_numel
 
 MAX_TILE_NUMEL = 1 << 22
@@ -81,13 +81,10 @@ def _waiting(backward: Sequence[Position], layout: ChunkLayout) -> Iterator[_Wai
 
 def with_updates(
     backward: Sequence[Position],
-    layout: ChunkLayout,
+    room: Room,
     updates: Mapping[int, int],
     *,
     undoable: Collection[int] = (),
-    budget_nbytes: int,
-    external_nbytes: int,
-    resident: frozenset[int],
     hardware: Hardware,
 ) -> tuple[Position, ...]:
     """Insert the positions of updates into a backward's positions.
@@ -98,9 +95,8 @@ def with_updates(
             transient groups. Sharded groups are not: their slots hold the shards of all ranks, and this rank's
             gradients alone.
         undoable: those of them that keep their gradients.
-        external_nbytes: of values outside this plan.
     """
-    room_nbytes = budget_nbytes - fixed_nbytes(layout, resident) - external_nbytes
+    layout, resident = room.layout, room.resident
     last = _last_uses(backward, layout, {*updates} - resident - layout.cut)
     waiting = [group for group in _waiting(backward, layout) if group.index in resident] if layout.transient else []
     positions: list[Position] = []
@@ -113,7 +109,7 @@ def with_updates(
         still_waiting = tuple(left)
         for index in last.get(at, ()):
             after = replace(position, waiting=still_waiting)
-            tiles = _update(layout, index, updates[index], after, room_nbytes, hardware)
+            tiles = _update(room, index, updates[index], after, hardware)
             positions += [replace(tile, keeps_gradients=True) for tile in tiles] if index in undoable else tiles
     return tuple(positions)
 
@@ -153,9 +149,7 @@ def _in_place(group: ChunkGroup, waiting: tuple[tuple[int, int], ...], after: Po
     )
 
 
-def _update(
-    layout: ChunkLayout, index: int, num_stages: int, after: Position, room_nbytes: int, hardware: Hardware
-) -> list[Position]:
+def _update(room: Room, index: int, num_stages: int, after: Position, hardware: Hardware) -> list[Position]:
     """Return a group's update after a call, in tiles; empty if not even the smallest tile fits.
 
     Tiles leave room to fetch one and write one back while a third is updated.
@@ -164,14 +158,13 @@ def _update(
     def positions(numel: int, end: int) -> list[Position]:
         return [_position(group, part, after, hardware) for part in _parts(index, kinds, numel, end, num_stages)]
 
-    group, sizes = layout.groups[index], layout.chunk_nbytes_of
-    kinds = group.update_kinds
-    smallest, waiting_nbytes = min(MIN_TILE_NUMEL, group.numel), sum(nbytes for _, nbytes in after.waiting)
-    room_nbytes -= waiting_nbytes
-    if any(p.non_model_nbytes + sum(map(sizes, p.items)) > room_nbytes for p in positions(smallest, smallest)):
+    group = room.layout.groups[index]
+    kinds, smallest = group.update_kinds, min(MIN_TILE_NUMEL, group.numel)
+    if not room.fits(positions(smallest, smallest)):
         return []
-    spare_nbytes = room_nbytes - after.left_nbytes - sizes(Chunk(PARAM, index)) - sizes(Chunk(GRAD, index))
-    return positions(tile_numel(layout, group, spare_nbytes, MAX_TILE_NUMEL), group.numel)
+    whole_nbytes = sum(group.slot_nbytes(Chunk(kind, index)) for kind in (PARAM, GRAD))
+    spare_nbytes = room.left_nbytes - after.left_nbytes - after.waiting_nbytes(room.resident) - whole_nbytes
+    return positions(tile_numel(room.layout, group, spare_nbytes, MAX_TILE_NUMEL), group.numel)
 
 
 @dataclass(frozen=True)

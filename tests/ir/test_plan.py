@@ -16,7 +16,7 @@ from chunkc.ir.layout import Chunk, ParamSpec
 from chunkc.ir.links import host_links
 from chunkc.ir.plan import Moment, PhasePlan, Plan, Position
 from chunkc.passes.planning.layout import lay_out
-from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import plan_phases
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden" / "plan.txt"
@@ -32,12 +32,10 @@ def tiny_plan() -> Plan:
 
     forward = [call("forward", i, i, 1000 + 100 * i) for i in range(3)]
     backward = [call("backward", 2 - i, i, 1200, frozenset({Chunk("grad", i)})) for i in reversed(range(3))]
-    budget = check_minimum((*forward, *backward), layout, 1 << 30, 0) + 4096
+    budget = Room.of(layout, 1 << 30).check_minimum((*forward, *backward)) + 4096
     return plan_phases(
         [("forward", forward), ("backward", backward)],
-        layout,
-        budget_nbytes=budget,
-        resident=frozenset(),
+        Room.of(layout, budget),
         hardware=Hardware(1.0, 1.0, host_links(4096.0, 4096.0)),
         boundary_nbytes=500,
     )

@@ -24,7 +24,7 @@ from chunkc.ir.plan import Position
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.shards import Shards
 from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended
-from chunkc.passes.planning.residency import check_minimum, everything, fixed_nbytes
+from chunkc.passes.planning.room import Room, everything, fixed_nbytes
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.decide import EXTERNAL_GRANULES, decide, fits_whole, smallest_budget
 from chunkc.policy.first_fit import first_that_fits
@@ -68,7 +68,7 @@ def knowing(num_groups: int, resident: frozenset[int]) -> PlannerState:
 
 
 def test_of_the_first_graph_any_group_may_stay() -> None:
-    minimum = check_minimum(profile(CAPTURED, LAYOUT).all, LAYOUT, HUGE, 0, all_may_be_resident=True)
+    minimum = Room.of(LAYOUT, HUGE).check_minimum(profile(CAPTURED, LAYOUT).all, all_may_be_resident=True)
     found = captured(PlannerState(HUGE))
     assert found.planner_state.resident == EVERYTHING
     assert (found.planner_state.num_graphs, found.planner_state.trained) == (1, CAPTURED.trained)
@@ -94,7 +94,7 @@ def test_only_where_all_may_stay_the_minimum_is_with_all() -> None:
     gaps = replace(LAYOUT, groups=tuple(replace(group, numel=16 * group.numel) for group in LAYOUT.groups))
     needs = profile(CAPTURED, gaps)
     staying = fixed_nbytes(gaps, EVERYTHING) + max(p.non_model_nbytes for p in needs.all)
-    moving = check_minimum(needs.all, gaps, HUGE, 0)
+    moving = Room.of(gaps, HUGE).check_minimum(needs.all)
     assert staying < moving
     for resident, minimum in ((EVERYTHING, staying), (frozenset({1}), moving)):
         event = GraphCaptured(CAPTURED, gaps)
@@ -123,7 +123,7 @@ def test_a_graph_may_be_whole_until_a_group_has_left() -> None:
 
 
 def test_who_fits_stays_and_who_does_not_leaves_for_good() -> None:
-    minimum = check_minimum(PASSES, LAYOUT, HUGE, 0, EVERYTHING)
+    minimum = Room.of(LAYOUT, HUGE, 0, EVERYTHING).check_minimum(PASSES)
     now = compiled(minimum + 10)
     found = decide(now, PhaseCalled(Forms(CAPTURED), 10))
     assert found.planner_state is now
@@ -134,7 +134,7 @@ def test_who_fits_stays_and_who_does_not_leaves_for_good() -> None:
 
 
 def test_a_call_that_fits_nobody_names_the_smallest_budget() -> None:
-    minimum = check_minimum(PASSES, LAYOUT, HUGE, 100)
+    minimum = Room.of(LAYOUT, HUGE, 100).check_minimum(PASSES)
     with pytest.raises(BudgetError) as error:
         decide(compiled(minimum - 1), PhaseCalled(Forms(CAPTURED), 100))
     assert error.value.minimum_nbytes == minimum
@@ -155,13 +155,13 @@ def test_a_whole_graph_is_cut_where_it_does_not_fit_and_not_before() -> None:
     forms = Forms(whole, in_segments)  # type: ignore[arg-type]
     assert decide(compiled(), PhaseCalled(forms, 0)).captured is whole
     assert not calls
-    tight = compiled(check_minimum(PASSES, LAYOUT, HUGE, 0))
+    tight = compiled(Room.of(LAYOUT, HUGE).check_minimum(PASSES))
     assert decide(tight, PhaseCalled(forms, 0)).captured is CAPTURED
     assert len(calls) == 1
 
 
 def test_other_sizes_send_residents_home_for_the_update_as_well() -> None:
-    least = check_minimum(profile(CAPTURED, LAYOUT).all, LAYOUT, HUGE, 0, EVERYTHING)
+    least = Room.of(LAYOUT, HUGE, 0, EVERYTHING).check_minimum(profile(CAPTURED, LAYOUT).all)
     assert decide(compiled(least), SizesCalled(CAPTURED)).planner_state.resident == EVERYTHING
     assert decide(compiled(least - 1), SizesCalled(CAPTURED)).planner_state.resident < EVERYTHING
 
@@ -178,7 +178,7 @@ def test_other_sizes_send_residents_home_for_the_update_as_well() -> None:
 def test_a_plan_has_room_for_a_little_more_where_there_is_one(held: int, room: int, planned: int) -> None:
     granule = 64
     budget = granule * EXTERNAL_GRANULES
-    taken = check_minimum(PASSES, LAYOUT, HUGE, 0)
+    taken = Room.of(LAYOUT, HUGE).check_minimum(PASSES)
     layout = replace(LAYOUT, overhead_nbytes=max(0, budget - taken - room))  # so that `room` is left
     if room == HUGE:
         layout = replace(LAYOUT, overhead_nbytes=budget - taken - 4096)
@@ -289,7 +289,7 @@ def test_a_step_counts_no_gradients_that_were_used_up() -> None:
 
 # --- nowhere else ---
 
-DECIDING = {"check_minimum", "choose_resident", "remaining_residents", "remaining_residents_in_update", "check_update"}
+DECIDING = {"check_minimum", "choose_resident", "choose_replicated", "remaining_residents", "remaining_replicated"}
 PLANNING = {"plan_phases", "plan_update", "insert_events", "insert_update_events", "verify_phase"}
 COUNTING = {"external_in_forward", "saved_nbytes"}
 HOMES = [
@@ -393,7 +393,7 @@ def test_the_minimum_of_one_graph_is_the_planners(external_nbytes: int) -> None:
     assert known.minimum_nbytes(WEIGHTS, "keep") == 0
     noted.add(Needs.of(POSITIONS, WEIGHTS).plus(external_nbytes))
     known.note(noted)
-    wanted = check_minimum(POSITIONS, WEIGHTS, 1 << 40, external_nbytes, all_may_be_resident=True)
+    wanted = Room.of(WEIGHTS, 1 << 40, external_nbytes).check_minimum(POSITIONS, all_may_be_resident=True)
     assert known.minimum_nbytes(WEIGHTS, "keep") == wanted
     assert Needs.of(POSITIONS, WEIGHTS, external_nbytes) == Needs.of(POSITIONS, WEIGHTS).plus(external_nbytes)
     assert Needs.of((), WEIGHTS) == Needs()
@@ -405,7 +405,7 @@ def test_what_is_cut_over_ranks_moves_in_every_budget() -> None:
     known, noted, positions = SessionNeeds(), StepNeeds(), (position(100, 0),)
     noted.add(Needs.of(positions, layout))
     known.note(noted)
-    assert known.minimum_nbytes(layout, "keep") == check_minimum(positions, layout, 1 << 40, 0)
+    assert known.minimum_nbytes(layout, "keep") == Room.of(layout, 1 << 40).check_minimum(positions)
 
 
 def test_what_stays_for_good_counts_in_every_graph() -> None:
@@ -448,7 +448,7 @@ def test_a_whole_graph_may_need_less_than_all_its_chunks_at_once() -> None:
         noted.add(Needs.of(positions, WEIGHTS))
         known.note(noted)
         error = named(known, refused(1), Needs.of(cut, WEIGHTS), 1)
-        assert error.minimum_nbytes == check_minimum(cut, WEIGHTS, 1 << 40, 0)
+        assert error.minimum_nbytes == Room.of(WEIGHTS, 1 << 40).check_minimum(cut)
 
 
 def test_a_whole_step_would_need_less_in_segments() -> None:

@@ -26,7 +26,8 @@ from chunkc.ir.layout import GRAD, PARAM
 from chunkc.machines.presets import load_hardware
 from chunkc.passes.planning.layout import EMPTY_LAYOUT
 from chunkc.passes.planning.recompute_search import RecomputeRegions
-from chunkc.passes.planning.residency import SLACK_CHUNKS, evenly_spread, fixed_nbytes, needed_nbytes
+from chunkc.passes.planning.residency import evenly_spread
+from chunkc.passes.planning.room import SLACK_CHUNKS, Room
 from chunkc.policy import activation_search as activation_plans
 from chunkc.policy.activation_search import SearchSpace, first_or_quickest, may_keep, quickest
 from chunkc.policy.captured_step import profile
@@ -182,7 +183,7 @@ def test_what_was_quickest_stands_while_it_takes_no_longer(monkeypatch: pytest.M
     )
 
     def searching(mixes: Any, *args: Any) -> Any:
-        budgets.append(mixes._whole_budget_nbytes)
+        budgets.append(mixes._room.budget_nbytes)
         return search(mixes, *args)
 
     def asking(ways: Any, mixes: Any, *args: Any) -> Any:
@@ -286,10 +287,10 @@ def test_a_part_of_a_model_keeps_values_only_where_the_others_could_too() -> Non
     part = replace(CAPTURED, graph_fraction=0.25)
     assert CAPTURED.other_graphs_nbytes == 0
     assert part.other_graphs_nbytes == 3 * part.saved_nbytes > 0
-    kept = fixed_nbytes(LAYOUT, frozenset()) + needed_nbytes(profile(CAPTURED, LAYOUT).passes, LAYOUT)
-    assert may_keep(part, LAYOUT, kept + part.other_graphs_nbytes)
-    assert not may_keep(part, LAYOUT, kept + part.other_graphs_nbytes - 1)
-    assert may_keep(CAPTURED, LAYOUT, 0)
+    kept = Room.of(LAYOUT).minimum_nbytes(profile(CAPTURED, LAYOUT).passes)
+    assert may_keep(part, Room.of(LAYOUT, kept + part.other_graphs_nbytes))
+    assert not may_keep(part, Room.of(LAYOUT, kept + part.other_graphs_nbytes - 1))
+    assert may_keep(CAPTURED, Room.of(LAYOUT))
 
 
 def test_where_values_may_not_stay_nothing_is_searched_for() -> None:
@@ -312,11 +313,11 @@ def test_only_numbers_of_groups_that_make_a_difference_are_asked_for(staying: in
     """Nothing may leave this graph: at most as many stay as have room, at least those beside which copies have."""
     groups = evenly_spread(range(NUM_LAYERS))
     beside = frozenset(groups[:staying])
-    needed = fixed_nbytes(LAYOUT, beside) + needed_nbytes(profile(CAPTURED, LAYOUT).passes, LAYOUT, beside)
+    needed = Room.of(LAYOUT, resident=beside).minimum_nbytes(profile(CAPTURED, LAYOUT).passes)
     slack = SLACK_CHUNKS * LAYOUT.groups[0].numel * 4
 
     def found(budget_nbytes: int, external_nbytes: int = 0) -> tuple[int, int]:
-        return SearchSpace(CAPTURED, LAYOUT, groups, budget_nbytes, external_nbytes, HARDWARE).groups
+        return SearchSpace(CAPTURED, Room.of(LAYOUT, budget_nbytes, external_nbytes), groups, HARDWARE).groups
 
     assert found(needed + slack) == found(needed + slack + 9, 9)
     assert found(needed + slack)[0] == staying

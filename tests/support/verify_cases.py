@@ -21,7 +21,7 @@ from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.memory.profile import positions
 from chunkc.passes.planning.layout import lay_out
-from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import update_positions, update_tiles
 from chunkc.passes.planning.updates_in_backward import with_updates
@@ -159,22 +159,17 @@ def plan_step(
     """Return the plan of forward and backward, which updates groups in so many stages, some undoably."""
     forward, backward = step_positions()
     if budget is None:
-        budget = check_minimum((*forward, *backward), LAYOUT, HUGE, 0) + spare
+        budget = Room.of(LAYOUT, HUGE).check_minimum((*forward, *backward)) + spare
     backward = with_updates(
         backward,
-        LAYOUT,
+        Room.of(LAYOUT, budget),
         updates,
         undoable=undoable,
-        budget_nbytes=budget,
-        external_nbytes=0,
-        resident=frozenset(),
         hardware=HARDWARE,
     )
     return plan_phases(
         [("forward", forward), ("backward", backward)],
-        LAYOUT,
-        budget_nbytes=budget,
-        resident=frozenset(),
+        Room.of(LAYOUT, budget),
         hardware=HARDWARE,
         boundary_nbytes=500,
     )
@@ -189,15 +184,15 @@ def case(phase: str, spare: int = 0) -> Case:
     if phase == "casting":
         program = casting_program()
         calls = positions(program, MEMORIES, group_of=LAYOUT.group_of())
-        budget = check_minimum(calls, LAYOUT, HUGE, 0) + spare
-        plan = plan_phases([("forward", calls)], LAYOUT, budget_nbytes=budget, resident=frozenset(), hardware=HARDWARE)
+        budget = Room.of(LAYOUT, HUGE).check_minimum(calls) + spare
+        plan = plan_phases([("forward", calls)], Room.of(LAYOUT, budget), hardware=HARDWARE)
         graph = insert_events(program, plan.phases[0], MODULES, group_of=LAYOUT.group_of(), resident=frozenset()).graph
         return Case(plan, graph, {"resident": frozenset(), "external_nbytes": 0, "budget_nbytes": budget})
     if phase == "update":
         tiles = update_tiles(LAYOUT, range(NUM_LAYERS), 0)
         calls = update_positions(LAYOUT, tiles, 100)
-        budget = check_minimum(calls, LAYOUT, HUGE, 0) + spare
-        plan = plan_phases([("update", calls)], LAYOUT, budget_nbytes=budget, resident=frozenset(), hardware=HARDWARE)
+        budget = Room.of(LAYOUT, HUGE).check_minimum(calls) + spare
+        plan = plan_phases([("update", calls)], Room.of(LAYOUT, budget), hardware=HARDWARE)
         graph = insert_update_events(plan.phases[0], tiles)
         return Case(plan, graph, {"resident": frozenset(), "external_nbytes": 100, "budget_nbytes": budget})
     plan = plan_step(None, spare, dict.fromkeys(range(NUM_LAYERS), 1) if phase == "updating" else {})

@@ -17,7 +17,7 @@ from chunkc.ir.links import FROM_DISK, TO_DISK
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK
 from chunkc.passes.memory.profile import positions
 from chunkc.passes.planning.offload import Saved, with_offloaded
-from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.rewrite.insert import insert_events
 
@@ -30,12 +30,10 @@ def step_case(phase: str, spare: int = 0) -> Case:
     """The hand-written step under its smallest budget, plus `spare` bytes, with two of its saved storages away."""
     programs = with_offloaded(forward_program(), AWAY), with_offloaded(backward_program(), AWAY)
     forward, backward = (positions(p, MEMORIES, group_of=LAYOUT.group_of()) for p in programs)
-    budget = check_minimum((*forward, *backward), LAYOUT, HUGE, 0) + spare
+    budget = Room.of(LAYOUT, HUGE).check_minimum((*forward, *backward)) + spare
     plan = plan_phases(
         [("forward", forward), ("backward", backward)],
-        LAYOUT,
-        budget_nbytes=budget,
-        resident=frozenset(),
+        Room.of(LAYOUT, budget),
         hardware=HARDWARE,
         boundary_nbytes=300,
         saved=SAVED,

@@ -20,7 +20,7 @@ from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.memory.profile import positions
 from chunkc.passes.planning.offload import SMALL_NBYTES, candidates, with_offloaded
 from chunkc.passes.planning.recompute import Recomputable, with_recompute
-from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.rewrite.insert import insert_events
 
@@ -104,12 +104,10 @@ def step(gone: Collection[str] = GONE, home: frozenset[str] = frozenset()) -> St
     lean = {name: with_offloaded(program, home) for name, program in zip(source, pair)}
     group_of = LAYOUT.group_of()
     line = {name: positions(p, LARGE, group_of=group_of) for name, p in lean.items()}
-    budget = check_minimum((*line["forward"], *line["backward"]), LAYOUT, HUGE, 0)
+    budget = Room.of(LAYOUT, HUGE).check_minimum((*line["forward"], *line["backward"]))
     plan = plan_phases(
         list(line.items()),
-        LAYOUT,
-        budget_nbytes=budget,
-        resident=frozenset(),
+        Room.of(LAYOUT, budget),
         hardware=HARDWARE,
         boundary_nbytes=3 * SIZE,
         saved=saved,

@@ -21,7 +21,8 @@ from chunkc.ir.shards import Shards, ZeroStage
 from chunkc.ir.verify.resident import resident_data_nbytes
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.planning.layout import lay_out
-from chunkc.passes.planning.residency import chunk_items, fixed_nbytes
+from chunkc.passes.planning.residency import chunk_items
+from chunkc.passes.planning.room import fixed_nbytes
 
 ROWS = 1000
 

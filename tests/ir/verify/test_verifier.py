@@ -16,7 +16,7 @@ from chunkc.ir.states import StateFormat
 from chunkc.ir.verify.updates import UpdatedGroups
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.planning.layout import lay_out
-from chunkc.passes.planning.residency import fixed_nbytes
+from chunkc.passes.planning.room import fixed_nbytes
 from chunkc.session.session import owner
 
 

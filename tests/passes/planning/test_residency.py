@@ -23,14 +23,13 @@ from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning.layout import lay_out
 from chunkc.passes.planning.residency import (
     StepProfile,
-    check_minimum,
     choose_replicated,
     choose_resident,
     evenly_spread,
-    fixed_nbytes,
     remaining_replicated,
     remaining_residents,
 )
+from chunkc.passes.planning.room import Room, fixed_nbytes
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import update_positions, update_tiles
 from chunkc.policy.captured_step import Captured, profile
@@ -79,11 +78,8 @@ def plan_step(
 ) -> Plan:
     return plan_phases(
         [("forward", step.forward), ("backward", step.backward)],
-        layout,
-        budget_nbytes=budget,
-        resident=resident,
+        Room.of(layout, budget, external_nbytes, resident),
         hardware=HARDWARE,
-        external_nbytes=external_nbytes,
         boundary_nbytes=step.boundary_nbytes,
     )
 
@@ -95,16 +91,16 @@ STEP = step_of(LAYOUT, (500, 700, 300))
 def test_the_minimum_is_the_fullest_call() -> None:
     fixed = 3 * STEP_NBYTES
     assert fixed_nbytes(LAYOUT, frozenset()) == fixed
-    assert check_minimum(STEP.forward, LAYOUT, HUGE, 0) == fixed + 700 + 4096
-    assert check_minimum(STEP.backward, LAYOUT, HUGE, 0) == fixed + 700 + 2 * 4096
-    assert check_minimum(STEP.all, LAYOUT, HUGE, 0) == fixed + 100 + 4 * 4096, "the update needs states too"
-    assert check_minimum(STEP.forward, LAYOUT, HUGE, 55) == fixed + 55 + 700 + 4096
-    assert check_minimum((), LAYOUT, HUGE, 55) == fixed + 55
+    assert Room.of(LAYOUT, HUGE).check_minimum(STEP.forward) == fixed + 700 + 4096
+    assert Room.of(LAYOUT, HUGE).check_minimum(STEP.backward) == fixed + 700 + 2 * 4096
+    assert Room.of(LAYOUT, HUGE).check_minimum(STEP.all) == fixed + 100 + 4 * 4096, "the update needs states too"
+    assert Room.of(LAYOUT, HUGE, 55).check_minimum(STEP.forward) == fixed + 55 + 700 + 4096
+    assert Room.of(LAYOUT, HUGE, 55).check_minimum(()) == fixed + 55
 
 
 def test_the_error_says_what_fills_the_peak() -> None:
     with pytest.raises(BudgetError) as caught:
-        check_minimum(STEP.backward, LAYOUT, 1, 55)
+        Room.of(LAYOUT, 1, 55).check_minimum(STEP.backward)
     error = caught.value
     assert error.moment == "aten.mm (backward.1)"
     assert error.module == "h.0"
@@ -130,13 +126,13 @@ def test_small_parameters_and_step_counters_stay() -> None:
 def test_everything_stays_where_everything_fits_to_the_byte() -> None:
     everything = frozenset({0, 1, 2})
     needed = fixed_nbytes(LAYOUT, everything) + 700
-    assert choose_resident(STEP.all, LAYOUT, needed, everything) == everything
-    assert choose_resident(STEP.all, LAYOUT, needed - 1, everything) != everything
+    assert choose_resident(STEP.all, Room.of(LAYOUT, needed), everything) == everything
+    assert choose_resident(STEP.all, Room.of(LAYOUT, needed - 1), everything) != everything
 
 
 def test_a_larger_budget_keeps_no_less() -> None:
-    minimum = check_minimum(STEP.all, LAYOUT, HUGE, 0)
-    chosen = [choose_resident(STEP.all, LAYOUT, b, frozenset({0, 1, 2})) for b in range(minimum, 80_000, 512)]
+    minimum = Room.of(LAYOUT, HUGE).check_minimum(STEP.all)
+    chosen = [choose_resident(STEP.all, Room.of(LAYOUT, b), frozenset({0, 1, 2})) for b in range(minimum, 80_000, 512)]
     assert chosen[0] == frozenset()
     assert {0} in chosen
     assert all(one <= other for one, other in pairwise(chosen)), "a larger budget keeps no less"
@@ -146,18 +142,17 @@ def test_a_larger_budget_keeps_no_less() -> None:
 def test_residents_leave_room_for_a_chunk_that_comes_and_one_that_goes() -> None:
     """Beyond what each call cannot do without: without it every copy would be waited for."""
     everything = frozenset({0, 1, 2})
-    needed = check_minimum(STEP.all, LAYOUT, HUGE, 0, frozenset({0})) + 2 * CHUNK_NBYTES
-    assert choose_resident(STEP.all, LAYOUT, needed, everything) == {0}
-    assert 0 not in choose_resident(STEP.all, LAYOUT, needed - 1, everything)
+    needed = Room.of(LAYOUT, HUGE, 0, frozenset({0})).check_minimum(STEP.all) + 2 * CHUNK_NBYTES
+    assert choose_resident(STEP.all, Room.of(LAYOUT, needed), everything) == {0}
+    assert 0 not in choose_resident(STEP.all, Room.of(LAYOUT, needed - 1), everything)
 
 
 def test_residents_make_room_for_what_is_held() -> None:
     everything = frozenset({0, 1, 2})
-    minimum = check_minimum(STEP.passes, LAYOUT, HUGE, 0)
+    minimum = Room.of(LAYOUT, HUGE).check_minimum(STEP.passes)
     for spare in range(0, 120_000, 1024):
-        found, needed = remaining_residents(STEP.passes, LAYOUT, minimum + spare, spare // 2, everything)
-        check_minimum(STEP.passes, LAYOUT, minimum + spare, spare // 2, found)
-        assert found == everything or needed == minimum + spare // 2
+        found = remaining_residents(STEP.passes, Room.of(LAYOUT, minimum + spare, spare // 2, everything))
+        Room.of(LAYOUT, minimum + spare, spare // 2, found).check_minimum(STEP.passes)
     assert found == everything
 
 
@@ -213,13 +208,13 @@ def steps(draw):
 def test_the_minimum_is_exact_for_every_step(case, more: int, external_nbytes: int) -> None:
     layout, step = case
     calls = step.forward + step.backward
-    minimum = check_minimum(calls, layout, HUGE, external_nbytes)
+    minimum = Room.of(layout, HUGE, external_nbytes).check_minimum(calls)
     for budget in (minimum, minimum + more):
         plan = plan_step(step, layout, budget, external_nbytes=external_nbytes)
         assert plan.minimum_nbytes == minimum <= plan.predicted_peak_nbytes <= budget
         assert plan.peak.nbytes == plan.predicted_peak_nbytes
     with pytest.raises(BudgetError) as caught:
-        check_minimum(calls, layout, minimum - 1, external_nbytes)
+        Room.of(layout, minimum - 1, external_nbytes).check_minimum(calls)
     assert caught.value.minimum_nbytes == minimum
 
 
@@ -227,9 +222,9 @@ def test_the_minimum_is_exact_for_every_step(case, more: int, external_nbytes: i
 @given(steps(), st.integers(0, 60_000))
 def test_with_the_residents_chosen_there_is_a_plan(case, more: int) -> None:
     layout, step = case
-    budget = check_minimum(step.all, layout, HUGE, 0) + more
-    resident = choose_resident(step.all, layout, budget, frozenset(range(len(layout.groups))))
-    assert check_minimum(step.all, layout, budget, 0, resident) <= budget
+    budget = Room.of(layout, HUGE).check_minimum(step.all) + more
+    resident = choose_resident(step.all, Room.of(layout, budget), frozenset(range(len(layout.groups))))
+    assert Room.of(layout, budget, 0, resident).check_minimum(step.all) <= budget
     assert plan_step(step, layout, budget, resident).predicted_peak_nbytes <= budget
 
 
@@ -237,11 +232,11 @@ def test_with_the_residents_chosen_there_is_a_plan(case, more: int) -> None:
 def test_below_the_minimum_no_choice_of_residents_fits(numels: tuple[int, ...]) -> None:
     layout = layout_of(*numels)
     step = step_of(layout, [50] * len(numels))
-    minimum = check_minimum(step.all, layout, HUGE, 0, all_may_be_resident=True)
+    minimum = Room.of(layout, HUGE).check_minimum(step.all, all_may_be_resident=True)
     for size in range(len(numels) + 1):
         for resident in combinations(range(len(numels)), size):
             with pytest.raises(BudgetError):
-                check_minimum(step.all, layout, minimum - 1, 0, frozenset(resident))
+                Room.of(layout, minimum - 1, 0, frozenset(resident)).check_minimum(step.all)
 
 
 def test_overhead_and_granules_count_on_the_compute_tier_only() -> None:
@@ -290,8 +285,8 @@ def cut(rows: Sequence[int] = (1024,) * NUM_LAYERS, rank: int = 0, stage: ZeroSt
 
 CUT = cut()
 NEEDS = profile(CAPTURED, CUT).all
-LEAST = check_minimum(NEEDS, CUT, HUGE, 0)
-MOST = check_minimum(NEEDS, CUT.with_replicated(EVERY), HUGE, 0)
+LEAST = Room.of(CUT, HUGE).check_minimum(NEEDS)
+MOST = Room.of(CUT.with_replicated(EVERY), HUGE).check_minimum(NEEDS)
 
 
 def captured(budget_nbytes: int) -> StepDecision:
@@ -366,11 +361,11 @@ def test_ranks_choose_alike_whatever_their_parts(rows: list[int], share: float) 
     for rank in range(3):
         layout = cut(rows, rank)
         needs = profile(CAPTURED, layout).all
-        least = check_minimum(needs, layout, HUGE, 0)
-        most = check_minimum(needs, layout.with_replicated(range(len(layout.groups))), HUGE, 0)
+        least = Room.of(layout, HUGE).check_minimum(needs)
+        most = Room.of(layout.with_replicated(range(len(layout.groups))), HUGE).check_minimum(needs)
         budget = int(least + share * (most - least))
         every = frozenset(range(len(layout.groups)))
-        chosen = choose_replicated(needs, layout, budget, every)
-        beside = remaining_replicated(needs, layout.with_replicated(every), budget, 0)
+        chosen = choose_replicated(needs, Room.of(layout, budget), every)
+        beside = remaining_replicated(needs, Room.of(layout.with_replicated(every), budget))
         found.append((least, most, chosen.replicated_by_choice, beside.replicated_by_choice))
     assert len(set(found)) == 1

@@ -16,17 +16,16 @@ from chunkc.ir.links import host_links
 from chunkc.ir.plan import PREFETCH
 from chunkc.ir.states import StateFormat
 from chunkc.passes.planning.layout import lay_out
-from chunkc.passes.planning.residency import check_minimum
+from chunkc.passes.planning.residency import remaining_residents
+from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.update_placement import cpu_update_s, device_update_s, groups_for_cpu
 from chunkc.passes.planning.updates import (
     MAX_GROUP_TILES,
     MAX_TILE_NUMEL,
     MIN_TILE_NUMEL,
     TILES_AT_ONCE,
-    check_update,
     plan_update,
-    remaining_residents_in_update,
-    smallest_tiles,
+    smallest_update,
     update_positions,
     update_tiles,
 )
@@ -49,19 +48,19 @@ LAYOUT = layout_of(1024, 1024, 1000)
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_residents_make_room_for_an_update(num_stages: int) -> None:
     everything = frozenset({0, 1, 2})
-    positions = update_positions(LAYOUT, smallest_tiles(LAYOUT, [0, 1, 2], num_stages), 700)
-    minimum = check_minimum(positions, LAYOUT, HUGE, 0)
-    assert remaining_residents_in_update(LAYOUT, [], everything, minimum, 700, everything, num_stages) < everything
-    assert remaining_residents_in_update(LAYOUT, [], everything, HUGE, 700, everything, num_stages) == everything
+    positions = smallest_update(LAYOUT, [0, 1, 2], 700, num_stages)
+    minimum = Room.of(LAYOUT).minimum_nbytes(positions)
+    assert remaining_residents(positions, Room.of(LAYOUT, minimum, resident=everything)) < everything
+    assert remaining_residents(positions, Room.of(LAYOUT, HUGE, resident=everything)) == everything
     with pytest.raises(BudgetError):
-        remaining_residents_in_update(LAYOUT, [], everything, minimum - 1, 700, everything, num_stages)
+        remaining_residents(positions, Room.of(LAYOUT, minimum - 1, resident=everything))
 
 
 def test_a_tile_counts_what_its_update_allocates_next_to_external_bytes() -> None:
     """With 8-bit moments a number of four bytes for each block of 256."""
     spec = ParamSpec("h.0.w", (1024,), (1,), torch.float32, True, states=StateFormat("int8"))
     for layout, nbytes in ((LAYOUT, 0), (lay_out([spec], 4096), 4 * 4)):
-        (position,) = update_positions(layout, smallest_tiles(layout, [0]), 700)
+        (position,) = smallest_update(layout, [0], 700)
         assert position.non_model_nbytes == 700 + nbytes
 
 
@@ -146,12 +145,9 @@ def test_however_fast_each_part_is_few_tiles_are_in_flight(
     """There is room for all: fetched at once, they would fill it, and none would come sooner."""
     layout, num_tiles = layout_of(*[MIN_TILE_NUMEL] * 8), 8
     plan, tiles = plan_update(
-        layout,
+        Room.of(layout, HUGE),
         range(num_tiles),
-        budget_nbytes=HUGE,
-        resident=frozenset(),
         hardware=Hardware(1.0, memory_bytes_per_s, host_links(1 << 20, to_home_bytes_per_s)),
-        external_nbytes=0,
         num_stages=1,
     )
     (phase,) = plan.phases
@@ -171,18 +167,18 @@ def test_where_the_smallest_tiles_fit_there_is_a_plan(
     """And where they do not there is none, whatever size tiles are cut to in that budget."""
     numel, states = 5 * MIN_TILE_NUMEL + 3, states.seen_by(torch.float32)
     layout = lay_out([ParamSpec("w", (numel,), (1,), torch.float32, True, granule_nbytes, states)], 4 * numel)
-    positions = update_positions(layout, smallest_tiles(layout, [0], num_stages), 55)
-    minimum = check_minimum(positions, layout, HUGE, 0)
+    positions = smallest_update(layout, [0], 55, num_stages)
+    minimum = Room.of(layout).minimum_nbytes(positions)
     part_nbytes = MIN_TILE_NUMEL * layout.groups[0].update_nbytes_per_element // 3
     budgets = (minimum + part_nbytes * k + d for k in range(60) for d in (-1, 0, 1))
     numbers_of_tiles = set()
 
     def check(budget: int) -> None:
-        check_update(layout, [0], budget, 55, frozenset(), num_stages)
+        Room.of(layout, budget).check_minimum(positions)
 
     def plan(budget: int) -> None:
-        given = {"budget_nbytes": budget, "resident": frozenset[int](), "external_nbytes": 55, "num_stages": num_stages}
-        numbers_of_tiles.add(len(plan_update(layout, [0], hardware=FAST, **given)[1]))
+        room = Room.of(layout, budget, 55)
+        numbers_of_tiles.add(len(plan_update(room, [0], hardware=FAST, num_stages=num_stages)[1]))
 
     for budget in (1, *budgets):
         assert refusal(check, budget) == refusal(plan, budget) == (minimum if budget < minimum else None)

@@ -38,22 +38,23 @@ from chunkc.ir.plan import PREFETCH, WRITE_BACK, PhasePlan, Plan, Position, grad
 from chunkc.ir.verify.resident import resident_data_nbytes
 from chunkc.ir.verify.verifier import verify_phase
 from chunkc.passes.planning.layout import lay_out
-from chunkc.passes.planning.residency import check_minimum, choose_resident, fixed_nbytes
+from chunkc.passes.planning.residency import choose_resident
+from chunkc.passes.planning.room import Room, fixed_nbytes
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import MIN_TILE_NUMEL
 from chunkc.passes.planning.updates_in_backward import updated_in, with_updates, with_waiting
 from chunkc.passes.rewrite.insert import insert_events
 
 STAGES = dict.fromkeys(range(NUM_LAYERS), 1)
-MINIMUM = check_minimum([p for phase in positions_of_step() for p in phase], LAYOUT, HUGE, 0)
+MINIMUM = Room.of(LAYOUT, HUGE).check_minimum([p for phase in positions_of_step() for p in phase])
 
 
 def updated(
     backward: tuple[Position, ...] | None = None, resident: frozenset[int] = frozenset(), external_nbytes: int = 0
 ) -> tuple[Position, ...]:
     """The step's backward, or another one, with all updates for which a huge budget has room."""
-    room = {"budget_nbytes": HUGE, "external_nbytes": external_nbytes, "resident": resident, "hardware": HARDWARE}
-    return with_updates(backward or positions_of_step()[1], LAYOUT, STAGES, **room)  # type: ignore[arg-type]
+    room = Room.of(LAYOUT, HUGE, external_nbytes, resident)
+    return with_updates(backward or positions_of_step()[1], room, STAGES, hardware=HARDWARE)
 
 
 def copies(phase: PhasePlan, kind: str, of: str) -> Counter[int]:
@@ -130,20 +131,18 @@ def test_a_large_group_is_updated_in_tiles_that_fit() -> None:
         sunk=(("w", False),), left_nbytes=70,
     )  # fmt: skip
     hardware = Hardware(1.0, 1e9, host_links(1e6, 1e6))
-    minimum = check_minimum([call], layout, HUGE, 0)
+    minimum = Room.of(layout, HUGE).check_minimum([call])
     for spare in (10 * MIN_TILE_NUMEL, 10 * numel, 40 * numel):
-        budget = minimum - 430 + spare
-        found = with_updates(
-            [call], layout, {0: 2}, budget_nbytes=budget, external_nbytes=0, resident=frozenset(), hardware=hardware
-        )
+        room = Room.of(layout, minimum - 430 + spare)
+        found = with_updates([call], room, {0: 2}, hardware=hardware)
         tiles = [p.tile for p in found if p.tile is not None]
         for stage in (0, 1):
             parts = sorted((tile.begin, tile.end) for tile in tiles if tile.stage == stage)
             assert [begin for begin, _ in parts] == [0, *(end for _, end in parts[:-1])]
             assert parts[-1][1] == layout.groups[0].numel
         assert {p.non_model_nbytes for p in found[1:]} == {70}
-        assert max(sum(map(nbytes, p.items)) + 70 for p in found[1:]) <= budget - check_minimum([], layout, HUGE, 0)
-        plan = plan_phases([("backward", found)], layout, budget_nbytes=budget, resident=frozenset(), hardware=hardware)
+        assert max(sum(map(nbytes, p.items)) + 70 for p in found[1:]) <= room.left_nbytes
+        plan = plan_phases([("backward", found)], room, hardware=hardware)
         assert plan.minimum_nbytes == minimum
 
 
@@ -158,9 +157,9 @@ def waiting(backward: tuple[Position, ...], layout: ChunkLayout = SPENT) -> list
 
 def planned(budget_nbytes: int, resident: frozenset[int] = ALL, layout: ChunkLayout = SPENT) -> Plan:
     forward, backward = step_positions()
-    room: dict[str, Any] = {"budget_nbytes": budget_nbytes, "resident": resident, "hardware": HARDWARE}
-    backward = with_updates(with_waiting(backward, layout), layout, STAGES, external_nbytes=0, **room)
-    return plan_phases([("forward", forward), ("backward", backward)], layout, boundary_nbytes=500, **room)
+    room = Room.of(layout, budget_nbytes, resident=resident)
+    backward = with_updates(with_waiting(backward, layout), room, STAGES, hardware=HARDWARE)
+    return plan_phases([("forward", forward), ("backward", backward)], room, hardware=HARDWARE, boundary_nbytes=500)
 
 
 def case(budget_nbytes: int = HUGE, resident: frozenset[int] = ALL) -> Case:
@@ -215,8 +214,8 @@ def backwards(draw: st.DrawFn) -> tuple[ChunkLayout, tuple[Position, ...], froze
 def test_what_waits_is_what_moments_count(drawn: tuple[ChunkLayout, tuple[Position, ...], frozenset[int]]) -> None:
     """And nothing is left: every group that stays is updated, behind all that reads it."""
     layout, backward, resident = drawn
-    room: dict[str, Any] = {"budget_nbytes": HUGE, "external_nbytes": 0, "resident": resident, "hardware": HARDWARE}
-    line = with_updates(with_waiting(backward, layout), layout, {}, **room)
+    room = Room.of(layout, HUGE, resident=resident)
+    line = with_updates(with_waiting(backward, layout), room, {}, hardware=HARDWARE)
     names = {s.spec.name: s.spec.gradient_nbytes for i in resident for s in layout.groups[i].slices}
     assert [position.waiting_nbytes(resident) for position in line] == gradients_at(line, names)
     updated = [position.tile.group for position in line if position.tile is not None]
@@ -234,17 +233,17 @@ def test_more_groups_stay_without_their_gradients() -> None:
     forward, backward = step_positions()
     plain, spending = (*forward, *backward), (*forward, *with_waiting(backward, SPENT))
     for budget_nbytes in range(fixed_nbytes(LAYOUT, frozenset()) + 20_000, 80_000, 2_000):
-        with_them = choose_resident(plain, LAYOUT, budget_nbytes, ALL)
-        without = choose_resident(spending, SPENT, budget_nbytes, ALL)
+        with_them = choose_resident(plain, Room.of(LAYOUT, budget_nbytes), ALL)
+        without = choose_resident(spending, Room.of(SPENT, budget_nbytes), ALL)
         assert len(with_them) <= len(without)
         if without:
-            check_minimum(spending, SPENT, budget_nbytes, 0, without)
+            Room.of(SPENT, budget_nbytes, 0, without).check_minimum(spending)
             plan = planned(budget_nbytes, without)
             assert plan.predicted_peak_nbytes <= budget_nbytes
             assert not rules(case(budget_nbytes, without))
     everything = fixed_nbytes(SPENT, ALL) + max(p.non_model_nbytes + p.waiting_nbytes(ALL) for p in spending)
-    assert choose_resident(spending, SPENT, everything, ALL) == ALL
-    assert choose_resident(plain, LAYOUT, everything, ALL) < ALL
+    assert choose_resident(spending, Room.of(SPENT, everything), ALL) == ALL
+    assert choose_resident(plain, Room.of(LAYOUT, everything), ALL) < ALL
     assert planned(everything).predicted_peak_nbytes == everything
     assert not rules(case(everything))
 
