@@ -38,6 +38,7 @@ from chunkc.program_text import num_numbers, text_of
 from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.changes import detect_changes, end_where_laid_out_otherwise, note_shared_memory
 from chunkc.session.compiled_step import CompiledGraph, PlannedStep, plan_key, planned_step
+from chunkc.session.declared_states import stages_of_updates
 from chunkc.session.logs import log_build, log_capture, warn_of_estimates
 from chunkc.session.lookup import join, session_for
 from chunkc.session.movable import can_move, refuse_residents
@@ -293,7 +294,9 @@ def choose(context: CompileContext) -> None:
     session, captured, layout = context.session, context.step.captured, context.layout
     context.show("planning", 0, None)
     try:
-        expected = session.in_backward.expected(layout, {**session.store.views.parameters(), **context.named})
+        parameters = {**session.store.views.parameters(), **context.named}
+        session.num_stages = stages_of_updates(parameters.values())
+        expected = session.in_backward.expected(layout, parameters)
         context.decision = decide(session.planner_state, GraphCaptured(captured, layout, expected))
     except BudgetError as error:
         called_with = context.inputs if context.arguments is None else context.arguments

@@ -219,7 +219,12 @@ class _DryRunState:
 
     def __init__(self, training: Training, budget_nbytes: int) -> None:
         self.training = training
-        self.planner_state = PlannerState(budget_nbytes, activations=training.activations, hardware=training.hardware)
+        self.planner_state = PlannerState(
+            budget_nbytes,
+            activations=training.activations,
+            hardware=training.hardware,
+            num_stages=training.updates.num_stages,
+        )
         self.captured: list[Captured] = []
         self._decided: dict[Key, StepDecision] = {}
         self._is_seen = len(training.graphs) > 1 and training.activations == "auto"

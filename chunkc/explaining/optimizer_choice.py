@@ -17,7 +17,7 @@ from chunkc.optim.lion import Lion
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.optim.sgd import SGD
 from chunkc.optim.update_mode import AUTO, DEVICE, UpdateMode
-from chunkc.session.declared_states import Declared, declared
+from chunkc.session.declared_states import Declared, declared, stages_of_updates
 
 OPTIMIZERS: Mapping[str, type[ChunkedOptimizer]] = {
     "adamw": AdamW,
@@ -85,8 +85,7 @@ class OptimizerChoice:
         if self.optimizer is None and self._arguments.keys() <= {"undoable"}:
             self._make(kind, {torch.float32: "in float32"})
             own = [declaration for parameter in trained if (declaration := declared(parameter)) is not None]
-            num_stages = max((declaration.num_stages for declaration in own), default=1)
-            return Updates(self._mode, "the model's optimizer" if own else kind.__name__, num_stages)
+            return Updates(self._mode, "the model's optimizer" if own else kind.__name__, stages_of_updates(trained))
         first = {parameter.dtype: name for name, parameter in reversed(named.items())}
         by_dtype = self._make(kind, first or {torch.float32: "in float32"})
         num_stages = max(declaration.num_stages for declaration in by_dtype.values())

@@ -16,7 +16,7 @@ from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW, State
 from chunkc.ir.units import format_nbytes
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.update_mode import AUTO, CPU, NONE, UpdateMode, resolved
-from chunkc.passes.planning.update_placement import cpu_update_s, group_update_nbytes
+from chunkc.passes.planning.update_seconds import cpu_update_s, group_update_nbytes
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 from chunkc.runtime.store.checksums import SAMPLED
 from chunkc.session.declared_states import state_format_of

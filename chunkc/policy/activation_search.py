@@ -20,7 +20,7 @@ from chunkc.passes.planning.room import Room, tightest
 from chunkc.policy.captured_step import Captured, EarlierSearch, profile
 from chunkc.policy.first_fit import first_that_fits
 from chunkc.policy.host_memory import HostFull, check_copies
-from chunkc.policy.step_seconds import update_arithmetic_s
+from chunkc.policy.step_seconds import least_s
 
 
 def leanest_activation_plan(captured: Captured, activations: Activations, layout: ChunkLayout) -> ActivationPlan:
@@ -81,6 +81,7 @@ class SearchSpace:
         hardware: its host's memory has the copies.
         consumed, shadow_copied: see `check_copies`.
         may_keep: whether the graph may keep saved values (see `may_keep`).
+        num_stages: of an update in the optimizer's step.
 
     Attributes:
         recompute_regions: their number, the most that can be recomputed.
@@ -96,8 +97,9 @@ class SearchSpace:
         consumed: Collection[int] = (),
         shadow_copied: frozenset[int] = frozenset(),
         may_keep: bool = True,
+        num_stages: int = 1,
     ) -> None:
-        self.may_keep = may_keep
+        self.may_keep, self._num_stages = may_keep, num_stages
         self._captured, self._room, self._layout, self._hardware = captured, room, room.layout, hardware
         self._allowed, self._recompute_regions = evenly_spread(allowed), _recompute_regions(captured, room.layout)
         self._budget_nbytes = room.budget_nbytes - room.external_nbytes
@@ -120,9 +122,7 @@ class SearchSpace:
     @cached_property
     def enough_s(self) -> float:
         """Seconds of a step that is good enough: those of its arithmetic without recomputing, times `MORE`."""
-        captured, layout = self._captured, self._layout
-        calls_s = sum(position.cost_s for position in profile(captured, layout).passes)
-        return MORE * (calls_s + update_arithmetic_s(layout, layout.groups_of(captured.trained), self._hardware))
+        return MORE * least_s(self._captured, self._layout, self._hardware, self._num_stages)
 
     def _most_resident(self, fits: Callable[[Room], bool]) -> int:
         """Return how many groups can be resident, given whether the graph fits in a room."""
@@ -192,6 +192,7 @@ class SearchSpace:
             layout.replicated_by_choice,
             consumed,
             self._shadow_copied,
+            self._num_stages,
         )
 
     def check_host(self, activation_plan: ActivationPlan, resident: frozenset[int]) -> None:

@@ -197,6 +197,7 @@ def _choose_activations(
             consumed=consumed,
             shadow_copied=shadow_copied,
             may_keep=keeps,
+            num_stages=now.num_stages,
         )
 
     def decided(activation_plan: ActivationPlan) -> StepDecision:
@@ -207,7 +208,8 @@ def _choose_activations(
     def seconds(found: StepDecision, most_s: float) -> float:
         assert hardware is not None
         form, room = found.request.context.applied_to(captured), found.request.room
-        return step_s(form, room, hardware, dict(context.updates), most_s, undoable=context.undoable)
+        updates, undoable = dict(context.updates), context.undoable
+        return step_s(form, room, hardware, updates, most_s, undoable=undoable, num_stages=now.num_stages)
 
     return first_or_quickest(
         activation_plans(captured, now.activations, layout),

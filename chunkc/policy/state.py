@@ -29,6 +29,7 @@ class PlannerState:
         trained: parameters that get gradients from these graphs.
         activations: the option (see `chunkc.options`).
         hardware: against which activation plans are timed that all fit; None: the first one is taken.
+        num_stages: of an update, to time it (see `chunkc.ir.updates`); the most if there are several optimizers.
     """
 
     budget_nbytes: int
@@ -38,6 +39,7 @@ class PlannerState:
     trained: frozenset[str] = frozenset()
     activations: Activations = "keep"
     hardware: Hardware | None = field(default=None, compare=False)
+    num_stages: int = 1
 
     @property
     def can_skip_segmentation(self) -> bool:
@@ -51,7 +53,7 @@ class PlannerState:
     @property
     def key(self) -> Key:
         """The part that plans depend on."""
-        return self.budget_nbytes, self.layout.version, *self.residency, self.activations
+        return self.budget_nbytes, self.layout.version, *self.residency, self.activations, self.num_stages
 
     @property
     def residency(self) -> tuple[frozenset[int], frozenset[int]]:

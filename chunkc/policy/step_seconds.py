@@ -6,12 +6,12 @@ import math
 from collections.abc import Collection, Mapping
 
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.layout import GRAD, ChunkLayout
+from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.passes.planning.copy_scheduling import TooSlow
 from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import passes_s
-from chunkc.passes.planning.update_placement import group_update_nbytes
+from chunkc.passes.planning.update_seconds import arithmetic_s, update_seconds
 from chunkc.passes.planning.updates_in_backward import updated_in, with_updates
 from chunkc.policy.captured_step import Captured, profile
 
@@ -24,6 +24,7 @@ def step_s(
     most_s: float = math.inf,
     *,
     undoable: Collection[int] = (),
+    num_stages: int = 1,
 ) -> float:
     """Return the seconds of a step with the plan that its graph would get; `inf` may stand for more than `most_s`.
 
@@ -32,18 +33,19 @@ def step_s(
 
     Args:
         updates, undoable: groups that the backward may update (see `with_updates`).
+        num_stages: of an update in the optimizer's step (see `chunkc.ir.updates`).
 
     Raises:
         BudgetError: there is no plan.
     """
     layout, resident = room.layout, room.resident
     needs, trained = profile(form, layout), layout.groups_of(form.trained)
-    if sum(position.cost_s for position in needs.passes) + update_arithmetic_s(layout, trained, hardware) > most_s:
+    if least_s(form, layout, hardware, num_stages) > most_s:
         return math.inf
     backward = needs.backward
     if updates or layout.transient:
         backward = with_updates(backward, room, updates, undoable=undoable, hardware=hardware)
-    update_s = _update_s(layout, trained - updated_in(backward), resident, hardware)
+    update_s = _update_s(layout, trained - updated_in(backward), resident, hardware, num_stages)
     try:
         seconds = passes_s(
             [(FORWARD, needs.forward), (BACKWARD, backward)],
@@ -58,28 +60,17 @@ def step_s(
     return seconds + update_s
 
 
-def _update_s(layout: ChunkLayout, groups: frozenset[int], resident: frozenset[int], hardware: Hardware) -> float:
-    """Return the seconds to update these groups: residents first, then groups that move.
-
-    The groups that move take at least as long as the busiest link needs to copy them, with gradients and states, to the
-    compute tier and home again.
-    """
-    moving = groups - resident
-    moving_s = max(update_arithmetic_s(layout, moving, hardware), _links_s(layout, moving, hardware))
-    return update_arithmetic_s(layout, groups & resident, hardware) + moving_s
+def least_s(form: Captured, layout: ChunkLayout, hardware: Hardware, num_stages: int) -> float:
+    """Return the seconds of a step's arithmetic."""
+    trained = [layout.groups[index] for index in layout.groups_of(form.trained)]
+    calls_s = sum(position.cost_s for position in profile(form, layout).passes)
+    return calls_s + arithmetic_s(trained, hardware, num_stages)
 
 
-def update_arithmetic_s(layout: ChunkLayout, groups: Collection[int], hardware: Hardware) -> float:
-    """Return the seconds of the update's arithmetic."""
-    return sum(group_update_nbytes(layout.groups[index]) for index in groups) / hardware.update_bytes_per_s
-
-
-def _links_s(layout: ChunkLayout, groups: Collection[int], hardware: Hardware) -> float:
-    """Return the seconds for which the update's busiest link is busy."""
-    links: dict[str, float] = {}
-    for group in (layout.groups[index] for index in groups):
-        for kind in group.update_kinds:
-            inward, outward = layout.links_of(kind)
-            for link in (inward, *(() if kind == GRAD else (outward,))):
-                links[link] = links.get(link, 0.0) + hardware.copy_s(link, group.nbytes(kind))
-    return max(links.values(), default=0.0)
+def _update_s(
+    layout: ChunkLayout, indices: frozenset[int], resident: frozenset[int], hardware: Hardware, num_stages: int
+) -> float:
+    """Return the seconds to update these groups: residents first, then groups that move."""
+    staying, moving = ([layout.groups[index] for index in part] for part in (indices & resident, indices - resident))
+    moving_s = update_seconds(moving, hardware, num_stages, links_of=layout.links_of, latencies=True)
+    return arithmetic_s(staying, hardware, num_stages) + moving_s

@@ -60,6 +60,11 @@ def declared_states(parameter: torch.Tensor) -> StateFormat | None:
     return None if declaration is None else declaration.states
 
 
+def stages_of_updates(parameters: Iterable[torch.Tensor]) -> int:
+    """Return the most stages of an update that optimizers have declared for parameters; 1 without declarations."""
+    return max((found.num_stages for parameter in parameters if (found := declared(parameter))), default=1)
+
+
 def state_format_of(parameter: torch.Tensor) -> StateFormat:
     """Return the format of a parameter's states: the declared one, else the default."""
     return declared_states(parameter) or DEFAULT_STATES

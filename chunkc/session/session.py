@@ -40,7 +40,7 @@ from chunkc.runtime.storage.open_compute import open_compute
 from chunkc.runtime.store.consumed_gradients import gradient_of
 from chunkc.runtime.store.shards import LocalShard, local_shard_of
 from chunkc.runtime.store.store import ChunkStore
-from chunkc.session.declared_states import declare_states, declared, declared_states, state_format_of
+from chunkc.session.declared_states import declare_states, declared, declared_states, stages_of_updates, state_format_of
 from chunkc.session.in_backward import UpdatesInBackward
 from chunkc.session.protocols import StateKeeper
 from chunkc.session.records import Records
@@ -80,7 +80,7 @@ class Session:
         terms: options and budget.
         store: the layout, the resident groups, homes and slots.
         saved_room: home memory of saved values that are offloaded between forward and backward.
-        num_graphs, trained: as of a `PlannerState`.
+        num_graphs, trained, num_stages: as of a `PlannerState`.
         live: values of earlier calls.
         records: what runs have measured.
         known: what is known of the smallest budget.
@@ -116,6 +116,7 @@ class Session:
         self.saved_room = SavedRoom(arena.home)
         self.num_graphs = 0
         self.trained: frozenset[str] = frozenset()
+        self.num_stages = 1
         self.live = RealValues(self.granule_nbytes)
         self.records = Records()
         self.known = SessionNeeds()
@@ -154,6 +155,7 @@ class Session:
             self.trained,
             self.options.activations,
             self.hardware,
+            self.num_stages,
         )
 
     @contextmanager
@@ -256,6 +258,7 @@ class Session:
             name: found for name, p in store.views.parameters().items() if (found := declared_states(p)) is not None
         }
         layout = restated(store.layout, named)
+        self.num_stages = stages_of_updates(store.views.parameters().values())
         if layout != store.layout:
             for old, new in zip(store.layout.groups, layout.groups, strict=True):
                 if old.states != new.states:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.layout import GRAD, Chunk, ChunkGroup, ChunkLayout
+from chunkc.ir.layout import Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import UPDATE
-from chunkc.ir.updates import tile_traffic, update_stages
+from chunkc.ir.updates import update_stages
 from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import plan_phases
+from chunkc.passes.planning.update_seconds import pace_s
 
 MIN_TILE_NUMEL, MAX_TILE_NUMEL = 1 << 16, 1 << 24
 """Bounds on an update's elements: below, events cost more than the update; above, nothing is gained."""
@@ -99,26 +99,10 @@ def update_positions(
                 module=group.slices[0].spec.name.rpartition(".")[0],
                 reads=reads,
                 writes=writes,
-                cost_s=0.0 if hardware is None else _pace_s(layout, tile, hardware),
+                cost_s=0.0 if hardware is None else pace_s(layout, tile, hardware),
             )
         )
     return tuple(positions)
-
-
-def _pace_s(layout: ChunkLayout, tile: Tile, hardware: Hardware) -> float:
-    """Return the seconds from one tile to the next: the memory reads and writes it, links bring one and take one away.
-
-    By its memory's time alone, tiles behind a slow link would be fetched all at once: they would fill the budget, and
-    none would come sooner. Of two stages each has half of the link's time: the second may find its chunks in slots.
-    """
-    group, part = layout.groups[tile.group], (tile.begin, tile.end)
-    copied: Counter[str] = Counter()
-    for kind in group.update_kinds:
-        nbytes, (back, home) = layout.chunk_nbytes_of(Chunk(kind, tile.group, part)), layout.links_of(kind)
-        copied[back] += nbytes
-        copied[home] += 0 if kind == GRAD else nbytes
-    memory_s = tile_traffic(group, tile).nbytes / hardware.update_bytes_per_s
-    return max(memory_s, hardware.link_seconds(copied) / tile.num_stages)
 
 
 def plan_update(

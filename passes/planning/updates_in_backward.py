@@ -19,8 +19,9 @@ from functools import lru_cache
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Position, Tile
-from chunkc.ir.updates import tile_traffic, update_stages
+from chunkc.ir.updates import update_stages
 from chunkc.passes.planning.room import Room
+from chunkc.passes.planning.update_seconds import tile_s
 from chunkc.passes.planning.updates import MIN_TILE_NUMEL, tile_numel
 
 MAX_TILE_NUMEL = 1 << 22
@@ -141,7 +142,7 @@ def _in_place(group: ChunkGroup, waiting: tuple[tuple[int, int], ...], after: Po
         module=group.slices[0].spec.name.rpartition(".")[0],
         reads=frozenset(),
         writes=frozenset(),
-        cost_s=tile_traffic(group, tile).nbytes / hardware.update_bytes_per_s,
+        cost_s=tile_s(group, tile, hardware),
         left_nbytes=after.left_nbytes,
         tile=tile,
         waiting=waiting,
@@ -202,7 +203,7 @@ def _position(group: ChunkGroup, part: _Part, after: Position, hardware: Hardwar
         module=group.slices[0].spec.name.rpartition(".")[0],
         reads=part.reads,
         writes=part.writes,
-        cost_s=tile_traffic(group, tile).nbytes / hardware.update_bytes_per_s,
+        cost_s=tile_s(group, tile, hardware),
         left_nbytes=after.left_nbytes,
         tile=tile,
         waiting=after.waiting,

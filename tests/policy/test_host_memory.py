@@ -32,6 +32,7 @@ from chunkc.policy import activation_search as activation_plans
 from chunkc.policy.activation_search import SearchSpace, first_or_quickest, may_keep, quickest
 from chunkc.policy.captured_step import profile
 from chunkc.policy.host_memory import HostFull, check_copies
+from chunkc.policy.step_seconds import step_s
 
 WIDTH, ROWS = 256, 4096
 VALUE_NBYTES = 4 * WIDTH * ROWS
@@ -323,3 +324,20 @@ def test_only_numbers_of_groups_that_make_a_difference_are_asked_for(staying: in
     assert found(needed + slack)[0] == staying
     assert found(needed) == (max(0, staying - 1), staying)
     assert found(needed - 1)[1] == max(0, staying - 1)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_a_search_times_all_stages_of_an_update(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the plan that follows has them: LAMB's two cross the links twice."""
+    budget_nbytes, num_stages = tight_budget(), 2 if optimizer == "lamb" else 1
+    asked, timed = [], []
+
+    def step_seconds(*args: Any, num_stages: int, **more: Any) -> float:
+        asked.append(num_stages)
+        timed.append([step_s(*args[:4], num_stages=stages, **more) for stages in (1, num_stages)])
+        return timed[-1][1]
+
+    monkeypatch.setattr("chunkc.policy.decide.step_s", step_seconds)
+    explained(GPU, budget_nbytes, optimizer=optimizer)
+    assert {*asked} == {num_stages}
+    assert all((one < all_stages) == (num_stages > 1) for one, all_stages in timed)

@@ -94,6 +94,17 @@ def test_the_plan_that_is_verified_before_anything_moves_is_the_first_call_s(mon
     assert made.calls == 1
 
 
+@pytest.mark.parametrize("is_early", [False, True])
+def test_decisions_know_the_stages_of_the_optimizer_s_updates(is_early: bool) -> None:
+    model, compiled = compile_case(case(), memory_budget=HUGE)
+    with torch.no_grad():
+        made = chunkc.optim.LAMB(model.parameters()) if is_early else None
+        compiled(**case().batch(0))
+    assert session_of(model).planner_state.num_stages == (2 if is_early else 1)
+    made = made or chunkc.optim.LAMB(model.parameters())
+    assert session_of(model).planner_state.num_stages == 2
+
+
 def test_an_optimizer_that_is_made_waits_for_a_phase_of_another_thread() -> None:
     """Its states make the layout another one, by which a phase must end as it began."""
     model, compiled = compile_case(case(), memory_budget=HUGE)

@@ -18,7 +18,8 @@ from chunkc.ir.states import StateFormat
 from chunkc.passes.planning.layout import lay_out
 from chunkc.passes.planning.residency import remaining_residents
 from chunkc.passes.planning.room import Room
-from chunkc.passes.planning.update_placement import cpu_update_s, device_update_s, groups_for_cpu
+from chunkc.passes.planning.update_placement import groups_for_cpu
+from chunkc.passes.planning.update_seconds import cpu_update_s, update_seconds
 from chunkc.passes.planning.updates import (
     MAX_GROUP_TILES,
     MAX_TILE_NUMEL,
@@ -213,10 +214,10 @@ GROUPS = [group(index) for index in range(10)]
 def test_bytes_of_one_group() -> None:
     """bf16: 2 + 2 + 10 bytes in and 2 + 10 out per element, here and there; with an fp32 master, which alone is read
     of the two, the CPU reads 2 + 12 and writes 2 + 12."""
-    assert device_update_s(GROUPS[:1], GPU) == pytest.approx((1 << 20) * 14 / 50e9)
+    assert update_seconds(GROUPS[:1], GPU) == pytest.approx((1 << 20) * 14 / 50e9)
     assert cpu_update_s(GROUPS[:1], GPU) == pytest.approx((1 << 20) * 26 / 50e9)
     full = [replace(GROUPS[0], states=StateFormat(master="float32"))]
-    assert device_update_s(full, GPU) == pytest.approx((1 << 20) * 16 / 50e9)
+    assert update_seconds(full, GPU) == pytest.approx((1 << 20) * 16 / 50e9)
     assert cpu_update_s(full, GPU) == pytest.approx((1 << 20) * 28 / 50e9)
     assert cpu_update_s([group(0, dtype=torch.float32)], GPU) == pytest.approx((1 << 20) * 28 / 50e9)
 
@@ -224,16 +225,20 @@ def test_bytes_of_one_group() -> None:
 def test_two_stages_cross_the_link_twice() -> None:
     """LAMB, fp32: all four in (16) and moments out (8); then moments and parameter in (12), and that out (4)."""
     states = [replace(group(0, dtype=torch.float32), states=StateFormat(master="float32"))]
-    assert device_update_s(states, GPU, num_stages=2) == pytest.approx((1 << 20) * (16 + 12) / 50e9)
+    assert update_seconds(states, GPU, num_stages=2) == pytest.approx((1 << 20) * (16 + 12) / 50e9)
     assert cpu_update_s(states, GPU, num_stages=2) == pytest.approx((1 << 20) * 40 / 50e9)
     assert groups_for_cpu(states * 3, GPU, num_stages=2) == frozenset({0})
+    with_latency = replace(GPU, links=tuple(replace(link, latency_s=1.0) for link in GPU.links))
+    assert update_seconds(states, with_latency, num_stages=2, latencies=True) == pytest.approx(
+        4 + 3 + (1 << 20) * (16 + 12) / 50e9
+    )
 
 
 def test_no_split_is_better() -> None:
     def seconds(count: int) -> float:
         at_home = cpu_update_s(GROUPS[len(GROUPS) - count :], GPU)
         assert at_home is not None
-        return max(at_home, device_update_s(GROUPS[: len(GROUPS) - count], GPU))
+        return max(at_home, update_seconds(GROUPS[: len(GROUPS) - count], GPU))
 
     chosen = groups_for_cpu(GROUPS, GPU)
     assert 0 < len(chosen) < 10
