@@ -37,7 +37,7 @@ from chunkc.policy.state import GraphCaptured, StepDecision
 from chunkc.program_text import num_numbers, text_of
 from chunkc.runtime.store.shards import local_shard_of
 from chunkc.session.changes import detect_changes, end_where_laid_out_otherwise, note_shared_memory
-from chunkc.session.compiled_step import CompiledGraph, PlannedStep, plan_key, planned_step
+from chunkc.session.compiled_step import CompiledGraph, PlannedStep, planned_step
 from chunkc.session.declared_states import stages_of_updates
 from chunkc.session.logs import log_build, log_capture, warn_of_estimates
 from chunkc.session.lookup import join, session_for
@@ -338,7 +338,7 @@ def move(context: CompileContext) -> None:
     session.own(context.named)
     session.num_graphs, session.trained = decided.num_graphs, decided.trained
     if context.moved_layout.replicated_by_choice == decided.layout.replicated_by_choice:
-        context.step.plans.keep(plan_key(session, context.decision.request.key), context.planned)
+        context.step.plans.keep(context.decision.request.key, context.planned)
     context.graphs.append(
         CompiledGraph(session, context.steps, context.step.captured, context.code, not context.is_traced)
     )

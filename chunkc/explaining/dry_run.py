@@ -327,14 +327,8 @@ class _DryRunState:
 
         Decisions are remembered: a step that changes nothing asks for the same ones again.
         """
-        asked = (
-            graph,
-            self.captured[graph].whole,
-            self.planner_state.num_graphs,
-            *self.planner_state.key,
-            external_nbytes,
-            context,
-        )
+        request = StepRequest(self.planner_state, external_nbytes, context=context)
+        asked = graph, self.captured[graph].whole, self.planner_state.num_graphs, *request.key
         if asked not in self._decided:
             forms = self.training.graphs[graph].forms(self.captured[graph], self.planner_state.budget_nbytes)
             self._decided[asked] = decide(self.planner_state, PhaseCalled(forms, external_nbytes, context))

@@ -46,20 +46,15 @@ class UpdatePlan:
 
 
 @no_automatic_collection()
-def step_plan(
-    captured: Captured, request: StepRequest, hardware: Hardware, *, marks_complete: bool = False, verified: bool = True
-) -> StepPlan:
+def step_plan(captured: Captured, request: StepRequest, hardware: Hardware, *, verified: bool = True) -> StepPlan:
     """Make the plan of a captured graph.
-
-    Args:
-        marks_complete: insert a node into the backward where a group's gradients are complete.
 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
     """
     source, captured, layout = captured, request.context.applied_to(captured), request.planner_state.layout
     plan = _planned(captured, request, hardware)
-    graphs = rewrite(captured, plan, layout, marks_complete=marks_complete)
+    graphs = rewrite(captured, plan, layout, marks_complete=request.context.marks_complete)
     if verified:
         undoable = request.context.undoable
         verify(
@@ -100,7 +95,7 @@ def _planned(captured: Captured, request: StepRequest, hardware: Hardware) -> Pl
 def rewrite(
     captured: Captured, plan: Plan, layout: ChunkLayout, *, marks_complete: bool = False
 ) -> dict[str, fx.GraphModule]:
-    """Insert the plan's chunk nodes into each phase's graph; `marks_complete`: see `step_plan`."""
+    """Insert the plan's chunk nodes into each phase's graph; `marks_complete`: see `PhaseContext`."""
     return {
         phase.phase: insert_events(
             captured.programs[phase.phase],

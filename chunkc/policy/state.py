@@ -101,6 +101,7 @@ class PhaseContext:
             backward consume those that it makes. The plan may keep them all the same, where there is room.
         step_fits: of an undecided activation plan: the step of all graphs fits with all saved values kept (see
             `seen_steps`).
+        marks_complete: insert a node into the backward where a group's gradients are complete.
     """
 
     cold_backward: bool = False
@@ -112,6 +113,7 @@ class PhaseContext:
     activation_plan: ActivationPlan | None = None
     transient: frozenset[int] = frozenset()
     step_fits: bool = False
+    marks_complete: bool = False
 
     def applied_to(self, captured: Captured) -> Captured:
         """Return the form of a captured graph in this context."""

@@ -25,7 +25,6 @@ from chunkc.policy.remedies import explained
 from chunkc.policy.state import (
     EMPTY_CONTEXT,
     Forms,
-    Key,
     PhaseCalled,
     PhaseContext,
     SizesCalled,
@@ -69,6 +68,16 @@ class PlannedStep:
     phases: Mapping[str, Executable]
     external_nbytes: int
 
+    def without_spare(self, request: StepRequest) -> PlannedStep:
+        """Return the step under the plan, which was made for an equal request, without what this one has to spare."""
+        plan, external_nbytes = self.plan, request.external_nbytes - request.spare_nbytes
+        return replace(
+            self,
+            request=request,
+            plan=plan.with_less_external(request.spare_nbytes),
+            external_nbytes=external_nbytes,
+        )
+
 
 def planned_step(session: Session, captured: Captured, request: StepRequest) -> PlannedStep:
     """Make the requested plan of a step and verify it; parameters need not have moved yet.
@@ -76,17 +85,11 @@ def planned_step(session: Session, captured: Captured, request: StepRequest) -> 
     Raises:
         VerificationError: a bug in the planner; nothing has run.
     """
-    options, marks_complete = session.options, session.in_backward.wanted
-    made = step_plan(captured, request, session.hardware, marks_complete=marks_complete, verified=options.verify)
+    made = step_plan(captured, request, session.hardware, verified=session.options.verify)
     log_plan(made.plan, made.graphs)
     runs = {name: segment.run for name, segment in captured.segments.items()}
     phases = {name: lower(graph.graph, runs) for name, graph in made.graphs.items()}
     return PlannedStep(request, made.plan, phases, request.external_nbytes)
-
-
-def plan_key(session: Session, key: Key) -> Key:
-    """Return the key of a step's plan, for a request with this key."""
-    return *key, session.in_backward.wanted
 
 
 @dataclass
@@ -178,27 +181,21 @@ class CompiledGraph:
             external_now, external_nbytes = shared.max_external_nbytes, shared.max_external_nbytes()
             step = shared.step
         asked = StepRequest(session.planner_state, external_nbytes, context=context)
-        found: PlannedStep | None = step.plans.find(plan_key(session, asked.key))
+        found: PlannedStep | None = step.planned.find(asked.key)
         if found is not None:
             return found
         decision = self._decided(phase, step, external_nbytes, external_now, context, of_both_phases)
         stay(session, decision.planner_state)
         step.become(decision.captured)
         request = decision.request
-        found = step.plans.find(plan_key(session, request.key))
-        if found is None:
-            found = step.plans.keep(plan_key(session, request.key), planned_step(session, step.captured, request))
+        made: PlannedStep | None = step.plans.find(request.key)
+        if made is None:
+            made = step.plans.keep(request.key, planned_step(session, step.captured, request))
             if shared is not None:
-                agree(shared.transport, {"the plan": str(found.plan)})
-        exact = replace(request, external_nbytes=request.external_nbytes - request.spare_nbytes, spare_nbytes=0)
-        if request.spare_nbytes:
-            plan = found.plan.with_less_external(request.spare_nbytes)
-            found = replace(found, request=request, plan=plan, external_nbytes=exact.external_nbytes)
-            step.plans.keep(plan_key(session, exact.key), found)
-        if context.activation_plan is None:  # so that this is found again without a decision
-            undecided = replace(exact, context=context)
-            step.plans.keep(plan_key(session, undecided.key), found)
-        return found
+                agree(shared.transport, {"the plan": str(made.plan)})
+        found = made.without_spare(request)
+        again = replace(asked, planner_state=session.planner_state, external_nbytes=found.external_nbytes)
+        return step.planned.keep(again.key, found)
 
     def _title(self, phase: str) -> str:
         return f"{phase} of what begins with {min(self._names, default='nothing')}"
@@ -428,13 +425,19 @@ class CompiledGraph:
 
         A backward that does not add all gradients to `.grad` updates nothing.
         """
+        session, marks_complete = self.session, self.session.in_backward.wanted
         if not asked.adds_all:
-            return PhaseContext(hooked=hooked - asked.returned - asked.left_out, left_out=asked.left_out)
-        session, made = self.session, {name for _, _, name in self._sunk()}
+            hooked = hooked - asked.returned - asked.left_out
+            return PhaseContext(hooked=hooked, left_out=asked.left_out, marks_complete=marks_complete)
+        made = {name for _, _, name in self._sunk()}
         updates = session.in_backward.updates_in_slots(self._groups)
         transient = session.in_backward.transient(made, hooked, updates)
         return PhaseContext(
-            hooked=hooked, updates=updates, undoable=session.in_backward.undoable(updates), transient=transient
+            hooked=hooked,
+            updates=updates,
+            undoable=session.in_backward.undoable(updates),
+            transient=transient,
+            marks_complete=marks_complete,
         )
 
     def _hooked(self) -> frozenset[str]:

@@ -122,7 +122,10 @@ class UpdatesInBackward:
             transient |= in_place
             undoable |= in_slots if starter.undoable else set()
         return PhaseContext(
-            updates=tuple(sorted(updates)), undoable=frozenset(undoable), transient=frozenset(transient)
+            updates=tuple(sorted(updates)),
+            undoable=frozenset(undoable),
+            transient=frozenset(transient),
+            marks_complete=self.wanted,
         )
 
     def transient(self, made: Set[str], hooked: Set[str], updates: Collection[tuple[int, int]]) -> frozenset[int]:

@@ -46,7 +46,8 @@ class SizedStep:
     Attributes:
         described_in_segments: for a whole step, describes it in segments, without compiling: so with Inductor its bytes
             are upper bounds.
-        plans: by everything that they depend on.
+        plans: by the requests that they were made for.
+        planned: what `plans` has for a call, by what the call asks for: it is found again without a decision.
         admitted: the residency under which the step was found to fit (`PlannerState.residency`).
         noted: the most that the step has needed, in its form and in segments.
         history: over ranks, a name for what its plans came from; if it is equal on all ranks, either all of them have a
@@ -57,6 +58,7 @@ class SizedStep:
     forms: Forms
     described_in_segments: InitVar[Callable[[], Captured] | None] = None
     plans: Recent[tuple, Any] = field(default_factory=lambda: Recent(MAX_PLANS))
+    planned: Recent[tuple, Any] = field(default_factory=lambda: Recent(MAX_PLANS))
     admitted: tuple[frozenset[int], frozenset[int]] | None = None
     history: str | None = None
     agreed: Recent[tuple[str, ...], SizedStep] = field(default_factory=lambda: Recent(MAX_AGREED))
@@ -73,13 +75,13 @@ class SizedStep:
         """Replace the captured step by another of its forms."""
         if captured is not self.captured:
             self.forms, self.admitted = Forms(captured), None
-            self.plans = Recent(MAX_PLANS)
+            self.plans, self.planned = Recent(MAX_PLANS), Recent(MAX_PLANS)
             self.history = None
             self.noted = StepNeeds(captured)
 
     def begin_anew(self, history: str) -> None:
         """Forget all plans."""
-        self.plans, self.history = Recent(MAX_PLANS), history
+        self.plans, self.planned, self.history = Recent(MAX_PLANS), Recent(MAX_PLANS), history
 
 
 class Steps(Protocol):
