@@ -132,7 +132,7 @@ class Arithmetic:
 
     Attributes:
         function: takes a value for each of `inputs`, then the scalars by name, if there are any. Returns as many values
-            as it has results.
+            as it has results. A result that is an input itself is not written (see `kept`).
         scalars: named tuple of the rule's scalars, each computed in double precision on the host, as `torch.optim`
             does. Kernels that compute in fp32 round them to it once, where `torch.optim` rounds them at every
             operation: the same value. A scalar `l2` is the weight decay that is added to the gradient; where it is 0,
@@ -152,6 +152,12 @@ class Arithmetic:
     def scalar_names(self) -> tuple[str, ...]:
         names: tuple[str, ...] = () if self.scalars is None else self.scalars._fields
         return names
+
+    @functools.cached_property
+    def kept(self) -> frozenset[str]:
+        """Names of the inputs after the first that are their own results: the rule reads them alone."""
+        pairs = zip(self.inputs[1:], self.code().results)
+        return frozenset(name for name, result in pairs if result.name == name and not result.operands)
 
     @functools.cache  # noqa: B019
     def code(self, l2: bool | None = None) -> Code:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chunkc.ir.layout import PARAM
 from chunkc.kernels.formats import UpdateFormat
 from chunkc.kernels.fused_pass import Pass, compiler_required
 from chunkc.torch_private.inductor import CppCodeCache, patched
@@ -60,17 +61,18 @@ static inline uint32_t as_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 
 static inline float as_it_is(float x) { return x; }
 static inline float widen_bf16(uint16_t x) { return as_float(uint32_t(x) << 16); }
 static inline float widen_fp16(uint16_t x) {
-  // The exponent moves by a factor of 2 ** 112; subnormals are counted in steps of 2 ** -24.
+  // The exponent moves by a factor of 2 ** 112; subnormals are counted in steps of 2 ** -24. Chosen by masks: gcc makes
+  // no vectors of branches.
   const uint32_t magnitude = (x & 0x7FFFu) << 13;
-  const float normal = as_float(magnitude + ((magnitude >> 23) == 31 ? 0x70000000u : 0x38000000u));
-  const float subnormal = float(int32_t(x & 0x3FFu)) * 0x1p-24f;
-  const float value = magnitude < 0x00800000u ? subnormal : normal;
-  return as_float(as_bits(value) | (uint32_t(x & 0x8000u) << 16));
+  const uint32_t infinite = 0u - uint32_t(magnitude >= 0x0F800000u), tiny = 0u - uint32_t(magnitude < 0x00800000u);
+  const uint32_t normal = magnitude + 0x38000000u + (infinite & 0x38000000u);
+  const uint32_t subnormal = as_bits(float(int32_t(x & 0x3FFu)) * 0x1p-24f);
+  return as_float((subnormal & tiny) | (normal & ~tiny) | (uint32_t(x & 0x8000u) << 16));
 }
 """
 """C++ that converts elements of `TYPES` to float."""
 
-_SOURCE = Template(
+_HELPERS = (
     WIDENING
     + r"""
 static inline uint16_t rounded(float x) {  // to nearest even
@@ -79,23 +81,72 @@ static inline uint16_t rounded(float x) {  // to nearest even
 }
 static inline void store(float* target, float x) { *target = x; }
 static inline void store(uint16_t* target, float x) { *target = rounded(x); }
+"""
+)
 
+_ELEMENT = Template(
+    """    float grad = $widen_grad(grad_data[i]);
+    if ($scaled) grad = grad * factor * second_factor;
+    $read_master
+$old_moments
+$inside
+$stores"""
+)
+
+_RUN = Template(
+    r"""
 extern "C" void update(
-    uint16_t* param_data, const $grad* grad_data, $moment_parameters$master* master_data, const float* scalars,
+    $param* param_data, const $grad* grad_data, $moment_parameters$master* master_data, const float* scalars,
     const float* unscale, const float* clip, int64_t num_elements, int num_threads) {
   const float $scalars;
   const float factor = $scaled ? *unscale : 1.0f, second_factor = $scaled ? *clip : 1.0f;
 $before
   #pragma omp parallel for simd schedule(static) num_threads(num_threads) if(parallel: num_threads > 1)
   for (int64_t i = 0; i < num_elements; ++i) {
-    float grad = $widen_grad(grad_data[i]);
-    if ($scaled) grad = grad * factor * second_factor;
-    $read_master
-$old_moments
-$inside
-$new_moments
-    param_data[i] = rounded(new_target);
-    $write_master
+$element
+  }
+}
+"""
+)
+
+# Terms go to 16 sums in turn, and these are added pairwise, as in `chunkc.kernels.row_sums_cpu`.
+_ROWS = Template(
+    r"""
+static const int lanes = 16, block = 256;
+
+extern "C" void update(
+    $param* param_data, const $grad* grad_data, $moment_parameters$master* master_data, const float* table,
+    const float* unscale, const float* clip, float* sums, const int64_t* rows, int64_t sums_stride, int64_t num_rows,
+    int num_threads) {
+  const float factor = $scaled ? *unscale : 1.0f, second_factor = $scaled ? *clip : 1.0f;
+  #pragma omp parallel for schedule(static) num_threads(num_threads) if(num_threads > 1)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    const int64_t begin = rows[3 * row], end = rows[3 * row + 1];
+    const float* scalars = table + rows[3 * row + 2] * $num_scalars;
+    const float $scalars;
+$before
+    double totals[$num_sums][lanes] = {};
+    float terms[$num_sums][block] = {};
+    for (int64_t start = begin; start < end; start += block) {
+      const int64_t until = start + block < end ? start + block : end;
+      #pragma omp simd
+      for (int64_t i = start; i < until; ++i) {
+$element
+$terms
+      }
+      for (int k = 0; k < $num_sums; ++k) {
+        for (int64_t i = until - start; i < block; ++i) terms[k][i] = 0.0f;
+        for (int i = 0; i < block; i += lanes) {
+          #pragma omp simd
+          for (int j = 0; j < lanes; ++j) totals[k][j] += double(terms[k][i + j]);
+        }
+      }
+    }
+    for (int k = 0; k < $num_sums; ++k) {
+      for (int half = lanes / 2; half > 0; half /= 2)
+        for (int j = 0; j < half; ++j) totals[k][j] += totals[k][j + half];
+      sums[k * sums_stride + row] = float(totals[k][0]);
+    }
   }
 }
 """
@@ -103,14 +154,18 @@ $new_moments
 
 
 def has_loop(fmt: UpdateFormat) -> bool:
-    """Whether a format uses this loop."""
+    """Whether a format uses this loop: parameters as above, and rules in stages but for parameters in fp16.
+
+    Scalars of the second stage are long computations, which Inductor would repeat for each vector.
+    """
     rounds_to_nearest = fmt.param_dtype is torch.bfloat16 and fmt.master and not fmt.stochastic
-    return rounds_to_nearest and not fmt.quantised
+    is_plain = rounds_to_nearest or (fmt.param_dtype is torch.float32 and len(fmt.kept) > 0)
+    return fmt.num_sums > 0 or (is_plain and not fmt.quantised)
 
 
 @functools.cache
 def loop_pass(fmt: UpdateFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pass:
-    """Compile the pass over [param, grad, moments, master, scalars] and, where scaled, two 0-dim factors.
+    """Compile the pass over [param, grad, moments, (master,) scalars] and, where scaled, two 0-dim factors.
 
     `grad` may share `param`'s memory: it is read first. The pass empties its list.
     """
@@ -119,6 +174,8 @@ def loop_pass(fmt: UpdateFormat, *, l2: bool, scaled: bool, parallel: bool) -> P
 
     def run(tensors: list[Tensor]) -> None:
         pointers = [tensor.data_ptr() for tensor in tensors]
+        if not fmt.master:
+            pointers.insert(2 + len(fmt.kinds), 0)
         pointers += [0] * (num_pointers - len(pointers))
         update(*pointers, tensors[0].numel(), torch.get_num_threads() if parallel else 1)
         tensors.clear()
@@ -136,16 +193,28 @@ def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     grad, widen_grad = TYPES[fmt.grad_dtype]
     moment, widen_moment = TYPES[fmt.moment_dtype]
     names = {"grad": grad, "widen_grad": widen_grad}
+    names["param"], widen_param = TYPES[fmt.param_dtype]
     names |= _SPLIT_MASTER if fmt.split else _WHOLE_MASTER
+    if not fmt.master:
+        names |= {"read_master": f"const float target = {widen_param}(param_data[i]);", "write_master": ""}
     names["moment_parameters"] = "".join(f"{moment}* {kind}_data, " for kind in fmt.kinds)
     names["scalars"] = ", ".join(f"{name} = scalars[{i}]" for i, name in enumerate(fmt.scalars._fields))
     names["old_moments"] = "\n".join(f"    const float {kind} = {widen_moment}({kind}_data[i]);" for kind in fmt.kinds)
-    names["new_moments"] = "\n".join(f"    store(&{kind}_data[i], new_{kind});" for kind in fmt.kinds)
-    results = [f"new_{name}" for name in ("target", *fmt.kinds)]
+    stores = [f"    store(&{kind}_data[i], new_{kind});" for kind in fmt.kinds if kind not in fmt.kept]
+    if PARAM not in fmt.kept:
+        stores += ["    store(&param_data[i], new_target);", f"    {names['write_master']}"]
+    terms = [f"term_{number}" for number in range(fmt.num_sums)]
+    results = [*(f"new_{name}" for name in ("target", *fmt.kinds)), *terms]
     names["before"], names["inside"] = fmt.arithmetic.in_cpp(l2, results)
-    source = _SOURCE.substitute(names, scaled=str(scaled).lower())
+    names |= {"scaled": str(scaled).lower(), "stores": "\n".join(stores)}
+    names |= {"num_sums": str(fmt.num_sums), "num_scalars": str(len(fmt.scalars._fields))}
+    names["terms"] = "\n".join(f"    terms[{k}][i - start] = {term};" for k, term in enumerate(terms))
+    names["element"] = _ELEMENT.substitute(names)
+    source = _HELPERS + (_ROWS if fmt.num_sums else _RUN).substitute(names)
     with patched(OPTIONS), compiler_required():
         loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=FLAGS)
-    loaded.update.argtypes = [*[ctypes.c_void_p] * (6 + len(fmt.kinds)), ctypes.c_int64, ctypes.c_int]
+    pointers, sizes = (2, 2) if fmt.num_sums else (0, 1)
+    loaded.update.argtypes = [ctypes.c_void_p] * (6 + len(fmt.kinds) + pointers)
+    loaded.update.argtypes += [*[ctypes.c_int64] * sizes, ctypes.c_int]
     loaded.update.restype = None
     return loaded

@@ -125,8 +125,10 @@ def _update(key: UpdatePass, *arguments: Tensor) -> tuple[()]:
                 value = value * ones
         destination.copy_(value)  # rounds to nearest even
 
-    for stream, (moment, value) in enumerate(zip(targets, new_moments, strict=True), start=FIRST_MOMENT_STREAM):
-        store(moment, value, stream)
+    stored = zip(fmt.kinds, targets, new_moments, strict=True)
+    for stream, (kind, moment, value) in enumerate(stored, start=FIRST_MOMENT_STREAM):
+        if kind not in fmt.kept:
+            store(moment, value, stream)
     if ones is not None:
         new_target = new_target * ones
     if target is not param:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.states import UNSIGNED, is_scale, scale_of
-from chunkc.kernels.cpu_loop import has_loop, loop_pass
+from chunkc.kernels.cpu_loop import has_loop, library, loop_pass
 from chunkc.kernels.cpu_pass import UpdatePass, rounding_words, update_pass
+from chunkc.kernels.elementwise_triton import WorkTable, check_work
 from chunkc.kernels.formats import (
     NO_SCALE,
     QUANT_BLOCK,
@@ -93,14 +94,55 @@ def chunk_update(
         ValueError: a tensor is not on the CPU, or see `check_update` and `check_spans`.
     """
     checked = checked_spans(fmt, slots, spans, scalars, scale, key, first_element)
-    if not slots.param.is_cpu:
-        raise ValueError(f"updates on the CPU need tensors on the CPU, got {slots.param.device}")
     with disable_current_modes():
-        if scale.found_inf is not None and scale.found_inf.item() != 0:
+        if _skips(slots, scale):
             return
         for span in _cut_where_low_bits_wrap(checked, first_element):
             _update_span(fmt, slots, span, scalars, scale, key, first_element)
-    mark_written(slots)
+    mark_written(fmt, slots)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def summed_update(
+    fmt: UpdateFormat, slots: Slots, work: WorkTable, scalars: Tensor, sums: Tensor, *, scale: GradScale = NO_SCALE
+) -> None:
+    """Update the rows of a table in place, and write the sums of each one's terms, a row by one thread.
+
+    So sums do not depend on the number of threads. Where `found_inf` is set, no other memory is read.
+
+    Args:
+        fmt: has terms that are added up.
+        scalars, scale: as for the reference.
+        sums: fp32 `[num_sums, num_rows]`, as of `chunkc.kernels.elementwise_triton.update`.
+
+    Raises:
+        ValueError: a tensor is not on the CPU, or see `check_work`.
+    """
+    check_work(fmt, slots, work, scalars, scale, None, 0, sums)
+    with disable_current_modes():
+        if _skips(slots, scale):
+            return
+        states = slots.states()
+        factors = [factor for factor in (scale.unscale, scale.clip) if factor is not None]
+        buffers = [slots.param, slots.grad, *[states[kind] for kind in fmt.kinds], slots.master, scalars]
+        pointers = [0 if buffer is None else buffer.data_ptr() for buffer in buffers]
+        pointers += [(_ONE if factor is None else factor).data_ptr() for factor in (scale.unscale, scale.clip)]
+        threads = torch.get_num_threads() if slots.param.numel() >= SERIAL_NUM_ELEMENTS else 1
+        sizes = sums.data_ptr(), work.rows.data_ptr(), sums.stride(0), len(work.rows)
+        library(fmt, l2=False, scaled=bool(factors)).update(*pointers, *sizes, threads)
+    mark_written(fmt, slots)
+
+
+def _skips(slots: Slots, scale: GradScale) -> bool:
+    """Whether an update changes nothing.
+
+    Raises:
+        ValueError: a tensor is not on the CPU.
+    """
+    if not slots.param.is_cpu:
+        raise ValueError(f"updates on the CPU need tensors on the CPU, got {slots.param.device}")
+    return scale.found_inf is not None and scale.found_inf.item() != 0
 
 
 def warm_up_format(fmt: UpdateFormat, *, l2: bool = False, scaled: bool = False) -> None:

@@ -8,14 +8,16 @@ code runs on CPU tensors, slowly: for tests.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from chunkc.ir.errors import UnsupportedError
+from chunkc.ir.layout import PARAM
 from chunkc.ir.states import MASTER, UNSIGNED, scale_of
 from chunkc.kernels.formats import (
     NO_SCALE,
@@ -27,6 +29,7 @@ from chunkc.kernels.formats import (
     Span,
     UpdateFormat,
     check_spans,
+    check_tensor,
     check_update,
     mark_written,
 )
@@ -50,16 +53,26 @@ class WorkTable:
         num_elements: the tile, or the first tensor, has at least so many.
         num_groups: the scalars have at least so many rows.
         span_alignment: spans begin at multiples of this (`UpdateFormat.span_alignment`).
+        has_long_rows: rows have more elements than a program updates at a time.
     """
 
     rows: Tensor
     num_elements: int
     num_groups: int
     span_alignment: int
+    has_long_rows: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.rows,)
+
+    def sent(self, send: Callable[[Tensor], Tensor]) -> WorkTable:
+        """Make the same table of tensors that `send` has copied, such as to a device."""
+        return replace(self, rows=send(self.rows))
 
     def to(self, device: torch.device | str) -> WorkTable:
         """Copy the table to a device."""
-        return replace(self, rows=self.rows.to(device))
+        return self.sent(lambda rows: rows.to(device))
 
 
 def work_table(spans: Sequence[Span], fmt: UpdateFormat) -> WorkTable:
@@ -74,9 +87,8 @@ def work_table(spans: Sequence[Span], fmt: UpdateFormat) -> WorkTable:
     num_elements = max((span.end for span in spans), default=0)
     num_groups = max((span.group + 1 for span in spans), default=0)
     check_spans(spans, fmt, num_elements=num_elements, num_groups=num_groups)
-    pieces = [rows for span in spans for rows in _rows_of_span(span, fmt)]
-    rows = torch.cat(pieces) if pieces else torch.empty(0, 3, dtype=torch.int64, device="cpu")
-    return WorkTable(rows, num_elements, num_groups, fmt.span_alignment)
+    rows = rows_of_spans(spans, BLOCK, quantised=fmt.quantised)
+    return WorkTable(torch.from_numpy(rows), num_elements, num_groups, fmt.span_alignment)
 
 
 def work_of_tensors(tensors: Sequence[tuple[int, int]], fmt: UpdateFormat) -> WorkTable:
@@ -91,19 +103,25 @@ def work_of_tensors(tensors: Sequence[tuple[int, int]], fmt: UpdateFormat) -> Wo
     return WorkTable(rows, tensors[0][0], max(group for _, group in tensors) + 1, fmt.span_alignment)
 
 
-def _rows_of_span(span: Span, fmt: UpdateFormat) -> list[Tensor]:
-    unit = QUANT_BLOCK if fmt.quantised and span.end % UNIT else UNIT
+def rows_of_spans(spans: Sequence[Span], block: int, *, quantised: bool = False) -> np.ndarray:
+    """Cut spans into rows of at most `block` elements: int64 `[num_rows, 3]`, see `WorkTable`."""
+    rows = [rows for span in spans for rows in _rows_of_span(span, block, quantised)]
+    return np.concatenate([np.empty((0, 3), dtype=np.int64), *rows])
+
+
+def _rows_of_span(span: Span, block: int, quantised: bool) -> list[np.ndarray]:
+    unit = QUANT_BLOCK if quantised and span.end % UNIT else UNIT
     begin = min(-(-span.begin // UNIT) * UNIT, span.end)
     end = max(span.end // unit * unit, begin)
-    parts = [(span.begin, begin, RAGGED_BLOCK), (begin, end, BLOCK), (end, span.end, RAGGED_BLOCK)]
+    parts = [(span.begin, begin, RAGGED_BLOCK), (begin, end, block), (end, span.end, RAGGED_BLOCK)]
     return [_rows_of_part(*part, span.group) for part in parts if part[0] < part[1]]
 
 
-def _rows_of_part(begin: int, end: int, block: int, group: int) -> Tensor:
+def _rows_of_part(begin: int, end: int, block: int, group: int) -> np.ndarray:
     """Cut elements into rows at multiples of `block`."""
-    multiples = torch.arange(begin // block * block, end + block, block, device="cpu")
-    cuts = multiples.clamp_(begin, end).unique_consecutive()
-    return torch.stack([cuts[:-1], cuts[1:], torch.full_like(cuts[1:], group)], dim=1)
+    multiples = np.arange(begin // block * block, end + block, block, dtype=np.int64)
+    cuts = np.unique(multiples.clip(begin, end))
+    return np.stack([cuts[:-1], cuts[1:], np.full_like(cuts[1:], group)], axis=1)
 
 
 @torch.no_grad()
@@ -118,6 +136,7 @@ def update(
     key: RoundingKey | None = None,
     first_element: int = 0,
     pointer_offsets: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> None:
     """Update a tile of a chunk group, or many tensors, in place, in one launch on the current stream.
 
@@ -131,14 +150,17 @@ def update(
         scale, key, first_element: as for the reference.
         pointer_offsets: of several tensors, see `chunkc.kernels.pointer_offsets`; slots, key and first element are the
             first tensor's. The others are not checked, and the caller marks all as written.
+        sums: fp32 `[num_sums, num_rows]` for the sums of each row's terms, in formats that have any (see
+            `chunkc.kernels.summed_work`).
 
     Raises:
         ValueError: a tensor does not fit the format or the work table.
         UnsupportedError: Triton is not installed, or the slots are not on a device that it compiles for.
     """
     arguments = launch_arguments(
-        fmt, slots, work, scalars, scale=scale, key=key, first_element=first_element, pointer_offsets=pointer_offsets
-    )
+        fmt, slots, work, scalars, scale=scale, key=key, first_element=first_element, pointer_offsets=pointer_offsets,
+        sums=sums,
+    )  # fmt: skip
     num_programs = len(work.rows)
     if num_programs:
         require_triton(slots.param.device, "chunkc.kernels.elementwise_cpu")
@@ -147,7 +169,7 @@ def update(
         arguments["ARITHMETIC"] = fmt.arithmetic.in_triton
         launch(elementwise_kernel, num_programs, arguments, slots.param)
         if pointer_offsets is None:
-            mark_written(slots)
+            mark_written(fmt, slots)
 
 
 def launch_arguments(
@@ -160,22 +182,14 @@ def launch_arguments(
     key: RoundingKey | None = None,
     first_element: int = 0,
     pointer_offsets: Tensor | None = None,
+    sums: Tensor | None = None,
 ) -> dict[str, Any]:
     """Check the arguments of the kernel, and return all but the rule's code, by name, as `update` launches it.
 
     Raises:
         ValueError: a tensor does not fit the format or the work table.
     """
-    check_update(fmt, slots, scalars, scale, key, first_element)
-    if work.num_elements > slots.param.numel() or work.num_groups > len(scalars):
-        raise ValueError(
-            f"the work table is for {work.num_elements} elements and {work.num_groups} groups, the slots have "
-            f"{slots.param.numel()} and the scalars {len(scalars)}"
-        )
-    if work.span_alignment % fmt.span_alignment:
-        raise ValueError(f"the work table was not made for {fmt.moments} moments; call work_table with {fmt}")
-    if work.rows.device != slots.param.device:
-        raise ValueError(f"the work table is on {work.rows.device}, param on {slots.param.device}; use work.to(device)")
+    check_work(fmt, slots, work, scalars, scale, key, first_element, sums)
     num_columns = work.rows.shape[1]
     if (num_columns == 4) != (pointer_offsets is not None):
         raise ValueError(
@@ -190,20 +204,57 @@ def launch_arguments(
         "work": work.rows,
         "pointer_offsets": pointer_offsets,
         "scalars": scalars,
+        "sums": sums,
         "unscale": scale.unscale,
         "clip": scale.clip,
         "found_inf": scale.found_inf,
         "first_element": first_element,
         "key_low": key.low if key is not None else 0,
         "key_high": key.high if key is not None else 0,
+        "sums_stride": 0 if sums is None else sums.stride(0),
         "NUM_SCALARS": scalars.shape[1],
         "NUM_MOMENTS": len(fmt.kinds),
+        "KEEPS_TARGET": PARAM in fmt.kept,
+        "KEEPS_MOMENTS": not fmt.kept.isdisjoint(fmt.kinds),
         "STOCHASTIC": fmt.stochastic,
+        "LONG_ROWS": work.has_long_rows,
         "BLOCK": BLOCK,
         "RAGGED_BLOCK": RAGGED_BLOCK,
         "NUM_COLUMNS": num_columns,
         "NUM_POINTER_OFFSETS": 0 if pointer_offsets is None else pointer_offsets.shape[1],
     }
+
+
+def check_work(
+    fmt: UpdateFormat,
+    slots: Slots,
+    work: WorkTable,
+    scalars: Tensor,
+    scale: GradScale,
+    key: RoundingKey | None,
+    first_element: int,
+    sums: Tensor | None,
+) -> None:
+    """Check the arguments of an update by a table of work.
+
+    Raises:
+        ValueError: a tensor does not fit the format or the work table.
+    """
+    check_update(fmt, slots, scalars, scale, key, first_element)
+    if work.num_elements > slots.param.numel() or work.num_groups > len(scalars):
+        raise ValueError(
+            f"the work table is for {work.num_elements} elements and {work.num_groups} groups, the slots have "
+            f"{slots.param.numel()} and the scalars {len(scalars)}"
+        )
+    if work.span_alignment % fmt.span_alignment:
+        raise ValueError(f"the work table was not made for {fmt.moments} moments; call work_table with {fmt}")
+    if work.rows.device != slots.param.device:
+        raise ValueError(f"the work table is on {work.rows.device}, param on {slots.param.device}; use work.to(device)")
+    if (sums is None) != (fmt.num_sums == 0):
+        raise ValueError(f"sums are {'missing' if sums is None else 'not wanted'} for {fmt}")
+    if sums is not None:
+        for terms in sums.unbind():
+            check_tensor("sums of terms", terms, torch.float32, (len(work.rows),), slots.param.device)
 
 
 def _moments(fmt: UpdateFormat, slots: Slots) -> dict[str, Any]:

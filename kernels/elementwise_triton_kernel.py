@@ -28,10 +28,10 @@ _UNIT = tl.constexpr(UNIT)
 
 # Only pointers that vectors are loaded from are specialised on alignment, and no integer on its value: few variants.
 @triton.jit(
-    do_not_specialize=["first_element", "key_low", "key_high"],
+    do_not_specialize=["first_element", "key_low", "key_high", "sums_stride"],
     do_not_specialize_on_alignment=[
-        "scale_0", "scale_1", "scale_2", "code_tables", "work", "pointer_offsets", "scalars", "unscale", "clip",
-        "found_inf",
+        "scale_0", "scale_1", "scale_2", "code_tables", "work", "pointer_offsets", "scalars", "sums", "unscale",
+        "clip", "found_inf",
     ],
 )  # fmt: skip
 def elementwise_kernel(
@@ -48,19 +48,24 @@ def elementwise_kernel(
     work,
     pointer_offsets,
     scalars,
+    sums,
     unscale,
     clip,
     found_inf,
     first_element: tl.int64,
     key_low,
     key_high,
+    sums_stride: tl.int64,
     ARITHMETIC: tl.constexpr,
     NUM_SCALARS: tl.constexpr,
     NUM_MOMENTS: tl.constexpr,
     TABLE_0: tl.constexpr,
     TABLE_1: tl.constexpr,
     TABLE_2: tl.constexpr,
+    KEEPS_TARGET: tl.constexpr,
+    KEEPS_MOMENTS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
+    LONG_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     RAGGED_BLOCK: tl.constexpr,
     NUM_COLUMNS: tl.constexpr,
@@ -73,11 +78,15 @@ def elementwise_kernel(
 
     `code_tables` is fp32 `[4, 256]`: values, then midpoints, of signed codes, then of unsigned ones. Those of a moment
     begin at its TABLE. ARITHMETIC is `chunkc.kernels.arithmetic.Arithmetic.in_triton`; moments that it does not take
-    are None.
+    are None. What it keeps is not stored. `sums` has the sums of the two terms of each program's elements, the second
+    `sums_stride` numbers after the first.
     """
-    row = work + tl.program_id(0).to(tl.int64) * NUM_COLUMNS
+    program = tl.program_id(0).to(tl.int64)
+    row = work + program * NUM_COLUMNS
     begin = tl.load(row)
     end = tl.load(row + 1)
+    if sums is not None:
+        sums += program
     group_scalars = scalars + tl.load(row + 2) * NUM_SCALARS
     if pointer_offsets is not None:
         pointer_offsets += tl.load(row + 3) * NUM_POINTER_OFFSETS
@@ -104,16 +113,58 @@ def elementwise_kernel(
     factor, second_factor = factors_of(unscale, clip)
     if (begin | end) % _UNIT == 0:
         # Divided and multiplied only to tell the compiler the branch's condition: multiples of _UNIT.
-        _update_tile(
+        _update_row(
             param, grad, moment_0, moment_1, moment_2, master, scale_0, scale_1, scale_2, code_tables, group_scalars,
-            factor, second_factor, begin // _UNIT * _UNIT, end // _UNIT * _UNIT, first_element, key_low, key_high,
-            ARITHMETIC, NUM_MOMENTS, TABLE_0, TABLE_1, TABLE_2, STOCHASTIC, BLOCK,
+            sums, sums_stride, factor, second_factor, begin // _UNIT * _UNIT, end // _UNIT * _UNIT,
+            first_element, key_low, key_high, ARITHMETIC, NUM_MOMENTS, TABLE_0, TABLE_1, TABLE_2,
+            KEEPS_TARGET, KEEPS_MOMENTS, STOCHASTIC, LONG_ROWS, _UNIT, BLOCK,
         )  # fmt: skip
     else:
-        _update_tile(
+        _update_row(
             param, grad, moment_0, moment_1, moment_2, master, scale_0, scale_1, scale_2, code_tables, group_scalars,
+            sums, sums_stride, factor, second_factor, begin, end,
+            first_element, key_low, key_high, ARITHMETIC, NUM_MOMENTS, TABLE_0, TABLE_1, TABLE_2,
+            KEEPS_TARGET, KEEPS_MOMENTS, STOCHASTIC, LONG_ROWS, 1, RAGGED_BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _update_row(
+    param, grad, moment_0, moment_1, moment_2, master, scale_0, scale_1, scale_2, code_tables, scalars,
+    sums, sums_stride, factor, second_factor, begin, end, first_element, key_low, key_high,
+    ARITHMETIC: tl.constexpr, NUM_MOMENTS: tl.constexpr,
+    TABLE_0: tl.constexpr, TABLE_1: tl.constexpr, TABLE_2: tl.constexpr,
+    KEEPS_TARGET: tl.constexpr, KEEPS_MOMENTS: tl.constexpr, STOCHASTIC: tl.constexpr,
+    LONG_ROWS: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Update elements `[begin, end)`, multiples of UNIT: at most BLOCK of them, or of LONG_ROWS any number."""
+    if sums is not None:
+        total = tl.zeros((BLOCK,), tl.float32)
+        other_total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(begin, end, BLOCK):
+            term, other_term = _update_tile(
+                param, grad, moment_0, moment_1, moment_2, master, scale_0, scale_1, scale_2, code_tables, scalars,
+                factor, second_factor, start // UNIT * UNIT, end, first_element, key_low, key_high,
+                ARITHMETIC, NUM_MOMENTS, TABLE_0, TABLE_1, TABLE_2, KEEPS_TARGET, KEEPS_MOMENTS, STOCHASTIC, True,
+                BLOCK,
+            )  # fmt: skip
+            total += term
+            other_total += other_term
+        tl.store(sums, tl.sum(total))
+        tl.store(sums + sums_stride, tl.sum(other_total))
+    elif LONG_ROWS:
+        for start in range(begin, end, BLOCK):
+            _update_tile(
+                param, grad, moment_0, moment_1, moment_2, master, scale_0, scale_1, scale_2, code_tables, scalars,
+                factor, second_factor, start // UNIT * UNIT, end, first_element, key_low, key_high,
+                ARITHMETIC, NUM_MOMENTS, TABLE_0, TABLE_1, TABLE_2, KEEPS_TARGET, KEEPS_MOMENTS, STOCHASTIC, False,
+                BLOCK,
+            )  # fmt: skip
+    else:
+        _update_tile(
+            param, grad, moment_0, moment_1, moment_2, master, scale_0, scale_1, scale_2, code_tables, scalars,
             factor, second_factor, begin, end, first_element, key_low, key_high,
-            ARITHMETIC, NUM_MOMENTS, TABLE_0, TABLE_1, TABLE_2, STOCHASTIC, RAGGED_BLOCK,
+            ARITHMETIC, NUM_MOMENTS, TABLE_0, TABLE_1, TABLE_2, KEEPS_TARGET, KEEPS_MOMENTS, STOCHASTIC, False, BLOCK,
         )  # fmt: skip
 
 
@@ -123,9 +174,10 @@ def _update_tile(
     factor, second_factor, begin, end, first_element, key_low, key_high,
     ARITHMETIC: tl.constexpr, NUM_MOMENTS: tl.constexpr,
     TABLE_0: tl.constexpr, TABLE_1: tl.constexpr, TABLE_2: tl.constexpr,
-    STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+    KEEPS_TARGET: tl.constexpr, KEEPS_MOMENTS: tl.constexpr, STOCHASTIC: tl.constexpr, HAS_TERMS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update elements `[begin, end)`, at most BLOCK of them."""
+    """Update elements `[begin, end)`, at most BLOCK of them. Returns each element's two terms, if it has any."""
     offsets = begin + tl.arange(0, BLOCK)
     mask = offsets < end
     wide = load_wide(grad, offsets, mask) * factor * second_factor
@@ -139,7 +191,9 @@ def _update_tile(
             target, value_0 = ARITHMETIC(wide, target, value_0, scalars)
         else:
             value_1 = load_moment(moment_1, scale_1, code_tables, TABLE_1, offsets, mask, begin, end, BLOCK)
-            if NUM_MOMENTS == 2:
+            if HAS_TERMS:
+                target, value_0, value_1, term, other_term = ARITHMETIC(wide, target, value_0, value_1, scalars)
+            elif NUM_MOMENTS == 2:
                 target, value_0, value_1 = ARITHMETIC(wide, target, value_0, value_1, scalars)
             else:
                 value_2 = load_moment(moment_2, scale_2, code_tables, TABLE_2, offsets, mask, begin, end, BLOCK)
@@ -148,12 +202,17 @@ def _update_tile(
                     moment_2, scale_2, code_tables, TABLE_2, value_2, offsets, mask, begin, end, scattered, high,
                     3, STOCHASTIC, BLOCK,
                 )  # fmt: skip
+            if not KEEPS_MOMENTS:
+                store_moment(
+                    moment_1, scale_1, code_tables, TABLE_1, value_1, offsets, mask, begin, end, scattered, high,
+                    2, STOCHASTIC, BLOCK,
+                )  # fmt: skip
+        if not KEEPS_MOMENTS:
             store_moment(
-                moment_1, scale_1, code_tables, TABLE_1, value_1, offsets, mask, begin, end, scattered, high,
-                2, STOCHASTIC, BLOCK,
+                moment_0, scale_0, code_tables, TABLE_0, value_0, offsets, mask, begin, end, scattered, high,
+                1, STOCHASTIC, BLOCK,
             )  # fmt: skip
-        store_moment(
-            moment_0, scale_0, code_tables, TABLE_0, value_0, offsets, mask, begin, end, scattered, high,
-            1, STOCHASTIC, BLOCK,
-        )  # fmt: skip
-    store_target(param, master, target, offsets, mask, scattered, high, STOCHASTIC)
+    if not KEEPS_TARGET:
+        store_target(param, master, target, offsets, mask, scattered, high, STOCHASTIC)
+    if HAS_TERMS:
+        return tl.where(mask, term, 0.0), tl.where(mask, other_term, 0.0)

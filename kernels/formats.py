@@ -111,7 +111,8 @@ class UpdateFormat:
 
     arithmetic: ClassVar[Arithmetic]
     """A function of gradient and parameter (or master), then the moments by the names of their buffers. Its results are
-    the new parameter and the new moments in that order."""
+    the new parameter and the new moments in that order, then terms that are added up over rows of elements (see
+    `chunkc.kernels.summed_work`)."""
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -151,11 +152,24 @@ class UpdateFormat:
             raise ValueError("split=True needs float32 or bfloat16 moments; with moments='int8' use split=False")
         if stochastic and self.param_dtype != torch.bfloat16 and self.moments != "bfloat16":
             raise ValueError("rounding='stochastic' needs something stored in bfloat16; use rounding='nearest'")
+        if (self.kept or self.num_sums) and (self.moments != "float32" or stochastic):
+            raise ValueError(f"an update in stages needs moments='float32' and rounding='nearest', got {self}")
 
     @property
     def kinds(self) -> tuple[str, ...]:
         """Names of the moments' buffers; moments in `UNSIGNED` have no negative elements."""
         return self.arithmetic.inputs[2:]
+
+    @property
+    def kept(self) -> frozenset[str]:
+        """Kinds of data that the rule leaves as they are: no kernel writes them."""
+        kept, target = self.arithmetic.kept, self.arithmetic.inputs[1]
+        return kept - {target} | {PARAM, MASTER} if target in kept else kept
+
+    @property
+    def num_sums(self) -> int:
+        """Number of terms of an element that are added up."""
+        return len(self.arithmetic.code().results) - 1 - len(self.kinds)
 
     @property
     def scalars(self) -> Any:
@@ -175,8 +189,8 @@ class UpdateFormat:
         self, grad: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Tensor, *, l2: bool, root: Root
     ) -> tuple[Tensor, list[Tensor]]:
         """Compute the new parameter and moments in PyTorch, see `Arithmetic.in_torch`."""
-        new_target, *new_moments = self.arithmetic.in_torch([grad, target, *moments], scalars, l2=l2, root=root)
-        return new_target, new_moments
+        new_target, *rest = self.arithmetic.in_torch([grad, target, *moments], scalars, l2=l2, root=root)
+        return new_target, rest[: len(moments)]
 
     def scalar_table(self, hypers: Sequence[Any]) -> Tensor:
         """Make the scalars of several groups as `[num_groups, num_scalars]` of the `wide_dtype` on the CPU."""
@@ -431,6 +445,7 @@ def checked_spans(
     return [span for span in spans if span.end > span.begin]
 
 
-def mark_written(slots: Slots) -> None:
+def mark_written(fmt: UpdateFormat, slots: Slots) -> None:
     """Tell autograd that code other than its operators has written to the slots."""
-    torch.autograd.graph.increment_version([slots.param, *slots.states().values()])
+    buffers = {PARAM: slots.param, **slots.states()}
+    torch.autograd.graph.increment_version([tensor for kind, tensor in buffers.items() if kind not in fmt.kept])

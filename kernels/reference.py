@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from chunkc.ir.layout import PARAM
 from chunkc.ir.states import UNSIGNED, scale_of
 from chunkc.kernels.arithmetic import exact_root
 from chunkc.kernels.formats import (
@@ -48,6 +49,7 @@ def chunk_update(
     are rounded.
 
     Args:
+        fmt: terms of its rule that are added up are left out.
         scalars: `[num_groups, num_scalars]`, see `UpdateFormat.scalar_table`.
         scale: factors of the gradients, and whether to skip the update.
         key: for random bits of stochastic rounding; None without it.
@@ -113,7 +115,10 @@ def _update_span(
     l2 = fmt.needs_l2(fmt.scalars(*scalars.tolist()))
     new_target, new_moments = fmt.new_values(wide, target, moments, scalars, l2=l2, root=exact_root)
     for stream, (kind, value) in enumerate(zip(fmt.kinds, new_moments, strict=True), start=FIRST_MOMENT_STREAM):
-        store_moment(kind, value, stream)
+        if kind not in fmt.kept:
+            store_moment(kind, value, stream)
+    if PARAM in fmt.kept:
+        return
     if slots.master is not None:
         store(slots.master[part], split_master(new_target)[1] if fmt.split else new_target)
     store_rounded(slots.param[part], new_target, PARAM_STREAM)

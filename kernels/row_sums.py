@@ -1,9 +1,14 @@
-"""Define the terms that are summed up over rows (see `chunkc.ir.sums`): squares of elements, and mixed words."""
+"""Define the terms that are summed up over rows (see `chunkc.ir.sums`): elements, their squares, and mixed words."""
 
 from __future__ import annotations
 
 from chunkc.ir.sums import MIX, PLACE
 from chunkc.kernels.arithmetic import Arithmetic, Value
+
+
+def itself(element: Value, place: Value) -> tuple[Value, ...]:
+    """Take an element as it is, in fp64."""
+    return (element,)
 
 
 def square(element: Value, place: Value) -> tuple[Value, ...]:
@@ -19,5 +24,6 @@ def mixed_word(word: Value, place: Value) -> tuple[Value, ...]:
     return (mixed ^ (mixed >> 16),)
 
 
+ITSELF = Arithmetic(itself)
 SQUARE = Arithmetic(square)
 MIXED_WORD = Arithmetic(mixed_word)

@@ -18,12 +18,12 @@ from chunkc.ir.sums import COLUMNS, ROW
 from chunkc.kernels.arithmetic import DOUBLE, UINT32, Arithmetic, CppNumber
 from chunkc.kernels.cpu_loop import FLAGS, OPTIONS, TYPES, WIDENING
 from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, compiler_required
-from chunkc.kernels.row_sums import MIXED_WORD, SQUARE
+from chunkc.kernels.row_sums import ITSELF, MIXED_WORD, SQUARE
 from chunkc.torch_private.inductor import CppCodeCache, patched
 
 
 class _Types(NamedTuple):
-    """C++ types of a row: its elements, these widened by a function, its terms, and their sum."""
+    """C++ types of a row: its elements, these widened by a function, its terms, and their sum before it is rounded."""
 
     element: str
     wide: str
@@ -71,11 +71,11 @@ static inline $sum sum_of_row(const $element* data, int64_t numel) {
 }
 
 extern "C" void sum_rows(
-    const $element* base, const int64_t* rows, $sum* sums, int64_t num_rows, int num_threads) {
+    const $element* base, const int64_t* rows, $result* sums, int64_t num_rows, int num_threads) {
   #pragma omp parallel for schedule(static) num_threads(num_threads) if(num_threads > 1)
   for (int64_t i = 0; i < num_rows; ++i) {
     const int64_t* row = rows + $columns * i;
-    sums[row[2]] = sum_of_row(base + row[0], row[1] - row[0]);
+    sums[row[2]] = $result(sum_of_row(base + row[0], row[1] - row[0]));
   }
 }
 """
@@ -83,7 +83,7 @@ extern "C" void sum_rows(
 
 
 def sum_rows(term: Arithmetic, base: Tensor, rows: Tensor, sums: Tensor) -> None:
-    """Sum up a term of each row's elements, see `chunkc.ir.sums`.
+    """Sum up a term of each row's elements, see `chunkc.ir.sums`. Sums may be fp32, to which they are rounded.
 
     Raises:
         UnsupportedError: there is no working C++ compiler.
@@ -92,16 +92,17 @@ def sum_rows(term: Arithmetic, base: Tensor, rows: Tensor, sums: Tensor) -> None
     assert rows.is_contiguous()
     num_rows = len(rows)
     threads = torch.get_num_threads() if num_rows * ROW > SERIAL_NUM_ELEMENTS and num_rows > 1 else 1
-    library(term, base.dtype).sum_rows(base.data_ptr(), rows.data_ptr(), sums.data_ptr(), num_rows, threads)
+    library(term, base.dtype, sums.dtype).sum_rows(base.data_ptr(), rows.data_ptr(), sums.data_ptr(), num_rows, threads)
 
 
+sum_elements = functools.partial(sum_rows, ITSELF)
 sum_squares = functools.partial(sum_rows, SQUARE)
 checksums = functools.partial(sum_rows, MIXED_WORD)
 
 
 @functools.cache
-def library(term: Arithmetic, dtype: torch.dtype) -> ctypes.CDLL:
-    """Compile and load the loop for elements of a dtype.
+def library(term: Arithmetic, dtype: torch.dtype, sums_dtype: torch.dtype) -> ctypes.CDLL:
+    """Compile and load the loop for elements and sums of these dtypes.
 
     Raises:
         UnsupportedError: there is no working C++ compiler.
@@ -109,6 +110,7 @@ def library(term: Arithmetic, dtype: torch.dtype) -> ctypes.CDLL:
     types = _TYPES[dtype]
     _, code = term.in_cpp(None, ["term"], types.term)
     names = types._asdict() | {"term": types.term.type, "input": term.inputs[0], "code": code, "columns": COLUMNS}
+    names["result"] = "float" if sums_dtype == torch.float32 else types.sum
     with patched(OPTIONS), compiler_required():
         loaded: ctypes.CDLL = CppCodeCache.load(_SOURCE.substitute(names), extra_flags=FLAGS)
     loaded.sum_rows.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int]

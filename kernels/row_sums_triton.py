@@ -14,11 +14,13 @@ from torch import Tensor
 from chunkc.kernels import elementwise_triton
 from chunkc.kernels.arithmetic import Arithmetic
 from chunkc.kernels.elementwise_triton import launch, require_triton
-from chunkc.kernels.row_sums import MIXED_WORD, SQUARE
+from chunkc.kernels.row_sums import ITSELF, MIXED_WORD, SQUARE
 
 
 def sum_rows(term: Arithmetic, base: Tensor, rows: Tensor, sums: Tensor) -> None:
     """Sum up a term of each row's elements on the current stream, see `chunkc.ir.sums`. Waits for nothing.
+
+    Sums may be fp32, to which they are rounded.
 
     Raises:
         UnsupportedError: Triton is not installed, or does not compile for the device.
@@ -30,6 +32,7 @@ def sum_rows(term: Arithmetic, base: Tensor, rows: Tensor, sums: Tensor) -> None
         launch(row_sums_kernel, len(rows), arguments(term, base, rows, sums), base)
 
 
+sum_elements = partial(sum_rows, ITSELF)
 sum_squares = partial(sum_rows, SQUARE)
 checksums = partial(sum_rows, MIXED_WORD)
 

@@ -23,7 +23,7 @@ def row_sums_kernel(base, rows, sums, TERM: tl.constexpr, BLOCK: tl.constexpr):
     row = rows + tl.program_id(0).to(tl.int64) * _COLUMNS
     begin = tl.load(row)
     numel = (tl.load(row + 1) - begin).to(tl.int32)
-    total = tl.zeros((BLOCK,), sums.dtype.element_ty)
+    total = tl.zeros((BLOCK,), tl.float64 if base.dtype.element_ty.is_floating() else tl.int64)
     whole = 0
     if begin % _UNIT == 0:
         whole = numel // BLOCK * BLOCK
@@ -33,7 +33,7 @@ def row_sums_kernel(base, rows, sums, TERM: tl.constexpr, BLOCK: tl.constexpr):
             total = _with_block(first, start, whole // _UNIT * _UNIT, total, TERM, BLOCK)
     for start in range(whole, numel, BLOCK):
         total = _with_block(base + begin, start, numel, total, TERM, BLOCK)
-    tl.store(sums + tl.load(row + 2), tl.sum(total))
+    tl.store(sums + tl.load(row + 2), tl.sum(total).to(sums.dtype.element_ty))
 
 
 @triton.jit

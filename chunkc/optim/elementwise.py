@@ -35,16 +35,7 @@ from chunkc.kernels.formats import (
 from chunkc.kernels.hyperparameters import COMPLEX_DTYPES, GRAD_DTYPES
 from chunkc.kernels.pointer_offsets import RoundingSeed
 from chunkc.optim import update_mode
-from chunkc.optim.on_device import (
-    TABLE_NBYTES,
-    Batch,
-    LaunchOrder,
-    SentPointerOffsets,
-    StepScalars,
-    batches,
-    can_be_batched,
-    upload,
-)
+from chunkc.optim.on_device import Batch, DeviceUpdater, StepScalars, divided
 from chunkc.optim.rule import (
     DIFFERENTIABLE,
     MAXIMIZE,
@@ -61,7 +52,6 @@ from chunkc.optim.rule import (
 )
 from chunkc.optim.states import put_back
 from chunkc.optim.update_mode import DEVICE
-from chunkc.utils.recent import Recent
 
 PIECE_NUM_ELEMENTS = 1 << 24
 """Elements that are updated with one table: it is then a fifth of `TABLE_NBYTES` whatever a tensor's size."""
@@ -178,21 +168,12 @@ class OnCpu(Elementwise):
         torch.autograd.graph.increment_version(written)
 
 
-class ByTriton(Elementwise):
-    """Updates on a GPU: any number of tiles and tensors in a step, in the current stream's order.
-
-    Attributes:
-        tables: of work on the device, by their spans, or by the tensors of a launch.
-        order: the order of all launches, which share tables, pointer offsets and scalars.
-        sent_pointer_offsets: those of the tensors of a launch.
-    """
+class ByTriton(Elementwise, DeviceUpdater[WorkTable]):
+    """Updates on a GPU."""
 
     def __init__(self, rule: ElementwiseRule, device: torch.device) -> None:
-        super().__init__(rule)
-        self.device = device
-        self.tables: Recent[tuple, WorkTable] = Recent(TABLE_NBYTES, lambda table: table.rows.nbytes)
-        self.order = LaunchOrder(device)
-        self.sent_pointer_offsets = SentPointerOffsets(device)
+        Elementwise.__init__(self, rule)
+        DeviceUpdater.__init__(self, device)
         self._scalars = StepScalars(device)
 
     def begin_step(self) -> None:
@@ -205,28 +186,22 @@ class ByTriton(Elementwise):
 
     def of_tensors(self, tensors: Iterable[ResidentTensor], scale: GradScale) -> None:
         """Update tensors in place: those that can be batched in launches of many."""
-        batched: list[tuple[ResidentTensor, UpdateFormat]] = []
-        single: list[ResidentTensor] = []
-        for tensor in tensors:
-            gradient = tensor.parameter.grad
-            assert gradient is not None
-            if can_be_batched(tensor):
-                fmt = self.rule.format(tensor.parameter.dtype, gradient.dtype, tuple(tensor.states))
-                if fmt.by_reference:
-                    single.append(tensor)
-                    continue
-                batched.append((tensor, fmt))
-                self._scalars.row(tensor.hyper)  # before the first launch: one table of scalars for all
-            else:
-                single.append(tensor)
-        for batch in batches(batched):
+        launches_of_many, single = divided(tensors, self._format_of)
+        for batch in launches_of_many:  # before the first launch: one table of scalars for all
+            for tensor in batch.tensors:
+                self._scalars.row(tensor.hyper)
+        for batch in launches_of_many:
             with self.order.turn():
                 self._update_batch(batch, scale)
         super().of_tensors(single, scale)
 
+    def _format_of(self, tensor: ResidentTensor) -> UpdateFormat:
+        assert tensor.parameter.grad is not None
+        return self.rule.format(tensor.parameter.dtype, tensor.parameter.grad.dtype, tuple(tensor.states))
+
     def _update_batch(self, batch: Batch, scale: GradScale) -> None:
         sizes = tuple((tensor.parameter.numel(), self._scalars.row(tensor.hyper)) for tensor in batch.tensors)
-        work = self._kept(sizes, lambda: work_of_tensors(sizes, batch.fmt), batch.fmt)
+        work = self.kept((batch.fmt.span_alignment, *sizes), lambda: work_of_tensors(sizes, batch.fmt))
         seeds = [self._rounding_seed(tensor) for tensor in batch.tensors] if batch.fmt.stochastic else []
         pointer_offsets = self.order.reads(self.sent_pointer_offsets.of(batch, sizes, seeds))
         slots, scalars = batch.fmt.slots.of(batch.tensors[0].flats()), self.order.reads(self._scalars.table(batch.fmt))
@@ -242,17 +217,7 @@ class ByTriton(Elementwise):
 
     def table_of(self, spans: Sequence[Span], fmt: UpdateFormat) -> WorkTable:
         """Return the table of work for these spans, made on the first call."""
-        return self._kept(tuple(spans), lambda: work_table(spans, fmt), fmt)
-
-    def _kept(self, key: tuple, make: Callable[[], WorkTable], fmt: UpdateFormat) -> WorkTable:
-        """Return a table on the device, made on the first call."""
-        key = (fmt.span_alignment, *key)
-        table = self.tables.find(key)
-        if table is None:
-            on_host = make()
-            table = self.tables.keep(key, replace(on_host, rows=upload(on_host.rows, self.device)))
-        self.order.reads(table.rows)
-        return table
+        return self.kept((fmt.span_alignment, *spans), lambda: work_table(spans, fmt))
 
     def update(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale, extent: Extent) -> None:
         """Update spans of elements, in one launch; in one for each step number if rounding depends on it.

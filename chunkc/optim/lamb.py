@@ -7,41 +7,42 @@ for a resident tensor, so that sums and results have the same bits wherever the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import torch
 
 from chunkc.ir.layout import GRAD, PARAM
 from chunkc.ir.plan import Tile
-from chunkc.ir.states import EXP_AVG, EXP_AVG_SQ, FLOAT32, MASTER, StateFormat
-from chunkc.kernels import lamb_cpu, lamb_triton
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span
+from chunkc.ir.states import FLOAT32, MASTER, StateFormat
+from chunkc.kernels import elementwise_cpu, elementwise_triton, row_sums_cpu, row_sums_triton
+from chunkc.kernels.cpu_loop import library
+from chunkc.kernels.elementwise_cpu import warm_up_format
+from chunkc.kernels.formats import GradScale, Slots, UpdateFormat
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyperparameters import scalar_table
-from chunkc.kernels.lamb_formats import ROW, LambHyper, LambWork, lamb_work, lamb_work_of_tensors, new_partials
-from chunkc.optim.on_device import TABLE_NBYTES, Batch, LaunchOrder, SentPointerOffsets, batches, can_be_batched, upload
+from chunkc.kernels.lamb import LambHyper, LambMomentsFormat, LambScalars
+from chunkc.kernels.summed_work import NUM_SUMS, ROW, SummedWork, summed_work, summed_work_of_tensors
+from chunkc.optim.on_device import Batch, DeviceUpdater, divided, upload
 from chunkc.optim.optimizer import ChunkedOptimizer
 from chunkc.optim.over_ranks import sums_of_tensors
 from chunkc.optim.pending_steps import decided
 from chunkc.optim.rule import (
     Groups,
     GroupWork,
-    OverRanks,
     ResidentTensor,
     Rule,
     Spans,
     TileUpdate,
-    Updater,
     adam_hyper,
     flag,
     number,
 )
 from chunkc.optim.states import put_back
 from chunkc.optim.update_mode import AUTO, DEVICE
-from chunkc.utils.recent import Recent
+
+_NUM_SCALARS = len(LambScalars._fields)
 
 
 @dataclass(frozen=True)
@@ -98,142 +99,139 @@ class LAMB(ChunkedOptimizer):
         super().__init__(params, LambRule(), defaults, maximize=maximize, update_on=update_on, overlap=overlap)
 
 
-class LambUpdater(Updater):
-    """LAMB's updates on a device. Spans of a group are its tensors.
-
-    Tables of work, which cut tensors into rows, are kept from step to step: the latest `TABLE_NBYTES` of them.
-
-    Attributes:
-        order: the order of all launches, which share those tables.
-    """
+class LambUpdater(DeviceUpdater[SummedWork]):
+    """LAMB's updates on a device. Spans of a group are its tensors, and each has a row of scalars."""
 
     def __init__(self, device: torch.device, *, by_triton: bool) -> None:
-        self.device = device
+        super().__init__(device)
         self.by_triton = by_triton
-        self.kernels: ModuleType = lamb_triton if by_triton else lamb_cpu
-        self._works: Recent[tuple, tuple[LambWork, ...]] = Recent(TABLE_NBYTES, _nbytes)
-        self._pointer_offsets = SentPointerOffsets(device)
-        self.order = LaunchOrder(device)
-
-    def get(self, tensors: Sequence[Span], tiles: Sequence[tuple[int, int]]) -> tuple[LambWork, ...]:
-        """Return the work of each tile, made on the first call."""
-        spans, ranges = tuple(tensors), tuple(tiles)
-        return self._kept((spans, ranges), lambda: lamb_work(spans, ranges))
-
-    def _kept(self, key: tuple, make: Callable[[], tuple[LambWork, ...]]) -> tuple[LambWork, ...]:
-        works = self._works.find(key)
-        if works is None:
-            works = tuple(work.with_rows(upload(work.rows, self.device)) for work in make())
-            works = self._works.keep(key, works)
-        return works
 
     def of_group(self, work: GroupWork) -> TileUpdate:
-        return GroupLamb(self, work).update
+        ranges, tiles = tuple((begin, end) for begin, end, _ in work.spans), tuple(work.tiles)
+        with self.order.turn():
+            stages = Stages(self, self.kept((ranges, tiles), lambda: summed_work(ranges, tiles, _NUM_SCALARS)), work)
+        numbers = {tile: number for number, tile in enumerate(tiles)}
+
+        def update(flat: Mapping[str, torch.Tensor], tile: Tile) -> None:
+            # A gradient has its parameter's dtype: each stands in for the other in the stage that does not touch it.
+            missing, given = (PARAM, GRAD) if PARAM not in flat else (GRAD, PARAM)
+            whole = {missing: flat[given], **flat}
+            fmt = _format(whole[PARAM], whole[GRAD], flat)
+            with self.order.turn():
+                stages.run(tile.stage, fmt, fmt.slots.of(whole), numbers[tile.begin, tile.end])
+
+        return update
 
     def of_tensors(self, tensors: Iterable[ResidentTensor], scale: GradScale) -> None:
-        """Update tensors in place: by Triton two launches for many tensors that can go in one batch."""
-        batched: list[ResidentTensor] = []
-        single: list[ResidentTensor] = []
-        for tensor in tensors:
-            (batched if self.by_triton and can_be_batched(tensor) else single).append(tensor)
-        if batched:
-            with self.order.turn():
-                rows, scalars = self.scalars([tensor.hyper for tensor in batched])
-                for batch in batches((tensor, _format(tensor)) for tensor in batched):
-                    self._update_batch(batch, [rows[tensor.hyper] for tensor in batch.tensors], scalars, scale)
+        """Update tensors in place: by Triton in few launches those that can go in one batch."""
+        launches, single = divided(tensors, _format_of if self.by_triton else lambda tensor: None)
+        for batch in launches:
+            self._update_batch(batch, scale)
         if single:
             self._update_one_by_one(single, scale)
 
-    def scalars(self, hypers: Iterable[Any]) -> tuple[dict[Any, int], torch.Tensor]:
-        """Return the row of each set of hyperparameters in a table of scalars on the device, and the table."""
-        rows = {hyper: row for row, hyper in enumerate(dict.fromkeys(hypers))}
-        return rows, decided(list(rows), scalar_table, lambda table: upload(table, self.device))
-
-    def _update_batch(self, batch: Batch, rows: Sequence[int], scalars: torch.Tensor, scale: GradScale) -> None:
-        """Run both stages of a batch. `rows` are its tensors' rows in the table of scalars."""
-        spans = tuple(Span(*where, row) for where, row in zip(_ranges(batch.tensors), rows, strict=True))
-        (work,) = self._kept((spans,), lambda: (lamb_work_of_tensors(spans),))
-        work = replace(work, pointer_offsets=self.order.reads(self._pointer_offsets.of(batch, spans)))
-        self.order.reads(work.rows)
-        slots, partials = AdamSlots.of(batch.tensors[0].flats()), new_partials(work, self.device)
-        for stage in (self.kernels.lamb_moments, self.kernels.lamb_apply):
-            stage(batch.fmt, slots, work, scalars, partials, scale=scale)
+    def _update_batch(self, batch: Batch, scale: GradScale) -> None:
+        work, ranges = _work_of(batch.tensors, scale)
+        with self.order.turn():
+            summed = self.kept(ranges, lambda: summed_work_of_tensors(ranges, _NUM_SCALARS))
+            stages, slots = Stages(self, summed, work), batch.fmt.slots.of(batch.tensors[0].flats())
+            pointer_offsets = self.order.reads(self.sent_pointer_offsets.of(batch, ranges))
+            for stage in range(2):
+                stages.run(stage, batch.fmt, slots, 0, pointer_offsets=pointer_offsets)
         torch.autograd.graph.increment_version(batch.written)
 
     def _update_one_by_one(self, tensors: Sequence[ResidentTensor], scale: GradScale) -> None:
-        ranges = _ranges(tensors)
-        spans = [(*where, tensor.hyper) for where, tensor in zip(ranges, tensors, strict=True)]
+        work, ranges = _work_of(tensors, scale)
         sums = sums_of_tensors({begin: tensor.parameter for (begin, _), tensor in zip(ranges, tensors, strict=True)})
-        lamb = GroupLamb(self, GroupWork(0, spans, ranges, scale, sums))
-        for where, tensor in zip(ranges, tensors, strict=True):
-            flats = tensor.flats()
-            for stage in range(2):
-                lamb.update(flats, Tile(0, *where, stage, 2))
-            put_back(flats[PARAM], tensor.parameter)
+        update = self.of_group(replace(work, sums=sums))
+        for stage in range(2):
+            for where, tensor in zip(ranges, tensors, strict=True):
+                flats = tensor.flats()
+                update(flats, Tile(0, *where, stage, 2))
+                if stage:
+                    put_back(flats[PARAM], tensor.parameter)
 
     def compile_ahead(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale) -> None:
-        lamb_cpu.warm_up(AdamFormat(flat[PARAM].dtype, flat[GRAD].dtype, master=MASTER in flat))
+        fmt = _format(flat[PARAM], flat[GRAD], flat)
+        library(fmt, l2=False, scaled=scale.unscale is not None or scale.clip is not None)
+        warm_up_format(fmt.second)
 
 
-def _format(tensor: ResidentTensor) -> AdamFormat:
-    assert tensor.parameter.grad is not None
-    return AdamFormat(tensor.parameter.dtype, tensor.parameter.grad.dtype, master=MASTER in tensor.states)
+class Stages:
+    """Both stages of a step on spans, and the totals of whole tensors between them; called in turns of an updater."""
 
+    def __init__(self, updater: LambUpdater, summed: SummedWork, work: GroupWork) -> None:
+        self._by_triton, self._reads = updater.by_triton, updater.order.reads
+        self._summed, self._work = summed, work
+        self._sums = summed.new_sums()
+        hypers = [hyper for _, _, hyper in work.spans]
+        self._scalars = decided(hypers, _scalars_of, lambda table: upload(table, updater.device))
+        self._has_totals = False
 
-def _nbytes(works: Sequence[LambWork]) -> int:
-    return sum(work.rows.nbytes for work in works)
+    def run(
+        self, stage: int, fmt: UpdateFormat, slots: Slots, tile: int, pointer_offsets: torch.Tensor | None = None
+    ) -> None:
+        """Run one stage of one tile. The first one of the second stage adds up the totals before.
 
-
-class GroupLamb:
-    """A step of LAMB over tiles of a chunk group, or over tensors; stage by stage, tile by tile."""
-
-    def __init__(self, updater: LambUpdater, work: GroupWork) -> None:
-        self._order = updater.order
-        with self._order.turn():
-            rows, self._scalars = updater.scalars(hyper for _, _, hyper in work.spans)
-            in_order = updater.get([Span(begin, end, rows[hyper]) for begin, end, hyper in work.spans], work.tiles)
-            self._partials = new_partials(in_order[0], updater.device)
-        self._works = dict(zip(work.tiles, in_order, strict=True))
-        self._kernels = updater.kernels
-        self._scale = work.scale
-        self._sums = work.sums
-        self._ranges = [(begin, end) for begin, end, _ in work.spans]
-
-    def update(self, slots: Mapping[str, torch.Tensor], tile: Tile) -> None:
-        """Run one stage of one tile; `slots` has the kinds that the stage needs."""
-        if tile.stage and self._sums is not None:
-            self._sum_over_ranks(self._sums)
-            self._sums = None
-        work = self._works[tile.begin, tile.end]
-        if not work.pieces:
-            return
-        # A gradient has its parameter's dtype: each stands in for the other in the stage that does not touch it.
-        param, grad = slots.get(PARAM, slots.get(GRAD)), slots.get(GRAD, slots.get(PARAM))
-        assert param is not None
-        assert grad is not None
-        fmt = AdamFormat(param.dtype, grad.dtype, master=MASTER in slots)
-        of_tile = AdamSlots(param, grad, slots[EXP_AVG], slots[EXP_AVG_SQ], slots.get(MASTER))
-        stage = self._kernels.lamb_apply if tile.stage else self._kernels.lamb_moments
-        with self._order.turn():
-            for shared in (work.rows, self._scalars, self._partials):
-                self._order.reads(shared)
-            stage(fmt, of_tile, work, self._scalars, self._partials, scale=self._scale)
-
-    def _sum_over_ranks(self, sums: OverRanks) -> None:
-        """Replace each tensor's partial sums, once this rank's are complete, by the sum over all ranks, as one number.
-
-        Every rank adds up the same numbers in the same order, so all scale their shards alike.
+        Args:
+            fmt: the first stage's, a `LambMomentsFormat`.
         """
-        partials = sorted({(p.first_partial, p.last_partial) for work in self._works.values() for p in work.pieces})
-        places = [index for index, (begin, end) in enumerate(self._ranges) if begin < end]
-        totals = host_empty((2, len(self._ranges)), torch.float64).zero_()
-        for index, (first, last) in zip(places, partials, strict=True):
-            wide = host_empty((2, last - first), torch.float64).copy_(self._partials[:, first:last])
-            torch.sum(wide, 1, out=totals[:, index])
-        sums(totals, [begin for begin, _ in self._ranges])
-        for index, (first, last) in zip(places, partials, strict=True):
-            self._partials[:, first:last].zero_()
-            self._partials[:, first].copy_(totals[:, index])
+        for shared in (*self._summed.tensors, self._sums, self._scalars):
+            self._reads(shared)
+        if stage and not self._has_totals:
+            self._add_up()
+        assert isinstance(fmt, LambMomentsFormat)
+        work, sums, scalars = self._summed.tables[tile], self._summed.sums_of(tile, self._sums), self._scalars
+        scale = GradScale(found_inf=self._work.scale.found_inf) if stage else self._work.scale
+        if not len(work.rows):
+            return
+        if self._by_triton:
+            of_stage, sums_of_stage = (fmt.second, None) if stage else (fmt, sums)
+            elementwise_triton.update(
+                of_stage, slots, work, scalars, scale=scale, sums=sums_of_stage, pointer_offsets=pointer_offsets
+            )
+        elif stage:
+            elementwise_cpu.chunk_update(fmt.second, slots, self._summed.spans[tile], scalars, scale=scale)
+        else:
+            elementwise_cpu.summed_update(fmt, slots, work, scalars, sums, scale=scale)
+
+    def _add_up(self) -> None:
+        """Put the totals of each tensor into its scalars, once all sums of this rank are complete.
+
+        Of tensors that lie on several ranks, every rank adds up the same numbers in the same order, so all scale their
+        shards alike.
+        """
+        self._has_totals = True
+        sum_elements = row_sums_triton.sum_elements if self._by_triton else row_sums_cpu.sum_elements
+        sum_elements(self._sums.view(-1), self._summed.totals, self._scalars.view(-1))
+        if self._work.sums is not None:
+            totals = self._scalars[:, -NUM_SUMS:].t()
+            wide = host_empty(totals.shape, torch.float64).copy_(totals)
+            self._work.sums(wide, [begin for begin, _, _ in self._work.spans])
+            totals.copy_(wide)
+
+
+def _scalars_of(hypers: Sequence[LambHyper]) -> torch.Tensor:
+    """Make a row of scalars for each tensor, on the CPU, in numpy's memory."""
+    rows = {hyper: row for row, hyper in enumerate(dict.fromkeys(hypers))}
+    return torch.from_numpy(scalar_table(list(rows)).numpy()[[rows[hyper] for hyper in hypers]])
+
+
+def _format(param: torch.Tensor, grad: torch.Tensor, kinds: Collection[str]) -> LambMomentsFormat:
+    """Return the first stage's format for a parameter that has these kinds of states, among others."""
+    return LambMomentsFormat(param.dtype, grad.dtype, master=MASTER in kinds)
+
+
+def _format_of(tensor: ResidentTensor) -> LambMomentsFormat:
+    assert tensor.parameter.grad is not None
+    return _format(tensor.parameter, tensor.parameter.grad, tensor.states)
+
+
+def _work_of(tensors: Sequence[ResidentTensor], scale: GradScale) -> tuple[GroupWork, tuple[tuple[int, int], ...]]:
+    """Return the work of updating tensors in place, each as a tile, and the ranges of these tiles."""
+    ranges = tuple(_ranges(tensors))
+    spans = [(*where, tensor.hyper) for where, tensor in zip(ranges, tensors, strict=True)]
+    return GroupWork(0, spans, ranges, scale), ranges
 
 
 def _ranges(tensors: Sequence[ResidentTensor]) -> list[tuple[int, int]]:

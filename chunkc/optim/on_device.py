@@ -11,9 +11,9 @@ and read, rewritten and freed on another, without the user's knowledge (see `Lau
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from chunkc.ir.strides import is_dense
 from chunkc.kernels.formats import UpdateFormat
 from chunkc.kernels.pointer_offsets import RoundingSeed, alignment_of, kinds_of, pointer_offsets_of
 from chunkc.optim.pending_steps import decided
-from chunkc.optim.rule import ResidentTensor
+from chunkc.optim.rule import ResidentTensor, Updater
 from chunkc.utils.recent import Recent
 
 TABLE_NBYTES = 2 << 20
@@ -171,6 +171,63 @@ class SentPointerOffsets:
         sent = self._sent.find(key) or self._sent.keep(key, Sent(now, upload(now, self._device)))
         sent.follow(now)
         return sent.on_device
+
+
+class Table(Protocol):
+    """Tables of work, of one tile or of several."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]: ...
+
+    def sent(self, send: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Make the same tables of tensors that `send` has copied."""
+
+
+AnyTable = TypeVar("AnyTable", bound=Table)
+
+
+class DeviceUpdater(Updater, Generic[AnyTable]):
+    """Updates by launches on a device: any number of tiles and tensors in a step, in the current stream's order.
+
+    Attributes:
+        tables: of work on the device, by their spans, or by the tensors of a launch.
+        order: the order of all launches, which share tables, pointer offsets and scalars.
+        sent_pointer_offsets: those of the tensors of a launch.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.tables: Recent[tuple, AnyTable] = Recent(TABLE_NBYTES, lambda table: sum(t.nbytes for t in table.tensors))
+        self.order = LaunchOrder(device)
+        self.sent_pointer_offsets = SentPointerOffsets(device)
+
+    def kept(self, key: tuple, make: Callable[[], AnyTable]) -> AnyTable:
+        """Return a table on the device, made on the first call."""
+        table = self.tables.find(key)
+        if table is None:
+            table = self.tables.keep(key, make().sent(lambda tensor: upload(tensor, self.device)))
+        for tensor in table.tensors:
+            self.order.reads(tensor)
+        return table
+
+
+def divided(
+    tensors: Iterable[ResidentTensor], format_of: Callable[[ResidentTensor], UpdateFormat | None]
+) -> tuple[list[Batch], list[ResidentTensor]]:
+    """Divide tensors into launches of many, and those that are updated one by one.
+
+    Args:
+        format_of: returns the format in which a launch of many may update a tensor; None where none may.
+    """
+    batched: list[tuple[ResidentTensor, UpdateFormat]] = []
+    single: list[ResidentTensor] = []
+    for tensor in tensors:
+        fmt = format_of(tensor) if can_be_batched(tensor) else None
+        if fmt is None or fmt.by_reference:
+            single.append(tensor)
+        else:
+            batched.append((tensor, fmt))
+    return batches(batched), single
 
 
 def can_be_batched(tensor: ResidentTensor) -> bool:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-import lamb_reference
 import pytest
 import torch
 from adam_cases import make_slots
+from lamb_reference import NUM_SCALARS, ON_CPU, REFERENCE, Kernel
 from torch import Tensor
 
 from chunkc.ir.states import BFLOAT16, FLOAT32, INT8, NONE, SPLIT, StateFormat
 from chunkc.ir.updates import UpdateTraffic, update_traffic
-from chunkc.kernels import elementwise_cpu, lamb_cpu, reference
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale, Span, rounding_key
+from chunkc.kernels import elementwise_cpu, reference
+from chunkc.kernels.formats import AdamFormat, AdamSlots, Span, rounding_key
 from chunkc.kernels.hyperparameters import AdamHyper, scalar_table
-from chunkc.kernels.lamb_formats import LambHyper, lamb_work, new_partials
+from chunkc.kernels.lamb import LambHyper, LambMomentsFormat
+from chunkc.kernels.summed_work import summed_work
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 NUM_ELEMENTS = 512
@@ -101,22 +102,23 @@ def test_adam_reads_and_writes_what_is_counted(
     assert update_traffic(dtype, states, NUM_ELEMENTS) == (observed(buffers, run),)
 
 
-@pytest.mark.parametrize("kernel", [lamb_reference, lamb_cpu], ids=["reference", "cpu"])
+@pytest.mark.parametrize("kernel", [REFERENCE, ON_CPU], ids=["reference", "cpu"])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
-def test_both_stages_of_lamb(dtype: torch.dtype, kernel: object) -> None:
-    fmt = AdamFormat(dtype, dtype, master=dtype != FP32)
-    (work,) = lamb_work([Span(0, NUM_ELEMENTS, 0)], [(0, NUM_ELEMENTS)])
+def test_both_stages_of_lamb(dtype: torch.dtype, kernel: Kernel) -> None:
+    fmt = LambMomentsFormat(dtype, dtype, master=dtype != FP32)
+    work = summed_work([(0, NUM_ELEMENTS)], [(0, NUM_ELEMENTS)], NUM_SCALARS)
     scalars = scalar_table([LambHyper(lr=1e-2, weight_decay=0.1, step=3)])
-    buffers = {**buffers_of(make_slots(fmt, NUM_ELEMENTS)), SUMS: new_partials(work, torch.device("cpu"))}
+    buffers = {**buffers_of(make_slots(fmt, NUM_ELEMENTS)), SUMS: work.new_sums()}
     found = []
-    for stage in (kernel.lamb_moments, kernel.lamb_apply):  # type: ignore[attr-defined]
+    for stage in (kernel.first, kernel.second):
 
         def run(buffers: Buffers, stage: Callable[..., None] = stage) -> None:
             slots = AdamSlots(**{name: tensor for name, tensor in buffers.items() if name != SUMS})
-            stage(fmt, slots, work, scalars, buffers[SUMS], scale=GradScale())
+            stage(fmt, slots, work, 0, scalars, *([buffers[SUMS]] if stage is kernel.first else []))
 
         found.append(observed(buffers, run))
         run(buffers)
+        kernel.totals(work, buffers[SUMS], scalars)
     assert update_traffic(dtype, LAMB_STATES, NUM_ELEMENTS, 2) == tuple(found)
 
 

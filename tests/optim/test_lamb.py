@@ -15,7 +15,7 @@ from torch import nn
 from zoo import Case, floats
 
 import chunkc
-from chunkc.kernels.lamb_formats import LambHyper
+from chunkc.kernels.lamb import LambHyper
 
 WIDTH = 160
 

@@ -13,7 +13,7 @@ from interpreting import interpret, needs_triton
 from torch import Tensor, nn
 
 import chunkc
-from chunkc.kernels import elementwise_triton, lamb_triton
+from chunkc.kernels import elementwise_triton
 from chunkc.kernels.formats import AdamFormat, UpdateFormat
 from chunkc.kernels.hyperparameters import AdamHyper
 from chunkc.kernels.pointer_offsets import alignment_of, kinds_of, pointer_offsets_of
@@ -85,8 +85,6 @@ def trained(name: str, *, by_triton: bool, limit: int = 2000) -> tuple[list[Tens
     with (
         mock.patch.object(on_device, "computes_by_triton", return_value=by_triton),
         mock.patch.object(elementwise_triton, "update", counted(elementwise_triton.update)),
-        mock.patch.object(lamb_triton, "lamb_moments", counted(lamb_triton.lamb_moments)),
-        mock.patch.object(lamb_triton, "lamb_apply", counted(lamb_triton.lamb_apply)),
         mock.patch.object(together, "MAX_NUM_ELEMENTS", limit),
         mock.patch.object(rule, "place_in_group", some_place),
     ):

@@ -1,18 +1,21 @@
-"""LAMB in plain PyTorch, and cases of its kernels for both stages."""
+"""LAMB in plain PyTorch, and both stages of its kernels, and of the reference's, on tiles."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-from types import ModuleType
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from chunkc.kernels import elementwise_cpu, elementwise_triton, reference, row_sums_cpu, row_sums_triton
 from chunkc.kernels.arithmetic import exact_root
-from chunkc.kernels.formats import AdamFormat, AdamSlots, GradScale
-from chunkc.kernels.lamb import LAMB_APPLY, LAMB_MOMENTS
-from chunkc.kernels.lamb_formats import LambHyper, LambPiece, LambScalars, LambWork, new_partials
-from chunkc.kernels.lamb_host import apply_stage, moments_stage
+from chunkc.kernels.formats import NO_SCALE, GradScale, Slots
+from chunkc.kernels.lamb import LambHyper, LambMomentsFormat, LambScalars
+from chunkc.kernels.summed_work import NUM_SUMS, SummedWork
+
+NUM_SCALARS = len(LambScalars._fields)
 
 
 class StraightforwardLamb:
@@ -34,68 +37,84 @@ class StraightforwardLamb:
             w.sub_(r, alpha=h.lr * ratio)
 
 
-def on(work: LambWork, device: torch.device | str) -> LambWork:
-    """Return the same work on another device."""
-    return work.with_rows(work.rows.to(device))
+@dataclass(frozen=True)
+class Kernel:
+    """Both stages of a tile, `(fmt, slots, work, tile, scalars, sums, scale)`, and the totals between them.
+
+    `fmt` is the first stage's. `add_up` takes the sums, their table and the scalars, flattened.
+    """
+
+    first: Callable[..., None]
+    add_up: Callable[[Tensor, Tensor, Tensor], None]
+    second: Callable[..., None]
+
+    def totals(self, work: SummedWork, sums: Tensor, scalars: Tensor) -> None:
+        self.add_up(sums.view(-1), work.totals, scalars.view(-1))
+
+    def update(self, fmt: LambMomentsFormat, slots: Slots, work: SummedWork, scalars: Tensor) -> None:
+        """Run both stages of one tile that contains all tensors as a whole."""
+        sums, scalars = work.new_sums(), scalars.clone()
+        self.first(fmt, slots, work, 0, scalars, sums)
+        self.totals(work, sums, scalars)
+        self.second(fmt, slots, work, 0, scalars)
 
 
-def update(kernel: ModuleType, fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor) -> None:
-    """Run both stages of a tile that contains all its tensors as a whole."""
-    partials = new_partials(work, slots.param.device)
-    kernel.lamb_moments(fmt, slots, work, scalars, partials)
-    kernel.lamb_apply(fmt, slots, work, scalars, partials)
-
-
-@moments_stage
-def lamb_moments(
-    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
+def _first_on_cpu(
+    fmt: LambMomentsFormat, slots: Slots, work: SummedWork, tile: int, scalars: Tensor, sums: Tensor, **scale: Any
 ) -> None:
-    """Run stage 1."""
-    target = slots.param if slots.master is None else slots.master
-    for piece, cuts in zip(work.pieces, work.cuts, strict=True):
-        part = slice(piece.begin, piece.end)
-        wide = slots.grad[part].to(torch.float32)
-        for factor in (scale.unscale, scale.clip):
-            if factor is not None:
-                wide = wide * factor
-        inputs = [wide, target[part], slots.exp_avg[part], slots.exp_avg_sq[part]]
-        group = scalars[piece.group]
-        new_avg, new_avg_sq, update = LAMB_MOMENTS.in_torch(inputs, group, l2=False, root=exact_root)
-        _store(slots.exp_avg[part], new_avg, scale)
-        _store(slots.exp_avg_sq[part], new_avg_sq, scale)
-        for row, (begin, end) in enumerate(pairwise(cuts), start=piece.partial):
-            squares = target[begin:end].double(), update[begin - piece.begin : end - piece.begin].double()
-            sums = torch.stack([values.square().sum() for values in squares]).float()
-            _store(partials[:, row], sums, scale)
+    elementwise_cpu.summed_update(fmt, slots, work.tables[tile], scalars, work.sums_of(tile, sums), **scale)
 
 
-@apply_stage
-def lamb_apply(
-    fmt: AdamFormat, slots: AdamSlots, work: LambWork, scalars: Tensor, partials: Tensor, scale: GradScale
+def _second_on_cpu(
+    fmt: LambMomentsFormat, slots: Slots, work: SummedWork, tile: int, scalars: Tensor, **scale: Any
 ) -> None:
-    """Run stage 2."""
-    target = slots.param if slots.master is None else slots.master
-    for piece in work.pieces:
-        part = slice(piece.begin, piece.end)
-        group = scalars[piece.group]
-        ratio = trust_ratio(partials, piece, LambScalars(*group.tolist()))
-        inputs = [target[part], slots.exp_avg[part], slots.exp_avg_sq[part], ratio]
-        (new_target,) = LAMB_APPLY.in_torch(inputs, group, l2=False, root=exact_root)
-        if slots.master is not None:
-            _store(slots.master[part], new_target, scale)
-        _store(slots.param[part], new_target.to(slots.param.dtype), scale)
+    elementwise_cpu.chunk_update(fmt.second, slots, work.spans[tile], scalars, **scale)
 
 
-def trust_ratio(partials: Tensor, piece: LambPiece, scalars: LambScalars) -> Tensor:
-    """Compute a tensor's trust ratio from its partial sums, 0-dim fp32."""
-    norms = partials[:, piece.first_partial : piece.last_partial].double().sum(1).sqrt()
-    usable = (norms != 0).all() & bool(scalars.adapt)
-    ratio = (norms[0] / norms[1]).to(torch.float32).clamp(scalars.min_coeff, scalars.max_coeff)
-    return torch.where(usable, ratio, 1.0)
+def _first_by_triton(
+    fmt: LambMomentsFormat, slots: Slots, work: SummedWork, tile: int, scalars: Tensor, sums: Tensor, **scale: Any
+) -> None:
+    elementwise_triton.update(fmt, slots, work.tables[tile], scalars, sums=work.sums_of(tile, sums), **scale)
 
 
-def _store(target: Tensor, value: Tensor, scale: GradScale) -> None:
-    """Store a value, unless `found_inf` is set."""
-    if scale.found_inf is not None:
-        value = torch.where(scale.found_inf != 0, target, value)
-    target.copy_(value)
+def _second_by_triton(
+    fmt: LambMomentsFormat, slots: Slots, work: SummedWork, tile: int, scalars: Tensor, **scale: Any
+) -> None:
+    elementwise_triton.update(fmt.second, slots, work.tables[tile], scalars, **scale)
+
+
+@torch.no_grad()
+def _first_of_reference(
+    fmt: LambMomentsFormat,
+    slots: Slots,
+    work: SummedWork,
+    tile: int,
+    scalars: Tensor,
+    sums: Tensor,
+    scale: GradScale = NO_SCALE,
+) -> None:
+    target, states = slots.param if slots.master is None else slots.master, slots.states()
+    wide = slots.grad.to(torch.float32)
+    for factor in (scale.unscale, scale.clip):
+        wide = wide if factor is None else wide * factor
+    for (begin, end, span), place in zip(work.tables[tile].rows.tolist(), work.sums_of(tile, sums).unbind(1)):
+        inputs = [tensor[begin:end] for tensor in (wide, target, *(states[kind] for kind in fmt.kinds))]
+        terms = fmt.arithmetic.in_torch(inputs, scalars[span], l2=False, root=exact_root)[-NUM_SUMS:]
+        place.copy_(torch.stack([term.double().sum() for term in terms]))
+    reference.chunk_update(fmt, slots, work.spans[tile], scalars, scale=scale)
+
+
+def _second_of_reference(
+    fmt: LambMomentsFormat, slots: Slots, work: SummedWork, tile: int, scalars: Tensor, **scale: Any
+) -> None:
+    reference.chunk_update(fmt.second, slots, work.spans[tile], scalars, **scale)
+
+
+def _sum_rows(base: Tensor, rows: Tensor, sums: Tensor) -> None:
+    for begin, end, place in rows.tolist():
+        sums[place] = base[begin:end].double().sum()
+
+
+ON_CPU = Kernel(_first_on_cpu, row_sums_cpu.sum_elements, _second_on_cpu)
+BY_TRITON = Kernel(_first_by_triton, row_sums_triton.sum_elements, _second_by_triton)
+REFERENCE = Kernel(_first_of_reference, _sum_rows, _second_of_reference)
