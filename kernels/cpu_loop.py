@@ -1,8 +1,9 @@
-"""Generate the CPU pass for bf16 parameters with masters, whole or split, as one loop in C++.
+"""Generate the CPU pass for bf16 parameters with masters, whole or split, and for rules in stages, as a loop in C++.
 
 Inductor does not vectorise 16-bit integers, and reinterprets bits element by element: for split masters (see
 `chunkc.kernels.split`) its pass would be four times slower than this loop, which the compiler vectorises, and for whole
-masters slower too. Inductor's own compiler front end builds it, with the same requirements as any other pass.
+masters slower too. Terms of a rule are added up in it, row by row (see `chunkc.kernels.summed_work`). Inductor's own
+compiler front end builds it, with the same requirements as any other pass.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_pieces_have_the_bits_of_the_whole(
 def test_a_part_of_a_tensor_is_updated_as_its_clone_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elementwise.elementwise_triton, "update", by_reference)
     monkeypatch.setattr(on_device, "computes_by_triton", lambda device: True)
-    monkeypatch.setattr(elementwise, "can_be_batched", lambda tensor: False)
+    monkeypatch.setattr(on_device, "can_be_batched", lambda tensor: False)
     base = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     before, part = base.clone(), torch.nn.Parameter(base[:, :3])
     shadow = torch.nn.Parameter(part.detach().clone())
@@ -112,7 +112,7 @@ def test_a_table_that_does_not_get_to_the_device_is_not_kept(monkeypatch: pytest
 
     adam, fmt = ByTriton(PLAIN, CPU), PLAIN.format(torch.float32, torch.float32, ("exp_avg", "exp_avg_sq"))
     with monkeypatch.context() as patched:
-        patched.setattr(elementwise, "upload", refuse)
+        patched.setattr(on_device, "upload", refuse)
         with pytest.raises(torch.OutOfMemoryError):
             adam.table_of([Span(0, 64, 0)], fmt)
     assert (len(adam.tables), adam.tables.size) == (0, 0)
