@@ -203,7 +203,7 @@ MEANINGS = {
     "Run": {"Run", "PredictedRun", "PlannedRun", "DryRun", "_DryRunState"},
     "Position": {"Position"},
     "Moment": {"Moment", "ExplainedMoment"},
-    "Stage": {"UpdateStage", "Stage", "ZeroStage"},
+    "Stage": {"UpdateStage", "ZeroStage"},
     "Capture": set[str](),
     "Captured": {"Captured", "GraphCaptured", "PartlyCapturedError"},
     "Settle": set[str](),

@@ -74,7 +74,7 @@ class LAMB(ChunkedOptimizer):
             without weight decay (biases, norms) have a ratio of 1, as in apex and timm.
         min_coeff, max_coeff: limits of the ratio, as in DeepSpeed, where the defaults are 0.01 and 10. The paper has
             none.
-        update_on, overlap: as for `AdamW`. Norms are summed up in fp32: on another device their last bits may differ.
+        update_on, overlap: as for `AdamW`. Norms are summed up in each device's own order: their last bits may differ.
 
     A parameter in bf16 or fp16 has an fp32 master. Gradients are not clipped: see `torch.nn.utils.clip_grad_norm_`.
     """
@@ -109,7 +109,7 @@ class LambUpdater(DeviceUpdater[SummedWork]):
     def of_group(self, work: GroupWork) -> TileUpdate:
         ranges, tiles = tuple((begin, end) for begin, end, _ in work.spans), tuple(work.tiles)
         with self.order.turn():
-            stages = Stages(self, self.kept((ranges, tiles), lambda: summed_work(ranges, tiles, _NUM_SCALARS)), work)
+            lamb = GroupLamb(self, self.kept((ranges, tiles), lambda: summed_work(ranges, tiles, _NUM_SCALARS)), work)
         numbers = {tile: number for number, tile in enumerate(tiles)}
 
         def update(flat: Mapping[str, torch.Tensor], tile: Tile) -> None:
@@ -118,7 +118,7 @@ class LambUpdater(DeviceUpdater[SummedWork]):
             whole = {missing: flat[given], **flat}
             fmt = _format(whole[PARAM], whole[GRAD], flat)
             with self.order.turn():
-                stages.run(tile.stage, fmt, fmt.slots.of(whole), numbers[tile.begin, tile.end])
+                lamb.run(tile.stage, fmt, fmt.slots.of(whole), numbers[tile.begin, tile.end])
 
         return update
 
@@ -134,10 +134,10 @@ class LambUpdater(DeviceUpdater[SummedWork]):
         work, ranges = _work_of(batch.tensors, scale)
         with self.order.turn():
             summed = self.kept(ranges, lambda: summed_work_of_tensors(ranges, _NUM_SCALARS))
-            stages, slots = Stages(self, summed, work), batch.fmt.slots.of(batch.tensors[0].flats())
+            lamb, slots = GroupLamb(self, summed, work), batch.fmt.slots.of(batch.tensors[0].flats())
             pointer_offsets = self.order.reads(self.sent_pointer_offsets.of(batch, ranges))
             for stage in range(2):
-                stages.run(stage, batch.fmt, slots, 0, pointer_offsets=pointer_offsets)
+                lamb.run(stage, batch.fmt, slots, 0, pointer_offsets=pointer_offsets)
         torch.autograd.graph.increment_version(batch.written)
 
     def _update_one_by_one(self, tensors: Sequence[ResidentTensor], scale: GradScale) -> None:
@@ -157,8 +157,8 @@ class LambUpdater(DeviceUpdater[SummedWork]):
         warm_up_format(fmt.second)
 
 
-class Stages:
-    """Both stages of a step on spans, and the totals of whole tensors between them; called in turns of an updater."""
+class GroupLamb:
+    """A step of LAMB over tiles, stage by stage, with the totals of tensors in between; called in turns."""
 
     def __init__(self, updater: LambUpdater, summed: SummedWork, work: GroupWork) -> None:
         self._by_triton, self._reads = updater.by_triton, updater.order.reads
