@@ -76,7 +76,8 @@ def run(context: Context) -> Iterator[Section]:
                 yield _second_starts(of_case, specs, cache, progress, timeout_s)
             else:
                 caches = dict.fromkeys(specs, cache if context.is_small else None)
-                yield _starts(COLD, of_case, specs, caches, progress, timeout_s)
+                title = f"{COLD}, {of_case.model.num_layers} layers"
+                yield _starts(title, of_case, specs, caches, progress, timeout_s)
 
 
 def _spec(size: Size, options: dict[str, Any] | None, device: str) -> SubjectSpec:
@@ -117,7 +118,7 @@ def _starts(
     optimizer_s: dict[str, list[float]] = {name: [] for name in specs}
     for repeat in range(size.num_repeats):
         for name in rotated(list(specs), repeat):
-            advance(f"{title.lower()}, {size.model.num_layers} layers, {repeat + 1}: {name}")
+            advance(f"{title.lower()}, {repeat + 1}: {name}")
             graph_s, update_s = _start_s(specs[name], caches[name], timeout_s)
             compile_s[name].append(graph_s)
             optimizer_s[name].append(update_s)
