@@ -92,7 +92,8 @@ def sum_rows(term: Arithmetic, base: Tensor, rows: Tensor, sums: Tensor) -> None
     assert rows.is_contiguous()
     num_rows = len(rows)
     threads = torch.get_num_threads() if num_rows * ROW > SERIAL_NUM_ELEMENTS and num_rows > 1 else 1
-    library(term, base.dtype, sums.dtype).sum_rows(base.data_ptr(), rows.data_ptr(), sums.data_ptr(), num_rows, threads)
+    loop = library(term, base.dtype, rounded=sums.dtype == torch.float32).sum_rows
+    loop(base.data_ptr(), rows.data_ptr(), sums.data_ptr(), num_rows, threads)
 
 
 sum_elements = functools.partial(sum_rows, ITSELF)
@@ -101,8 +102,8 @@ checksums = functools.partial(sum_rows, MIXED_WORD)
 
 
 @functools.cache
-def library(term: Arithmetic, dtype: torch.dtype, sums_dtype: torch.dtype) -> ctypes.CDLL:
-    """Compile and load the loop for elements and sums of these dtypes.
+def library(term: Arithmetic, dtype: torch.dtype, *, rounded: bool) -> ctypes.CDLL:
+    """Compile and load the loop for elements of a dtype, and sums that are rounded to fp32 or are not.
 
     Raises:
         UnsupportedError: there is no working C++ compiler.
@@ -110,7 +111,7 @@ def library(term: Arithmetic, dtype: torch.dtype, sums_dtype: torch.dtype) -> ct
     types = _TYPES[dtype]
     _, code = term.in_cpp(None, ["term"], types.term)
     names = types._asdict() | {"term": types.term.type, "input": term.inputs[0], "code": code, "columns": COLUMNS}
-    names["result"] = "float" if sums_dtype == torch.float32 else types.sum
+    names["result"] = "float" if rounded else types.sum
     with patched(OPTIONS), compiler_required():
         loaded: ctypes.CDLL = CppCodeCache.load(_SOURCE.substitute(names), extra_flags=FLAGS)
     loaded.sum_rows.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int]

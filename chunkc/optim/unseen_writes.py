@@ -47,7 +47,7 @@ def noting_home(session: Session, group: int, job: Callable[[], None]) -> Callab
     """Return a job on any thread that notes what a group's home contains, and then runs `job`."""
     data, table = flat_home(session, group), session.store.checksums.on_host(group)
     # Compiled on this thread, since Inductor may not be safe on others.
-    row_sums_cpu.library(MIXED_WORD, words_of(data[KINDS[0]]).dtype)
+    row_sums_cpu.library(MIXED_WORD, words_of(data[KINDS[0]]).dtype, rounded=False)
 
     def run() -> None:
         table.note(row_sums_cpu.checksums, data)
