@@ -23,6 +23,7 @@ from chunkc.kernels.formats import GradScale, Slots, UpdateFormat
 from chunkc.kernels.fused_pass import host_empty
 from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb import LambHyper, LambMomentsFormat, LambScalars
+from chunkc.kernels.row_sums import ITSELF
 from chunkc.kernels.summed_work import NUM_SUMS, ROW, SummedWork, summed_work, summed_work_of_tensors
 from chunkc.optim.on_device import Batch, DeviceUpdater, divided, upload
 from chunkc.optim.optimizer import ChunkedOptimizer
@@ -154,6 +155,7 @@ class LambUpdater(DeviceUpdater[SummedWork]):
     def compile_ahead(self, flat: Mapping[str, torch.Tensor], spans: Spans, scale: GradScale) -> None:
         fmt = _format(flat[PARAM], flat[GRAD], flat)
         library(fmt, l2=False, scaled=scale.unscale is not None or scale.clip is not None)
+        row_sums_cpu.library(ITSELF, torch.float32, rounded=True)
         warm_up_format(fmt.second)
 
 
