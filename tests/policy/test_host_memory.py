@@ -237,7 +237,7 @@ def test_giving_up_slow_ways_changes_nothing_but_the_work(seed: int) -> None:
 
 @pytest.mark.parametrize(("enough_s", "num_tried"), [(7.0, 1), (6.0, 2), (4.0, 7)])
 def test_a_way_that_is_good_enough_ends_the_search(enough_s: float, num_tried: int) -> None:
-    """The more groups stay beside which nothing runs again, up to 13, the quicker; what runs again is never quick."""
+    """More residents are quicker, up to 13, as long as nothing is recomputed; what is recomputed is never quick."""
 
     def at(m: int, k: int) -> ActivationPlan:
         return ActivationPlan(frozenset({str(m)}), frozenset({str(k)} if k else ()))
@@ -311,10 +311,10 @@ def test_where_values_may_not_stay_nothing_is_searched_for() -> None:
 
 @pytest.mark.parametrize("staying", range(NUM_LAYERS + 1))
 def test_only_numbers_of_groups_that_make_a_difference_are_asked_for(staying: int) -> None:
-    """Nothing may leave this graph: at most as many stay as have room, at least those beside which copies have."""
+    """Nothing may leave this graph: at most as many residents as have room, at least as many as leave copies theirs."""
     groups = evenly_spread(range(NUM_LAYERS))
-    beside = frozenset(groups[:staying])
-    needed = Room.of(LAYOUT, resident=beside).minimum_nbytes(profile(CAPTURED, LAYOUT).passes)
+    residents = frozenset(groups[:staying])
+    needed = Room.of(LAYOUT, resident=residents).minimum_nbytes(profile(CAPTURED, LAYOUT).passes)
     slack = SLACK_CHUNKS * LAYOUT.groups[0].numel * 4
 
     def found(budget_nbytes: int, external_nbytes: int = 0) -> tuple[int, int]:

@@ -308,14 +308,14 @@ def test_what_is_chosen_fits_and_is_verified(budget_nbytes: int, external_nbytes
     assert not decision.planner_state.resident, "what ranks share has parts at home"
     step_plan(CAPTURED, decision.request, HARDWARE)
     try:
-        beside = decide(decision.planner_state, PhaseCalled(Forms(CAPTURED), external_nbytes))
+        remaining = decide(decision.planner_state, PhaseCalled(Forms(CAPTURED), external_nbytes))
     except BudgetError:
         assert LEAST + external_nbytes > budget_nbytes, "it fits where nothing is whole"
         return
-    assert beside.planner_state.layout.replicated_by_choice <= decision.planner_state.layout.replicated_by_choice, (
+    assert remaining.planner_state.layout.replicated_by_choice <= decision.planner_state.layout.replicated_by_choice, (
         "nobody comes back"
     )
-    step_plan(CAPTURED, beside.request, HARDWARE)
+    step_plan(CAPTURED, remaining.request, HARDWARE)
 
 
 def test_a_forced_stage_is_no_choice() -> None:
@@ -366,6 +366,6 @@ def test_ranks_choose_alike_whatever_their_parts(rows: list[int], share: float) 
         budget = int(least + share * (most - least))
         every = frozenset(range(len(layout.groups)))
         chosen = choose_replicated(needs, Room.of(layout, budget), every)
-        beside = remaining_replicated(needs, Room.of(layout.with_replicated(every), budget))
-        found.append((least, most, chosen.replicated_by_choice, beside.replicated_by_choice))
+        remaining = remaining_replicated(needs, Room.of(layout.with_replicated(every), budget))
+        found.append((least, most, chosen.replicated_by_choice, remaining.replicated_by_choice))
     assert len(set(found)) == 1
