@@ -6,7 +6,6 @@ Views of gradients keep their bytes, own tensors are added to. Most of what user
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,15 +17,13 @@ from scripts import (
     compile_small,
     slowly_on_disks,
     small_budget,
-    three_ways,
     train_steps,
     two_alike,
     weight_of,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import chunkc
-from chunkc.session.session import managing
 
 # ---------------------------------------------------------------- replaced data
 
@@ -155,30 +152,6 @@ def test_lower_bits_of_a_replaced_parameter_s_neighbours_stay() -> None:
     compiled(x)
     assert torch.equal(optimizer.state[other]["master_low"], before)
     assert kept.any()
-
-
-@three_ways()
-def test_what_nothing_sees_between_backward_and_step_counts(model: nn.Module, call: Callable[..., Tensor]) -> list:
-    """Old code decays and clamps through `.data`, which raises no version counter: a step that began with what the
-    backward left in slots would lose it."""
-    optimizer, seen = chunkc.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
-    for step in range(2):
-        loss = call(**CASE.batch(step))
-        loss.backward()
-        for parameter in model.parameters():
-            versions = parameter._version, parameter.grad._version
-            parameter.data.mul_(0.9)
-            parameter.grad.data.clamp_(-0.01, 0.01)
-            assert versions == (parameter._version, parameter.grad._version)
-        if (managed := managing(next(model.parameters()))) is not None:
-            assert not managed[0].store.slots.present
-        optimizer.step()
-        if managed is not None:
-            assert not managed[0].store.slots.present
-        model.get_submodule("blocks.0.up").weight.data.mul_(0.5)
-        optimizer.zero_grad()
-        seen.append(array(loss))
-    return [*seen, weights(model)]
 
 
 # ---------------------------------------------------------------- gradients

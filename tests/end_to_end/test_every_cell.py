@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.utils import prune
 
+import chunkc
+from chunkc.session.session import managing
+
 WIDTH = 64
 SMALL = 300_000
 """Bytes: a budget in which most weights move, with room for gradients of the user's own."""
@@ -229,6 +232,26 @@ def written(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) 
     return seen + step(model, call, optimizer)
 
 
+def written_unseen(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
+    """Old code decays and clamps through `.data`, which raises no version counter: a step that began with what the
+    backward left in slots would lose it."""
+    own, managed, seen = chunkc.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), managing(model[1][0].weight), []
+    for seed in range(2):
+        loss_of(call, seed).backward()
+        for p in model.parameters():
+            versions = p._version, p.grad._version
+            p.data.mul_(0.9)
+            p.grad.data.clamp_(-0.01, 0.01)
+            assert versions == (p._version, p.grad._version)
+        assert managed is None or not managed[0].store.slots.present
+        own.step()
+        assert managed is None or not managed[0].store.slots.present
+        model[0][0].weight.data.mul_(0.5)
+        own.zero_grad()
+        seen.append(weights(model))
+    return seen
+
+
 def interrupted(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer) -> list:
     def raising(gradient: Tensor) -> None:
         raise KeyboardInterrupt
@@ -274,7 +297,7 @@ def converted(model: nn.Sequential, call: Call, optimizer: torch.optim.Optimizer
 ACTIONS = [
     step, sharpness_aware, own_gradients, flat_gradients, kept_views, replaced_in_between,
     frozen_in_between, written_in_between, gradients_of_inputs, hooked, on_the_meta_device, evaluated, two_forwards,
-    written, interrupted, copied, pruned, tied, converted,
+    written, written_unseen, interrupted, copied, pruned, tied, converted,
 ]  # fmt: skip
 """The last two leave another model behind."""
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import pytest
 import torch
 from harness import kept, limited, segmented, take_step
 from optim_models import BUDGET_NBYTES, MLP, batch, is_managed
-from scripts import as_test
 from torch import Tensor, nn
 from torch.optim import lr_scheduler, swa_utils
 
@@ -86,8 +85,19 @@ def run(
 
 
 def compared(**how: Any) -> Callable[[Callable[..., list[Tensor]]], Callable[..., None]]:
-    """Of a script, a test that runs it with every pair."""
-    return lambda script: as_test(script, partial(run, **how), given=3, asks="pair")
+    """Make a test of a script, with its name, that runs it with every pair; pytest gives what else it asks for."""
+
+    def as_test(script: Callable[..., list[Tensor]]) -> Callable[..., None]:
+        @wraps(script)
+        def test(pair: tuple[Callable[..., Any], Callable[..., Any]], **found: Any) -> None:
+            run(partial(script, **found), pair, **how)
+
+        names = (*list(inspect.signature(script).parameters)[3:], "pair")
+        parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+        test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return test
+
+    return as_test
 
 
 def parameters(model: nn.Module) -> list[Tensor]:

@@ -1,12 +1,7 @@
-"""Scripts that train one model in ordinary PyTorch, run under a small budget, a large one, and eagerly.
-
-The first two must agree in every bit, the third closely.
-"""
+"""One model that tests train in ordinary PyTorch under a small budget, in the ways that homes and codegen allow."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,12 +9,12 @@ import harness
 import numpy as np
 import pytest
 import torch
-from harness import HUGE, Optimizer, array, budget_nbytes, compile_case, differences
+from harness import HUGE, Optimizer, array, budget_nbytes, compile_case
 from torch import Tensor, nn
 from zoo import CASES, Case
 
 CASE = CASES["short_gpt"]
-"""The model of all tests that run a script."""
+"""The model that they train."""
 
 
 class Way(NamedTuple):
@@ -43,7 +38,7 @@ _way = Way()
 
 @pytest.fixture(params=WAYS, ids=str)
 def every_way(request: pytest.FixtureRequest) -> Iterator[Way]:
-    """Run a test's scripts in each of `WAYS`."""
+    """Run a test in each of `WAYS`."""
     global _way
     _way = request.param
     yield _way
@@ -58,10 +53,6 @@ def slowly_on_disks(test: Callable[..., None]) -> Callable[..., None]:
     ways = [Way(), *(pytest.param(Way("disk", codegen), marks=pytest.mark.slow) for codegen in ("eager", "inductor"))]
     indirectly = pytest.mark.parametrize("every_way", ways, ids=str, indirect=True)
     return pytest.mark.usefixtures("every_way")(indirectly(test))
-
-
-Script = Callable[[nn.Module, Callable[..., Tensor]], Any]
-"""Gets the model and the callable to train with (compiled or the model itself); returns arrays."""
 
 
 def sgd(parameters: Any) -> Optimizer:
@@ -83,45 +74,6 @@ def compile_small(home: str | None = None, case: Case = CASE, room: float = 1.05
 def compile_large() -> tuple[nn.Module, nn.Module]:
     """Return the model and its compiled self, cut into segments, where everything fits."""
     return compile_case(CASE, memory_budget=HUGE, whole_graph="never", **_way._asdict())
-
-
-def run_three_ways(script: Script, *, home: str | None = None, room: float = 1.05) -> Any:
-    """Run `script` under a small budget, and compare with a large one and eager PyTorch.
-
-    A script that holds more than one call's values at once needs `room` for them.
-    """
-    small = script(*compile_small(home, room=room))
-    large = script(*compile_large())
-    found = differences(small, large)
-    assert not found, "\n".join(found[:20])
-    model = CASE.build(0)
-    assert_close(small, script(model, model))
-    return small
-
-
-def as_test(
-    script: Callable[..., Any], run: Callable[..., object], *, given: int, asks: str = ""
-) -> Callable[..., None]:
-    """A test with the script's name. `run` gets the script, bound to what pytest has for its arguments.
-
-    Args:
-        given: how many of them, the first, `run` itself gives.
-        asks: a fixture that `run` wants, too.
-    """
-    names = list(inspect.signature(script).parameters)[given:]
-
-    @functools.wraps(script)
-    def test(**found: Any) -> None:
-        run(functools.partial(script, **{name: found[name] for name in names}), *(found[name] for name in asks.split()))
-
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*names, *asks.split())]
-    test.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return test
-
-
-def three_ways(room: float = 1.05) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Make a test of a script that runs it in three ways."""
-    return lambda script: as_test(script, functools.partial(run_three_ways, room=room), given=2)
 
 
 def assert_close(left: Any, right: Any) -> None:
