@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
+from fake_subject import FakeSubject
 from measuring.context import Context, Progress
-from measuring.subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn, Unavailable
+from measuring.subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Unavailable
 from models import families
 from models.families import ModelChoice
 from peers import systems
@@ -149,43 +150,24 @@ def test_what_counts_as_a_failure(error: Exception, is_failure: bool):
         raise KeyError
 
 
-class _FakeProcess:
-    """A subject that takes a second per step; some systems do not get that far."""
+class _FakeProcess(FakeSubject):
+    """Some systems do not get far."""
 
     wrong: ClassVar[dict[str, Exception]] = {}
     late: ClassVar[int] = 1000
     """The call of `step` from which on there is no answer."""
     order: ClassVar[list[str]] = []
 
-    def __init__(self, spec: SubjectSpec, _cache: Path, *, timeout_s: Any) -> None:
-        self.system, self.exit_note, self.num_calls = spec.system, "", 0
-
-    def start_in(self, _stack: Any) -> "_FakeProcess":
-        return self
-
-    def __enter__(self) -> "_FakeProcess":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def step(self, num_steps: int) -> Turn:
-        self.order.append(self.system)
-        self.num_calls += 1
-        if self.system in self.wrong:
-            raise self.wrong[self.system]
+    def begin_step(self, num_steps: int) -> dict[str, float]:
+        system = self.spec.system
+        self.order.append(system)
+        if system in self.wrong:
+            raise self.wrong[system]
         if self.num_calls >= self.late:
             self.exit_note = "it is still there"
             raise TimedOut("no answer within 1 s:\nlog")
-        counters = (
-            {"to_device_nbytes": 10.0, "to_home_nbytes": 5.0, "wait_s": 0.0, "host_s": 0.02, "num_instructions": 4.0}
-            if self.system == CHUNKC
-            else {}
-        )
-        return Turn((1.0,) * num_steps, (0.0,) * num_steps, (1.0,) * num_steps, (3.0,) * num_steps, counters)
-
-    def report(self) -> dict[str, Any]:
-        return {"measured_peak_nbytes": 90, "predicted_peak_nbytes": 100, "host_nbytes": 7}
+        counters = {"to_device_nbytes": 10.0, "to_home_nbytes": 5.0, "wait_s": 0.0, "host_s": 0.02}
+        return counters | {"num_instructions": 4.0} if system == CHUNKC else {}
 
 
 def test_a_case_goes_on_without_those_that_fail(monkeypatch: pytest.MonkeyPatch):

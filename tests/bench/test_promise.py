@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_subject import FakeSubject
 from measuring.context import Context
 from measuring.small_run import run_small
-from measuring.subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut, Turn
+from measuring.subject_process import DoesNotFit, OutOfMemory, SubjectFailed, TimedOut
 from peers.specs import SubjectSpec
 from suites import budget, promise
 from suites.promise import Attempt, next_attempt
@@ -55,8 +56,8 @@ def test_what_is_tried_after_a_failure(attempt: Attempt, error: Exception, secon
     assert next_attempt(attempt, error, seconds, SMALLEST) == expected
 
 
-class _Fake:
-    """A subject that takes a second per step by the suite's clock; `wrong` raises at the call of that number."""
+class _Fake(FakeSubject):
+    """By the suite's clock; `wrong` raises at the call of that number."""
 
     now_s = 0.0
     wrong: tuple[dict[int, Exception], ...] = ()
@@ -64,33 +65,19 @@ class _Fake:
     said: list[str]
 
     def __init__(self, spec: SubjectSpec, _cache: Path, *, timeout_s: Any) -> None:
-        self.exit_note, self.errors = "", _Fake.wrong[len(_Fake.made)] if len(_Fake.made) < len(_Fake.wrong) else {}
-        self.num_calls = 0
+        super().__init__(spec, _cache, timeout_s=timeout_s)
+        self.errors = _Fake.wrong[len(_Fake.made)] if len(_Fake.made) < len(_Fake.wrong) else {}
         _Fake.made.append(spec)
-
-    def ended(self) -> "_Fake":
-        return self
-
-    def __enter__(self) -> "_Fake":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
 
     def ask(self, command: str) -> dict[str, Any]:
         _Fake.said.append(command)
         return {}
 
-    def step(self, num_steps: int) -> Turn:
-        self.num_calls += 1
+    def begin_step(self, num_steps: int) -> dict[str, float]:
         _Fake.now_s += num_steps
         if self.num_calls in self.errors:
             raise self.errors[self.num_calls]
-        counters = dict.fromkeys(("to_device_nbytes", "to_home_nbytes", "wait_s", "host_s"), 8.0)
-        return Turn((1.0,) * num_steps, (0.0,) * num_steps, (1.0,) * num_steps, (3.0,) * num_steps, counters)
-
-    def report(self) -> dict[str, Any]:
-        return {"measured_peak_nbytes": 90, "predicted_peak_nbytes": 100, "num_allocator_retries": self.num_calls}
+        return dict.fromkeys(("to_device_nbytes", "to_home_nbytes", "wait_s", "host_s"), 8.0)
 
 
 @pytest.fixture
