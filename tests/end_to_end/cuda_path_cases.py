@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import torch
-from cuda_path_subjects import STEPS, Subject, adamw, budget, case, eager, on_fake_gpu, on_gpu
+from cuda_path_subjects import STEPS, Subject, adamw, budget, case, on_fake_gpu, on_gpu
 from fake_gpu import FakeGpu
-from harness import array, differences
+from harness import array, differences, take_step
 from torch import Tensor
 
 import chunkc
@@ -22,8 +21,11 @@ from chunkc.optim.update_mode import UpdateMode
 
 
 def test_triton_trains_as_torch() -> None:
-    results = on_gpu(case(), 0)
-    losses, model = eager(case())
+    results, model = on_gpu(case(), 0), case().build()
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1), []
+    for step in range(STEPS):
+        losses.append(model(**case().batch(step)))
+        take_step(losses[-1], optimizer)
     for found, expected in zip(results, [*losses, *model.parameters()], strict=True):
         torch.testing.assert_close(torch.as_tensor(found), expected.detach(), rtol=1e-5, atol=1e-6)
 
@@ -49,16 +51,6 @@ def test_the_budget_changes_no_bit() -> None:
                     subject = Subject(case(dtype), budget(case(dtype), percent) + room_nbytes, codegen=codegen)
                     results.append(subject.train(rule(subject.model.parameters(), lr=1e-2, **settings)))
             assert not differences(*results), (codegen, dtype, rule, settings)
-
-
-def test_a_disk_behind_it_changes_no_bit() -> None:
-    of = case(torch.bfloat16)
-    expected = on_gpu(of, 0)
-    for disk_holds, has_states_alone in (("states", True), ("everything", False)):
-        with on_fake_gpu():
-            subject = Subject(of, budget(of, 0), home="disk", disk_holds=disk_holds)
-            assert (subject.session.store.arena.state_home is not None) is has_states_alone
-            assert not differences(subject.train(adamw(subject)), expected)
 
 
 def test_memory_that_cannot_be_pinned_changes_no_bit() -> None:
@@ -110,32 +102,6 @@ def test_some_here_and_some_there() -> None:
         assert stepped == [1.0] * len(stepped)
 
 
-def test_home_is_updated_after_all_that_was_enqueued() -> None:
-    """Eager code changes gradients at home, late: the CPU's update waits for it, and the host's next step for none."""
-    of, results = case(), []
-    for late_s in (0.0, 0.05):
-        with on_fake_gpu():
-            subject = Subject(of, budget(of, 0))
-            optimizer = adamw(subject, "cpu")
-            subject.compiled(**of.batch(0)).backward()
-            gradients = [layer.weight.grad for layer in subject.model.layers]  # type: ignore[union-attr]
-
-            def turn(late_s: float = late_s, gradients: list[Any] = gradients) -> None:
-                time.sleep(late_s)
-                for gradient in gradients:
-                    gradient.neg_()
-
-            if late_s:
-                subject.tier.enqueue(turn)
-            else:
-                subject.settle()
-                turn()
-            optimizer.step()
-            subject.settle()
-            results.append([array(p) for p in subject.model.parameters()])
-    assert not differences(*results)
-
-
 def overlapped(mode: str, seed: int = 0, updates_s: float = 0.0) -> list[Any]:
     """Losses and weights of training with `overlap=mode`; updates come up to `updates_s` late, jobs of streams too."""
     of, gpu, random = case(), FakeGpu(longest_s=0.001), Random(seed)
@@ -152,32 +118,6 @@ def test_overlapping_updates_change_no_bit() -> None:
     for mode in ("forward", "backward", "both"):
         for seed in range(2):
             assert not differences(overlapped(mode, seed, 0.01), expected), (mode, seed)
-
-
-def test_torch_s_own_optimizer_through_home_views() -> None:
-    of = case()
-    with on_fake_gpu():
-        subject = Subject(of, budget(of, 0))
-        optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-2, weight_decay=0.1)
-        results = subject.train(optimizer)
-    losses, model = eager(of)
-    for found, expected in zip(results, [*losses, *model.parameters()], strict=True):
-        torch.testing.assert_close(torch.as_tensor(found), expected.detach(), rtol=1e-5, atol=1e-6)
-
-
-def test_loss_scaling_changes_no_bit_and_skips_what_overflows() -> None:
-    of = case()
-    with on_fake_gpu():
-        subject = Subject(of, budget(of, 0))
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=100)
-        scaled = subject.train(adamw(subject), scaler=scaler)
-    assert not differences(scaled, on_gpu(of, 0))
-    with on_fake_gpu():
-        subject = Subject(of, budget(of, 0))
-        before = [array(p) for p in subject.model.parameters()]
-        scaler = torch.amp.GradScaler("cpu", init_scale=float("inf"))
-        after = subject.train(adamw(subject), steps=1, scaler=scaler)[1:]
-    assert not differences(before, after)
 
 
 class LateAnswer:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fake_gpu import FakeGpu, QueuedTier
-from harness import TINY, array, refuse, session_of
+from harness import TINY, array, refuse, session_of, train_steps
 from torch import Tensor, nn
 from zoo import Case, floats
 
@@ -75,20 +75,8 @@ class Subject:
         options = {"memory_budget": budget_nbytes, "whole_graph": "never", "codegen": codegen, "activations": "keep"}
         self.compiled = torch.compile(self.model, backend="chunkc", options=options)
 
-    def train(self, optimizer: Any, steps: int = STEPS, scaler: Any = None) -> list[Any]:
-        results = []
-        for step in range(steps):
-            loss = self.compiled(**self.case.batch(step))
-            if scaler is None:
-                loss.backward()
-                optimizer.step()
-            else:
-                scaler.scale(loss).backward()
-                scaler.unscale_(optimizer)
-                scaler.step(optimizer)
-                scaler.update()
-            optimizer.zero_grad()
-            results.append(array(loss))
+    def train(self, optimizer: Any, steps: int = STEPS) -> list[Any]:
+        results = train_steps(self.case, self.compiled, optimizer, range(steps))
         chunkc.synchronize(self.model)
         self.settle()
         return [*results, *(array(p) for p in self.model.parameters())]
@@ -110,16 +98,3 @@ def on_gpu(of: Case, percent: int, update_on: str = "device") -> list[Any]:
         if not percent:
             assert not subject.session.store.resident
         return subject.train(adamw(subject, update_on))
-
-
-def eager(of: Case) -> tuple[list[Any], nn.Module]:
-    model = of.build()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    losses = []
-    for step in range(STEPS):
-        loss = model(**of.batch(step))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, model
