@@ -93,53 +93,6 @@ def test_changes_after_the_update_began_are_refused(place: str, change: Any) -> 
         made.optimizer.step()
 
 
-@EVERYWHERE
-def test_gradients_accumulate_where_the_user_says_so(make: Make) -> None:
-    def train(overlap: str) -> list[Any]:
-        made = make(overlap)
-        for step in range(3):
-            with made.optimizer.accumulating():
-                made.backward(2 * step)
-                made.backward(2 * step + 1)
-                assert overlap == "both" or num_begun(made) == 0
-            made.backward(2 * step + 10)
-            if make is not subject:  # accumulating, residents went home
-                assert made.used == (made.moving if overlap == "backward" else set())
-            made.optimizer.step()
-            made.optimizer.zero_grad()
-        return made.state()
-
-    expected = train("none")
-    for mode in ("backward", "both") if make is subject else ("backward",):
-        assert not differences(train(mode), expected)
-
-
-@pytest.mark.parametrize(
-    "make",
-    [*MAKES.values(), partial(slot_cases.Subject, dtype=torch.bfloat16)],
-    ids=[*MAKES, "in slots, with lower bits"],
-)
-def test_a_hook_leaves_its_chunk_to_the_step(make: Make) -> None:
-    """What stays has room for the hook's gradient, and home for its chunk's alone. Lower bits of other contents are
-    left out before they are fetched."""
-
-    def train(overlap: str) -> list[Any]:
-        made = make(overlap)
-        made.model.get_parameter("layers.1.weight").register_hook(lambda grad: grad * 2)
-        found = [made.step(batch) for batch in range(2)]
-        change_a_parameter(made)
-        found.append(made.step(2))
-        made.backward(3)
-        assert num_begun(made) == (3 if overlap == "backward" else 0)
-        if make is slot_cases.Subject and overlap == "backward":
-            hooked = made.store.views.group_index("layers.1.weight")
-            assert slot_cases.without_room(made) == made.moving - {hooked}
-        made.optimizer.step()
-        return [*found, *made.state()]
-
-    assert not differences(train("backward"), train("none"))
-
-
 def train_scaled(overlap: str, *, unscale: bool) -> list[Any]:
     made, scaler = subject(overlap), torch.amp.GradScaler("cpu", init_scale=2.0**10)
     for step in range(3):
@@ -160,51 +113,6 @@ def test_a_loss_scale_waits_for_all_gradients(unscale: bool) -> None:
         train_scaled("backward", unscale=unscale)
 
 
-@pytest.mark.parametrize("make", [subject, slot_cases.Subject])
-def test_arguments_that_are_wrong_are_refused_by_the_step(make: Make) -> None:
-    def train(overlap: str) -> list[Any]:
-        made = make(overlap)
-        for step in range(3):
-            (group,) = made.optimizer.param_groups
-            if step == 1:
-                group["lr"] = -1.0
-            made.backward(step)
-            if step == 1:
-                with pytest.raises(chunkc.OptionsError, match="lr"):
-                    made.optimizer.step()
-                group["lr"] = 1e-2
-            made.optimizer.step()
-            made.optimizer.zero_grad()
-        return made.state()
-
-    assert not differences(train("backward"), train("none"))
-
-
-@pytest.mark.parametrize("update_on", ["cpu", "device"])
-def test_a_momentum_that_is_switched_on_begins_with_the_step(update_on: str) -> None:
-    def train(overlap: str) -> list[Any]:
-        arguments = {"lr": 1e-2, "update_on": update_on}
-        made = slot_cases.Subject(overlap, 1 << 13, optimizer=chunkc.optim.SGD, arguments=arguments)
-        for step in range(5):
-            made.optimizer.param_groups[0]["momentum"] = 0.9 if step > 1 else 0.0
-            made.step(step)
-        return made.state()
-
-    assert not differences(train("backward"), train("none"))
-
-
-def test_a_scheduler_steps_after_the_optimizer() -> None:
-    def train(overlap: str) -> list[Any]:
-        made = subject(overlap)
-        scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, 0.5)
-        for step in range(4):
-            made.train(range(step, step + 1), reading=False)
-            scheduler.step()
-        return made.state()
-
-    assert not differences(train("both"), train("none"))
-
-
 def test_a_second_backward_before_the_step_is_refused() -> None:
     made = trained_once()
     loss = made.compiled(**made.case.batch(1))
@@ -219,20 +127,120 @@ def test_a_second_backward_before_the_step_is_refused() -> None:
     made.compiled(**made.case.batch(3))
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize("make", [subject, slot_cases.Subject])
-def test_what_has_begun_is_not_updated_again_after_a_new_group(make: Make) -> None:
-    def train(overlap: str) -> list[Any]:
-        made = make(overlap)
-        for step in range(3):
-            made.backward(step)
-            if step == 1:
-                made.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-            made.optimizer.step()
-            made.optimizer.zero_grad()
-        return made.state()
+# ---------------------------------------------------------------- the bits of updates in the step
 
-    assert not differences(train("backward"), train("none"))
+
+def accumulated(made: Any) -> None:
+    """Where the user says so; residents go home for it."""
+    for step in range(3):
+        with made.optimizer.accumulating():
+            made.backward(2 * step)
+            made.backward(2 * step + 1)
+            assert made.optimizer.overlap.mode == "both" or num_begun(made) == 0
+        made.backward(2 * step + 10)
+        if not isinstance(made, Subject):
+            assert made.used == (made.moving if made.optimizer.overlap.mode == "backward" else set())
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+
+
+def hooked(made: Any) -> list[Any]:
+    """A hook leaves its chunk to the step. What stays has room for the hook's gradient, and home for its chunk's alone.
+    Lower bits of other contents are left out before they are fetched."""
+    made.model.get_parameter("layers.1.weight").register_hook(lambda grad: grad * 2)
+    found = [made.step(batch) for batch in range(2)]
+    change_a_parameter(made)
+    found.append(made.step(2))
+    made.backward(3)
+    is_early = made.optimizer.overlap.mode == "backward"
+    assert num_begun(made) == (3 if is_early else 0)
+    if is_early and not isinstance(made, Subject) and not made.store.resident:
+        assert slot_cases.without_room(made) == made.moving - {made.store.views.group_index("layers.1.weight")}
+    made.optimizer.step()
+    return found
+
+
+def refused_by_the_step(made: Any) -> None:
+    """Arguments that are wrong."""
+    for step in range(3):
+        (group,) = made.optimizer.param_groups
+        group["lr"] = -1.0 if step == 1 else 1e-2
+        made.backward(step)
+        if step == 1:
+            with pytest.raises(chunkc.OptionsError, match="lr"):
+                made.optimizer.step()
+        group["lr"] = 1e-2
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+
+
+def momentum_is_switched_on(made: Any) -> None:
+    """Begins with the step."""
+    for step in range(5):
+        made.optimizer.param_groups[0]["momentum"] = 0.9 if step > 1 else 0.0
+        made.step(step)
+
+
+def scheduled(made: Any) -> None:
+    """A scheduler steps after the optimizer."""
+    scheduler = torch.optim.lr_scheduler.StepLR(made.optimizer, 1, 0.5)
+    for step in range(4):
+        made.train(range(step, step + 1), reading=False)
+        scheduler.step()
+
+
+def a_new_group(made: Any) -> None:
+    """What has begun is not updated again after it."""
+    for step in range(3):
+        made.backward(step)
+        if step == 1:
+            made.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+
+
+def added_to_gradients_that_are_there(made: Any) -> None:
+    made.step(0)
+    for parameter in made.model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    made.backward(1)
+    assert not made.used & made.store.resident
+    made.optimizer.step()
+
+
+def by_sgd(overlap: str, update_on: str) -> slot_cases.Subject:
+    arguments = {"lr": 1e-2, "update_on": update_on}
+    return slot_cases.Subject(overlap, 1 << 13, optimizer=chunkc.optim.SGD, arguments=arguments)
+
+
+MAKES_OF_SCRIPTS: dict[str, Make] = MAKES | {
+    "in slots, with lower bits": partial(slot_cases.Subject, dtype=torch.bfloat16),
+    "by SGD": partial(by_sgd, update_on="device"),
+    "by SGD at home": partial(by_sgd, update_on="cpu"),
+}
+SCRIPTS: list[Any] = [
+    *((accumulated, place, "backward") for place in MAKES),
+    (accumulated, "at home", "both"),
+    *((hooked, place, "backward") for place in (*MAKES, "in slots, with lower bits")),
+    *((refused_by_the_step, place, "backward") for place in ("at home", "in slots")),
+    *((momentum_is_switched_on, place, "backward") for place in ("by SGD", "by SGD at home")),
+    (scheduled, "at home", "both"),
+    (a_new_group, "at home", "backward"),
+    pytest.param(a_new_group, "in slots", "backward", marks=pytest.mark.second_tier),
+    (added_to_gradients_that_are_there, "where it stays", "backward"),
+]
+
+
+@pytest.mark.parametrize(("script", "place", "overlap"), SCRIPTS)
+def test_bits_are_those_of_updates_in_the_step(script: Callable[[Any], Any], place: str, overlap: str) -> None:
+    def trained(overlap: str) -> list[Any]:
+        made = MAKES_OF_SCRIPTS[place](overlap)
+        return [*(script(made) or ()), *made.state()]
+
+    assert not differences(trained(overlap), trained("none"))
+
+
+# ---------------------------------------------------------------- forgotten
 
 
 def load_states(made: Any) -> None:

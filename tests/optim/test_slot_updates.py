@@ -132,20 +132,6 @@ def test_where_gradients_have_room_the_step_updates() -> None:
     assert (made.store.resident, made.used) == ({0, 1, 2, 3}, set())
 
 
-def test_gradients_that_are_there_already_are_added_to() -> None:
-    def train(overlap: str) -> list[Any]:
-        made = Subject(overlap, WITHOUT_GRADIENTS)
-        made.step(0)
-        for parameter in made.model.parameters():
-            parameter.grad = torch.full_like(parameter, 1e-3)
-        made.backward(1)
-        assert not made.used & made.store.resident
-        made.optimizer.step()
-        return made.state()
-
-    assert not differences(train("backward"), train("none"))
-
-
 def test_it_begins_with_the_first_backward() -> None:
     made = Subject("backward", WITHOUT_GRADIENTS)
     made.backward(0)
