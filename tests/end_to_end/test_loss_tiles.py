@@ -62,7 +62,7 @@ def _labelled(seed: int) -> dict[str, Any]:
 CASES = {
     "plain": Case("plain", Words, words),
     "dropout": Case("dropout", lambda: Words(tied=True, dropout=0.1), words),
-    "hugging_face": Case("hugging_face", _hugging_face, _labelled, transformers=True),
+    "hugging_face": Case("hugging_face", _hugging_face, _labelled),
 }
 
 WAYS = [

@@ -53,14 +53,12 @@ class Case:
         make: builds the module from the global random state; use `build`.
         batch: keyword arguments of `forward` for a seed; same seed, same tensors; all of one shape.
         num_graphs: graphs that Dynamo captures over the batches of seeds 0 and 1.
-        transformers: whether the model comes from `transformers`.
     """
 
     name: str
     make: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
     num_graphs: int = 1
-    transformers: bool = False
 
     def build(self, seed: int = 0) -> nn.Module:
         """The model in training mode: same seed, same bits. The global random state is left as it was."""
@@ -242,15 +240,15 @@ def _branch_batch(seed: int) -> Batch:
 CASES: dict[str, Case] = {
     case.name: case
     for case in (
-        Case("gpt2", lambda: gpt2(**NO_GPT2_DROPOUT), _causal_batch, transformers=True),
-        Case("gpt2_dropout", gpt2, _causal_batch, transformers=True),
-        Case("bert", lambda: _bert(**NO_BERT_DROPOUT), _masked_batch, transformers=True),
-        Case("bert_dropout", _bert, _masked_batch, transformers=True),
-        Case("vit", _vit, _image_batch, transformers=True),
-        Case("llama", lambda: llama(tied=False), _causal_batch, transformers=True),
-        Case("llama_tied", lambda: llama(tied=True), _causal_batch, transformers=True),
-        Case("t5", _t5, _translation_batch, transformers=True),
-        Case("mixtral", _mixtral, _causal_batch, transformers=True),
+        Case("gpt2", lambda: gpt2(**NO_GPT2_DROPOUT), _causal_batch),
+        Case("gpt2_dropout", gpt2, _causal_batch),
+        Case("bert", lambda: _bert(**NO_BERT_DROPOUT), _masked_batch),
+        Case("bert_dropout", _bert, _masked_batch),
+        Case("vit", _vit, _image_batch),
+        Case("llama", lambda: llama(tied=False), _causal_batch),
+        Case("llama_tied", lambda: llama(tied=True), _causal_batch),
+        Case("t5", _t5, _translation_batch),
+        Case("mixtral", _mixtral, _causal_batch),
         Case("convnet", ConvNet, _convnet_batch),
         Case("byte_gpt", ByteGPT, byte_batch),
         Case("short_gpt", lambda: ByteGPT(num_layers=2), byte_batch),
@@ -272,8 +270,8 @@ MORE_CASES: dict[str, Case] = {
         Case("lstm_cells", LSTMCells, _token_batch(VOCAB, VOCAB)),
         Case("lstm", LSTM, _token_batch(VOCAB, VOCAB), num_graphs=0),
         Case("unet", UNet, _noise_batch),
-        Case("whisper", _whisper, _speech_batch, transformers=True),
-        Case("clip", _clip, _caption_batch, transformers=True),
+        Case("whisper", _whisper, _speech_batch),
+        Case("clip", _clip, _caption_batch),
         Case("dropout", DropoutMLP, _vector_batch(WIDTH)),
         Case("checkpointed_gpt", CheckpointedGPT, byte_batch),
         Case("autocast_gpt", AutocastGPT, byte_batch),
@@ -323,11 +321,8 @@ DEEP: dict[str, Case] = {
             lambda seed: byte_batch(seed, LENGTH),
             num_graphs=3,
         ),
-        Case("deep_gpt2", lambda: gpt2(DEPTH), _long_batch, transformers=True),
-        Case("deep_llama", lambda: llama(tied=True, num_layers=DEPTH), _long_batch, transformers=True),
+        Case("deep_gpt2", lambda: gpt2(DEPTH), _long_batch),
+        Case("deep_llama", lambda: llama(tied=True, num_layers=DEPTH), _long_batch),
     )
 }
 """Models that save much more than they are: half of what they need with every value kept is enough."""
-
-TRANSFORMERS = tuple(name for name, case in CASES.items() if case.transformers)
-PLAIN = tuple(name for name, case in CASES.items() if not case.transformers)
