@@ -166,8 +166,8 @@ def test_a_retained_graph_of_an_output_that_is_kept_leaks_nothing() -> None:
         gc.enable()
 
 
-def explained(activations: str, budget_nbytes: int, name: str = "byte_gpt") -> chunkc.Explanation:
-    case = LADDER[name]
+def explained(activations: str, budget_nbytes: int) -> chunkc.Explanation:
+    case = LADDER["byte_gpt"]
     settings = {"memory_budget": budget_nbytes, "activations": activations, "whole_graph": "never"}
     return chunkc.explain(case.build(0), **case.batch(0), hardware="cpu", **settings)
 
@@ -176,7 +176,7 @@ def explained(activations: str, budget_nbytes: int, name: str = "byte_gpt") -> c
 @pytest.mark.parametrize("part", [0.05, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_auto_takes_the_quickest_way_and_trains_to_the_same_bits(part: float) -> None:
     case, most = LADDER["byte_gpt"], minimum_nbytes("byte_gpt")
-    least = refuse(case, memory_budget=TINY, codegen="eager", activations="auto").minimum_nbytes
+    least = least_nbytes("byte_gpt", "auto")
     assert least <= least_nbytes("byte_gpt", "rerun")
     nbytes = int(least + part * (most - least))
     auto = explained("auto", nbytes)
@@ -201,26 +201,21 @@ def only_mixes(monkeypatch: pytest.MonkeyPatch) -> list[Captured]:
 
 
 @SECOND
-@pytest.mark.parametrize(("name", "share"), [("byte_gpt", 0.1)])
-def test_copies_and_reruns_in_one_step_train_to_the_same_bits(
-    name: str, share: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    least, most = least_nbytes(name, "rerun"), minimum_nbytes(name)
+def test_copies_and_reruns_in_one_step_train_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    least, most = least_nbytes("byte_gpt", "rerun"), minimum_nbytes("byte_gpt")
     timed = only_mixes(monkeypatch)
-    nbytes = int(least + share * (most - least))
-    result = train(LADDER[name], memory_budget=nbytes, activations="auto", whole_graph="never", debug=True)
+    nbytes = int(0.9 * least + 0.1 * most)
+    result = train(LADDER["byte_gpt"], memory_budget=nbytes, activations="auto", whole_graph="never", debug=True)
     assert any(seen.forward.copied and seen.forward.remade for seen in timed)
-    assert_same_training(result, everything_fits(name))
+    assert_same_training(result, everything_fits("byte_gpt"))
     assert result.measured_peak_nbytes == result.predicted_peak_nbytes <= nbytes
-    explanation = explained("auto", nbytes, name)
+    explanation = explained("auto", nbytes)
     assert explanation.saved_at_home
     assert explanation.saved_again
     assert explanation.predicted_peak_nbytes == result.predicted_peak_nbytes
 
 
 # ---------------------------------------------------------------- offloaded or recomputed
-
-SECOND = pytest.mark.second_tier
 
 both_ways = pytest.mark.parametrize("way", ["offload", "rerun"])
 
@@ -335,8 +330,6 @@ def test_an_abandoned_forward_gives_everything_back(monkeypatch: pytest.MonkeyPa
 
 
 # ---------------------------------------------------------------- activations="auto"
-
-SECOND = pytest.mark.second_tier
 
 SEARCHES = (
     (activation_search, "leanest"),
@@ -472,10 +465,9 @@ def test_hooks_that_copy_get_the_values_where_all_can_be_kept() -> None:
 
 
 @functools.cache
-def least_nbytes(name: str, activations: str, home: str = "cpu", codegen: str = "eager") -> int:
+def least_nbytes(name: str, activations: str) -> int:
     """Return the smallest budget that `BudgetError` names for a model in one graph."""
-    error = refuse(LADDER[name], memory_budget=TINY, home=home, codegen=codegen, activations=activations)
-    return error.minimum_nbytes
+    return refuse(LADDER[name], memory_budget=TINY, activations=activations).minimum_nbytes
 
 
 def compiled_gpt(activations: str, budget_nbytes: int | None = None) -> tuple[nn.Module, nn.Module]:

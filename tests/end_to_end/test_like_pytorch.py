@@ -78,8 +78,6 @@ def test_mapped_functions_in_several_sizes(codegen: str, region: bool) -> None:
 
 # ---------------------------------------------------------------- masks of transformers
 
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
-
 LENGTH, SIZE = 8, 16
 CAUSAL = nn.Transformer.generate_square_subsequent_mask(LENGTH)
 MASKS = {
@@ -203,8 +201,6 @@ def test_other_backends_break_the_graph_as_before() -> None:
 
 
 # ---------------------------------------------------------------- losses of the ladder
-
-pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 STEPS = 3
 SECOND_TIER = ("sometimes_unused", "graph_breaks")
