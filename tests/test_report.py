@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -49,12 +50,18 @@ def trained(num_steps: int = 2, **options: Any) -> tuple[nn.Module, Callable[...
     return model, call, optimizer
 
 
+@functools.cache
+def trained_once() -> tuple[nn.Module, Callable[..., Tensor]]:
+    """For tests that read its report, and no more."""
+    return trained()[:2]
+
+
 def step(call: Callable[..., Tensor], optimizer: torch.optim.Optimizer) -> None:
     take_step(call(torch.ones(2, WIDTH)), optimizer)
 
 
 def test_fields_under_a_small_budget() -> None:
-    model, call, _ = trained()
+    model, call = trained_once()
     report = chunkc.report(model)
     assert dataclasses.replace(chunkc.report(call), time_s=report.time_s) == report
     assert report.memory_budget_nbytes == BUDGET_NBYTES
@@ -79,8 +86,7 @@ def test_where_all_fits_nothing_moves() -> None:
 
 
 def test_moments_are_those_of_the_latest_step() -> None:
-    model, _, _ = trained()
-    report = chunkc.report(model)
+    report = chunkc.report(trained_once()[0])
     labels = [label for label, _, _ in report.moments]
     assert len(set(labels)) == len(labels)
     phases = [label.partition(".")[0] for label in labels]
@@ -90,8 +96,7 @@ def test_moments_are_those_of_the_latest_step() -> None:
 
 
 def test_moments_are_sums_of_what_the_plan_says() -> None:
-    model, _, _ = trained()
-    report = chunkc.report(model)
+    report = chunkc.report(trained_once()[0])
     lines = {line.split()[0]: line for line in report.plan_text.splitlines() if " = " in line}
     for label, nbytes, _ in report.moments:
         total, _, parts = lines[label].split(maxsplit=1)[1].partition(" = ")
@@ -286,7 +291,7 @@ def test_a_function_is_no_model() -> None:
 
 
 def test_models_compiled_apart_have_reports_of_their_own() -> None:
-    both = nn.ModuleList([trained()[0], trained(memory_budget="64MiB")[0]])
+    both = nn.ModuleList([trained_once()[0], trained(memory_budget="64MiB")[0]])
     with pytest.raises(chunkc.ChunkcError, match="several"):
         chunkc.report(both)
     assert [chunkc.report(model).memory_budget_nbytes for model in both] == [BUDGET_NBYTES, 64 * 2**20]
