@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import take_step
+from harness import segmented, take_step
 from plain_modules import Stack
 from torch import Tensor, nn
 
@@ -36,9 +36,7 @@ def mlp() -> nn.Module:
 
 def compiled(model: nn.Module, **options: Any) -> Callable[..., Tensor]:
     torch._dynamo.reset()
-    fixed = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
-    options = fixed | options
-    return torch.compile(model, backend="chunkc", options=options)
+    return segmented(model, **{"memory_budget": BUDGET_NBYTES, **options})
 
 
 def trained(num_steps: int = 2, **options: Any) -> tuple[nn.Module, Callable[..., Tensor], torch.optim.Optimizer]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import array
+from harness import array, segmented
 from torch import Tensor, nn
 
 import chunkc
@@ -62,9 +62,7 @@ def build(mode: str, *, dtype: torch.dtype = torch.float32, seed: int = 0, **opt
         return model, model
     if mode == "placed":
         chunkc.place(model, chunk_size=options.get("chunk_size", "auto"))
-    fixed = {"memory_budget": BUDGET_NBYTES, "codegen": "eager", "whole_graph": "never", "activations": "keep"}
-    options = fixed | options
-    return model, torch.compile(model, backend="chunkc", options=options)
+    return model, segmented(model, **{"memory_budget": BUDGET_NBYTES, **options})
 
 
 def batch(step: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
