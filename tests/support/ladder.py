@@ -11,8 +11,6 @@ from memory_curves import Moment
 from torch import Tensor
 from zoo import Batch
 
-from chunkc.passes.memory.scratch.operators import EXCEPTIONS
-
 
 def rungs(names: Iterable[str], quick: Collection[str], second_tier: Collection[str] = ()) -> list[Any]:
     """Parameters of a test: the default run climbs `quick`, CI `second_tier` as well; the rest is slow."""
@@ -23,14 +21,27 @@ def rungs(names: Iterable[str], quick: Collection[str], second_tier: Collection[
     return [name if name in quick else pytest.param(name, marks=marks(name)) for name in names]
 
 
-def is_exception(moment: Moment) -> bool:
-    """Whether the moment's operator has only a bound, no exact rule."""
-    return moment.op.replace(".", "::", 1) in EXCEPTIONS
+BOUNDED = (
+    "aten.convolution", "aten.convolution_backward", "aten._scaled_dot_product_flash_attention_for_cpu_backward",
+    "aten.histc",
+)  # fmt: skip
+"""Operators of the ladder that are only bounded. All others have to agree to the byte, whatever their records say."""
+
+BOUNDED_IN_LOW_PRECISION = (
+    "aten.mm", "aten.addmm", "aten.bmm", "aten._scaled_dot_product_flash_attention_for_cpu",
+    "aten._native_batch_norm_legit_functional",
+)  # fmt: skip
+"""Operators that are bounded, too, where models compute in bfloat16."""
 
 
-def inexact(moments: Iterable[Moment]) -> list[Moment]:
-    """Moments predicted too small, or, but for exceptions, too large."""
-    return [m for m in moments if m.excess_nbytes < 0 or (m.excess_nbytes > 0 and not is_exception(m))]
+def is_bounded(moment: Moment, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the moment's operator has only a bound in a model that computes in `dtype`."""
+    return moment.op in BOUNDED or (dtype != torch.float32 and moment.op in BOUNDED_IN_LOW_PRECISION)
+
+
+def inexact(moments: Iterable[Moment], dtype: torch.dtype = torch.float32) -> list[Moment]:
+    """Moments predicted too small, or, but for bounded operators, too large."""
+    return [m for m in moments if m.excess_nbytes < 0 or (m.excess_nbytes > 0 and not is_bounded(m, dtype))]
 
 
 def describe(moments: Sequence[Moment]) -> str:

@@ -28,6 +28,19 @@ SLACK_NBYTES = 4096
 IS_WHOLE = torch.__version__.startswith(WHOLE)
 MAY_CRASH_WITHOUT_ELEMENTS = {"norms", "weight_norms", "pools", "lookups", "gradients_of_samples"}
 """Of these families not every kernel of ATen survives operands of no elements: it divides by their sizes, or reads."""
+EXACT = """
+    _log_softmax _log_softmax_backward_data _native_batch_norm_legit_functional _safe_softmax
+    _scaled_dot_product_flash_attention_for_cpu _softmax _softmax_backward_data _to_copy _unsafe_view abs add addmm all
+    any amax argmax avg_pool2d avg_pool2d_backward bitwise_and bmm cat clone constant_pad_nd copy cos cumsum div
+    embedding embedding_dense_backward eq exp fill gather ge gelu gelu_backward gt index index_add index_put
+    index_select isinf le log logsumexp lt masked_fill max max_pool2d_with_indices max_pool2d_with_indices_backward mean
+    min minimum mm mse_loss_backward mul native_batch_norm native_batch_norm_backward native_dropout
+    native_dropout_backward native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward ne
+    neg nll_loss_backward nll_loss_forward pow relu repeat roll rsqrt scatter scatter_add select_backward select_scatter
+    sigmoid silu silu_backward sin slice_backward slice_scatter sort sqrt stack std sub sum tanh tanh_backward
+    threshold_backward topk upsample_bilinear2d upsample_nearest2d upsample_nearest2d_backward var var_mean where
+    """
+"""Operators that models train with, of which no record may say that float32 is only bounded."""
 
 
 def describe(value: object) -> str:
@@ -227,6 +240,10 @@ def symbolic(mode: FakeTensorMode, sources: Iterator[ConstantSource], tensor: Te
         larger = tensor.new_empty([size + 1 for size in tensor.shape])
     fake = mode.from_tensor(larger, static_shapes=False, source=next(sources))
     return fake[(slice(1, None),) * tensor.dim()].clone(memory_format=torch.contiguous_format)
+
+
+def test_operators_that_models_train_with_are_exact() -> None:
+    assert [name for name in EXACT.split() if not operators.is_exact(f"aten::{name}", torch.float32)] == []
 
 
 def test_every_exception_has_a_rule_and_a_measurement() -> None:
