@@ -1,4 +1,4 @@
-"""Bound the scratch bytes of rare operators on the CPU: multiples of what goes in, not what ATen or MKL decide inside.
+"""Bound the scratch bytes of rare operators on the CPU: multiples of what goes in and out, not what ATen or MKL decide.
 
 LAPACK's workspaces come from torch's allocator, in sizes that LAPACK is asked for when it runs: so many numbers for
 each row or column of one matrix, more where it decomposes in blocks of columns. The most that MKL wanted for matrices
@@ -7,11 +7,15 @@ up to 2048 x 2048 stands in `scratch.operators`. Sorted values come with their p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from math import prod
 
-from chunkc.passes.memory.scratch.copies import nbytes_of
+import torch
+from torch import Tensor
+
+from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.products import gemm_nbytes
 from chunkc.passes.memory.scratch.rules import Call
 
@@ -26,6 +30,13 @@ class Bound:
 
     Attributes:
         copies: of the largest operand; one is for a layout that is not read in place, or a block to transpose it.
+        strided: contiguous copies of all operands that are not contiguous.
+        operands: copies of all.
+        results: copies of all.
+        thread_results: copies of all for each thread.
+        sums: float32 copies of results in low precision.
+        together: copies of the widest operand, of 4 bytes an element at least, broadcast with all others.
+        integers: 64-bit integers for each element of operands of integers.
         positions: 64-bit integers for each element of the largest operand.
         rows: bytes for each row of its matrices.
         work: numbers for each row or column of one matrix.
@@ -34,6 +45,13 @@ class Bound:
     """
 
     copies: int = 0
+    strided: int = 0
+    operands: int = 0
+    results: int = 0
+    thread_results: int = 0
+    sums: int = 0
+    together: int = 0
+    integers: int = 0
     positions: int = 0
     rows: int = 0
     work: int = 0
@@ -41,12 +59,27 @@ class Bound:
     numbers: int = 0
 
     def __call__(self, call: Call) -> int:
-        largest = max(call.tensors, key=nbytes_of)
-        most = max(tensor.numel() for tensor in call.tensors)
-        edge = max((size for tensor in call.tensors for size in tensor.shape[-2:]), default=1)
+        given, largest = call.tensors, max(call.tensors or call.outputs, key=nbytes_of)
+        most = max((tensor.numel() for tensor in given), default=0)
+        edge = max((size for tensor in given for size in tensor.shape[-2:]), default=1)
         numbers = self.numbers + edge * (self.work + (self.blocks if edge >= _BLOCKED else 0))
-        nbytes = self.copies * nbytes_of(largest) + 8 * self.positions * most + self.rows * prod(largest.shape[:-1])
+        num_results = self.results + self.thread_results * call.num_threads
+        nbytes = self.copies * nbytes_of(largest) + self.strided * contiguous_copy_nbytes(*given)
+        nbytes += self.operands * sum(map(nbytes_of, given)) + num_results * sum(map(nbytes_of, call.outputs))
+        nbytes += self.sums * sum(nbytes_of(result, 4) for result in call.outputs if result.dtype in LOW_PRECISION)
+        nbytes += self.together * _together_nbytes(given)
+        nbytes += 8 * self.integers * sum(tensor.numel() for tensor in given if _is_integral(tensor))
+        nbytes += 8 * self.positions * most + self.rows * prod(largest.shape[:-1])
         return nbytes + numbers * largest.itemsize + 8 * call.num_threads + _SLACK_NBYTES
+
+
+def _is_integral(tensor: Tensor) -> bool:
+    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
+
+
+def _together_nbytes(tensors: Sequence[Tensor]) -> int:
+    sizes = zip_longest(*(reversed(tensor.shape) for tensor in tensors), fillvalue=1)
+    return max((4, *(tensor.itemsize for tensor in tensors))) * prod(max(together) for together in sizes)
 
 
 def matrix_powers(call: Call) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chunkc.passes.memory.scratch.copies import channels_come_last, contiguous_copy_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.products import gemm_nbytes
-from chunkc.passes.memory.scratch.rules import Call
+from chunkc.passes.memory.scratch.rules import Call, contiguous
 
 _TAPS = {"nearest": 1, "linear": 2, "bilinear": 2, "trilinear": 2, "bicubic": 4}
 _VECTORISED_UP_TO = 128
@@ -77,11 +77,6 @@ def upsample_smooth(call: Call) -> int:
     return between + sum(result.shape[2:]) * (int(taps * shrinking + 2) * (image.itemsize + 4) + 24)
 
 
-def gradient(call: Call) -> int:
-    """Count contiguous copies of gradient and indices, for backwards that read of the operand the shape alone."""
-    return contiguous_copy_nbytes(call["grad_output"]) + contiguous_copy_nbytes(call.arguments.get("indices"))
-
-
 def affine_grid(call: Call) -> int:
     """Bound positions in homogeneous coordinates, and their product with each image's matrix."""
     grid, dtype, num_dims = call.outputs[0], call["theta"].dtype, call.outputs[0].shape[-1]
@@ -95,16 +90,10 @@ def window_outputs(call: Call) -> dict[int, int]:
     return {0: nbytes_of(window) + window.itemsize} if call.arguments.get("periodic", True) else {}
 
 
-def window(call: Call) -> int:
-    """Bound windows: numbers of the formula, and of a Blackman window three terms, which are added up."""
-    return 4 * nbytes_of(call.outputs[0]) + 64
-
-
 def pooling_offsets(call: Call) -> list[int]:
-    """Bound windows written out as int64 indices; on CUDA, count them (`inductor_prims.py`).
+    """Count windows written out as int64 indices (`inductor_prims.py`); on the CPU, bound these and contiguous copies.
 
     These are indices, and per dimension remainders, positions and beginnings of windows.
     """
-    if call.on_cuda:
-        return (3 * len(call["kernel_size"]) + 1) * [8 * call.outputs[-1].numel()]
-    return [2 * nbytes_of(call.tensors[0], 8) + 24 * call.outputs[0].numel() + 1024]
+    windows = (3 * len(call["kernel_size"]) + 1) * [8 * call.outputs[-1].numel()]
+    return windows if call.on_cuda else [*windows, *contiguous(call), 64]

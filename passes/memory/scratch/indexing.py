@@ -35,13 +35,6 @@ def scatter_reduce(call: Call) -> int:
     return nbytes_of(source) + nbytes_of(call["src"]) + max(scatter(call), zero)
 
 
-def index_reduce(call: Call) -> int:
-    """Bound contiguous and converted indices, a copy of what is reduced, and for means counts, ones and a mask."""
-    source = call["self"]
-    counting = source.numel() + 2 * nbytes_of(source) + nbytes_of(call["source"]) if call["reduce"] == "mean" else 0
-    return 2 * nbytes_of(call["index"], 8) + nbytes_of(source) + counting + index_add(call) + 32
-
-
 def gather(call: Call) -> int:
     """Count a float32 copy of a result in low precision, and converted indices."""
     low = nbytes_of(call.outputs[0], 4) if call["self"].dtype in LOW_PRECISION else 0
@@ -70,12 +63,6 @@ def index_add(call: Call) -> int:
         elif dim in (0, source.dim() - 1):
             nbytes += nbytes_of(source, 4)
     return max(nbytes, copy_block_nbytes(source))
-
-
-def bincount(call: Call) -> int:
-    """Bound contiguous copies, of weights as float64, cast before they are copied."""
-    weights = call["weights"]
-    return contiguous_copy_nbytes(*call.tensors) + (0 if weights is None else 2 * nbytes_of(weights, 8))
 
 
 def search(call: Call) -> list[int]:
@@ -113,11 +100,6 @@ def masked_index(call: Call) -> int:
     return nbytes_of(moved) + 2 * indices + 2 * moved.numel() + 128
 
 
-def masked_select(call: Call) -> int:
-    """Bound `masked_select`: the mask in int64, and its sums up to each element."""
-    return 16 * math.prod(torch.broadcast_shapes(call["self"].shape, call["mask"].shape)) + 8 * call.num_threads + 16
-
-
 def sparse(call: Call) -> int:
     """Bound `nonzero_static`: positions of all elements; `_to_sparse`, `sparse_mask`: these three times, and values."""
     source = call["self"]
@@ -127,9 +109,3 @@ def sparse(call: Call) -> int:
 
 def masked_scatter(call: Call) -> int:
     return contiguous_copy_nbytes(call["source"])
-
-
-def masked_scatter_backward(call: Call) -> int:
-    """Bound the bytes of selected elements, at most all, and of their positions, two 64-bit integers each."""
-    grad = call["grad_output"]
-    return nbytes_of(grad) + max(nbytes_of(grad), nbytes_of(call.outputs[0])) + nbytes_of(grad, 16) + 64

@@ -14,7 +14,7 @@ from torch import Tensor
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import reduces_two_inner_dimensions
 from chunkc.passes.memory.scratch.products import gemm_nbytes, operand_copy_nbytes
-from chunkc.passes.memory.scratch.rules import Call, cast_nbytes, number_in, pointwise
+from chunkc.passes.memory.scratch.rules import Call, cast_nbytes, pointwise
 
 
 def _strided_nbytes(*tensors: Tensor | None) -> int:
@@ -126,12 +126,6 @@ def batch_norm_backward(call: Call) -> int:
     return sums
 
 
-def rms_norm(call: Call) -> int:
-    """Bound the bytes of squares, and of the scaled input."""
-    source = call["input"]
-    return 2 * nbytes_of(source, 4) + 4 * source.shape[0] + 64
-
-
 def nll_loss(call: Call) -> int:
     """Count contiguous copies of weights and targets; and of logits, if losses are summed, or of one row."""
     copies = _strided_nbytes(call.arguments.get("weight"), call["target"])
@@ -152,19 +146,13 @@ def safe_softmax(call: Call) -> int:
     return max(result.numel() + rows + result.itemsize, copies)
 
 
-def loss(call: Call) -> int:
-    """Bound losses in several steps: two temporaries in the widest dtype."""
-    widest = max((nbytes_of(t, max(t.itemsize, 4)) for t in (*call.tensors, *call.outputs)), default=0)
-    return pointwise(call) + 2 * widest + 64
-
-
 def logits_loss(call: Call) -> int:
-    """Bound `binary_cross_entropy_with_logits`: two temporaries, contiguous logits, weights less one."""
+    """Bound `binary_cross_entropy_with_logits`: two temporaries, contiguous logits, weights less one, casts twice."""
     logits, weight = call["self"], call["pos_weight"]
     itemsize = max(4 if call["reduction"] else 2, *(t.itemsize for t in call.tensors))
     temporaries = 2 * nbytes_of(logits, itemsize) + 64
     copies = contiguous_copy_nbytes(logits) + (0 if weight is None else nbytes_of(weight))
-    return pointwise(call) + temporaries + copies
+    return 2 * pointwise(call) + temporaries + copies
 
 
 def chunked_loss(call: Call) -> int:
@@ -191,39 +179,14 @@ def chunked_loss(call: Call) -> int:
     return nbytes + products + operand_copy_nbytes(source) + operand_copy_nbytes(weight)
 
 
-def cross_entropy_backward(call: Call) -> int:
-    """Count `binary_cross_entropy_backward`: the number by which a mean divides."""
-    return number_in(call.outputs[0].dtype) if call["reduction"] == 1 else 0
-
-
-def ctc(call: Call) -> int:
-    """Bound the bytes of lengths as contiguous 64-bit integers; backwards, of probabilities along the alignments."""
-    lengths = [t for t in (call["input_lengths"], call["target_lengths"]) if isinstance(t, Tensor)]
-    alignments = call.arguments.get("log_alpha")
-    return sum(nbytes_of(t, 8) for t in lengths) + (0 if alignments is None else nbytes_of(alignments))
-
-
 def embedding_bag_outputs(call: Call) -> dict[int, int]:
     """Correct the bytes of each index's bag: there is room for one more."""
     return {1: 8 * (call["indices"].numel() + 1)} if call["mode"] != 0 else {}
 
 
-def embedding_bag(call: Call) -> int:
-    """Bound the bag of each index, casts, the number of rows of each bag, and in low precision float32 sums."""
-    bags, sums = call["offsets"].shape[0], call["weight"].dtype in LOW_PRECISION
-    return nbytes_of(call["indices"], 16) + 24 * bags + 64 + sums * 4 * (bags + 1) * call["weight"].shape[1]
-
-
-def embedding_bag_backward(call: Call) -> int:
-    """Bound sorted and counted indices with their bags; for a bag's maximum, also rows looked up and scattered."""
-    grad, offsets = call["grad"], call.arguments.get("offsets")
-    indices = 8 * (4 * call["indices"].numel() + (0 if offsets is None else 2 * offsets.numel()))
-    return nbytes_of(grad) + indices + (nbytes_of(grad, 8) + 8 * grad.shape[0] if call["mode"] == 2 else 0) + 64
-
-
-def embedding_renorm(call: Call) -> int:
-    """Bound the bytes of a row's norm and factor, one row at a time, and of the indices' copy."""
-    return contiguous_copy_nbytes(call["indices"]) + 8 + 2 * call["self"].itemsize
+def cross_entropy_backward(call: Call) -> int:
+    """Count `binary_cross_entropy_backward`: casts, and the number by which a mean divides."""
+    return pointwise(call) + (8 + call.outputs[0].itemsize if call["reduction"] == 1 else 0)
 
 
 def point_distances(call: Call) -> int:

@@ -20,7 +20,6 @@ from chunkc.passes.memory.scratch import (
     images,
     indexing,
     norms,
-    random_numbers,
     reductions,
     rules,
 )
@@ -103,6 +102,8 @@ def table_of_exceptions() -> str:
 
 _UNKNOWN = Operator()
 
+_HISTOGRAM = Operator(Bound(copies=1, strided=1, results=2, thread_results=1), inexact=RARE)
+
 _GROUPS: tuple[tuple[Operator, str], ...] = (
     # --- nothing on either ---
     (
@@ -160,7 +161,6 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.select, cuda.where), "where"),
     (Operator(rules.scaled), "deg2rad rad2deg"),
     (Operator(rules.gelu_backward, rules.contiguous), "gelu_backward"),
-    (Operator(rules.contiguous, rules.contiguous), "log_sigmoid_forward"),
     (Operator(rules.results, rules.results), "prims::fma"),
     (Operator(rules.log_gamma, rules.log_gamma, inexact=RARE), "mvlgamma"),
     (Operator(rules.power, rules.power, inexact=RARE), "ldexp"),
@@ -170,16 +170,11 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(rules.repeat, rules.nothing), "repeat"),
     (Operator(rules.roll, rules.roll), "roll"),
     (Operator(rules.triangle, rules.nothing, inexact=RARE), "tril triu"),
-    (Operator(rules.contiguous, rules.nothing, inexact=RARE), "narrow_copy"),
-    (Operator(images.pooled, rules.contiguous), "channel_shuffle"),
     (Operator(rules.fold, rules.fold, rules.fold_outputs, rules.fold_outputs), "col2im"),
     (Operator(rules.unfold, rules.unfold), "im2col"),
     (Operator(rules.unfold_backward, rules.unfold_backward), "unfold_backward"),
     # --- products, attention, convolutions ---
-    (
-        Operator(rules.matrix_product, cuda.product, inexact=PRODUCT),
-        "mm addmm bmm baddbmm addbmm mv addmv dot vdot",
-    ),
+    (Operator(rules.matrix_product, cuda.product, inexact=PRODUCT), "mm addmm bmm baddbmm addbmm mv addmv dot vdot"),
     (Operator(rules.matrix_product, cuda.grouped_product, inexact=PRODUCT), "_grouped_mm"),
     (
         Operator(rules.grouped_fallback, rules.nothing, inexact=PRODUCT),
@@ -219,24 +214,18 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(reductions.prod, cuda.reduction), "prod nansum"),
     (Operator(reductions.logsumexp, cuda.loss), "logsumexp"),
     (Operator(reductions.count_nonzero, cuda.count_nonzero), "count_nonzero"),
-    (Operator(rules.distance, cuda.difference, inexact=RARE), "dist"),
-    (Operator(rules.distance, inexact=RARE), "allclose"),
-    (Operator(reductions.median, cuda_sorting.median, inexact=RARE), "median nanmedian kthvalue"),
-    (Operator(reductions.renorm, inexact=RARE), "renorm"),
-    (Operator(reductions.histogram, cuda.histogram, inexact=RARE), "histc"),
-    (
-        Operator(reductions.histogram, inexact=RARE),
-        "histogram _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors",
-    ),
-    (Operator(reductions.segments, inexact=RARE), "segment_reduce _segment_reduce_backward"),
+    (Operator(Bound(together=4), cuda.difference, inexact=RARE), "dist"),
+    (Operator(Bound(together=4), inexact=RARE), "allclose"),
+    (Operator(Bound(copies=2, positions=1), cuda_sorting.median, inexact=RARE), "median nanmedian kthvalue"),
+    (Operator(Bound(copies=4), inexact=RARE), "renorm"),
+    (replace(_HISTOGRAM, cuda=cuda.histogram), "histc"),
+    (_HISTOGRAM, "histogram _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors"),
+    (Operator(Bound(strided=1, integers=2), inexact=RARE), "segment_reduce _segment_reduce_backward"),
     (Operator(rules.cast, cuda_sorting.scan), "logcumsumexp cumsum cumprod cummax cummin"),
     (Operator(rules.sort, cuda_sorting.sort), "sort"),
     (Operator(rules.nothing, cuda_sorting.topk), "topk"),
     (Operator(rules.nothing, cuda_sorting.bounded_sort), "mode"),
-    (
-        Operator(Bound(copies=5, positions=5), inexact=REPEATED),
-        "isin _unique _unique2 unique_dim unique_consecutive",
-    ),
+    (Operator(Bound(copies=5, positions=5), inexact=REPEATED), "isin _unique _unique2 unique_dim unique_consecutive"),
     # --- norms, softmax, dropout, losses ---
     (
         Operator(norms.batch_norm, cuda.batch_norm, norms.norm_outputs, inexact=STATISTICS),
@@ -256,12 +245,12 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(norms.group_norm_backward, cuda.group_norm, norms.group_norm_backward_outputs),
         "native_group_norm_backward",
     ),
-    (Operator(norms.rms_norm, rules.contiguous, inexact=STEPS), "_fused_rms_norm"),
+    (Operator(Bound(copies=2, sums=2, rows=4), rules.contiguous, inexact=STEPS), "_fused_rms_norm"),
     (Operator(cuda=cuda.layer_norm_backward), "_fused_rms_norm_backward"),
     (Operator(norms.weight_norm), "_weight_norm_interface _weight_norm_interface_backward"),
     (
         Operator(rules.contiguous, rules.contiguous),
-        "_softmax _log_softmax _log_softmax_backward_data pixel_shuffle pixel_unshuffle",
+        "_softmax _log_softmax _log_softmax_backward_data log_sigmoid_forward pixel_shuffle pixel_unshuffle",
     ),
     (Operator(rules.contiguous, cuda.softmax_backward), "_softmax_backward_data"),
     (Operator(norms.safe_softmax, cuda.safe_softmax), "_safe_softmax"),
@@ -270,31 +259,31 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(norms.nll_loss, rules.contiguous), "nll_loss_forward nll_loss2d_forward"),
     (Operator(norms.nll_loss_backward, rules.contiguous), "nll_loss_backward nll_loss2d_backward"),
     (
-        Operator(norms.loss, cuda.loss, inexact=STEPS),
+        Operator(Bound(copies=3), cuda.loss, inexact=STEPS),
         "mse_loss huber_loss smooth_l1_loss soft_margin_loss binary_cross_entropy",
     ),
-    (Operator(norms.loss, cuda.results_twice, inexact=STEPS), "soft_margin_loss_backward"),
+    (Operator(Bound(copies=3), cuda.results_twice, inexact=STEPS), "soft_margin_loss_backward"),
     (Operator(norms.logits_loss, cuda.logits_loss, inexact=STEPS), "binary_cross_entropy_with_logits"),
     (Operator(norms.cross_entropy_backward, rules.contiguous), "binary_cross_entropy_backward"),
     (
         Operator(norms.chunked_loss, inexact=STEPS),
         "torch_nn:: _linear_cross_entropy_batch_chunked _linear_cross_entropy_batch_chunked_no_reduction",
     ),
-    (Operator(rules.contiguous), "multi_margin_loss multi_margin_loss_backward"),
-    (Operator(norms.ctc, inexact=RARE), "_ctc_loss _ctc_loss_backward"),
+    (Operator(Bound(integers=1), inexact=RARE), "_ctc_loss"),
+    (Operator(Bound(copies=1, integers=1), inexact=RARE), "_ctc_loss_backward"),
     (Operator(norms.point_distances, inexact=RARE), "_cdist_forward _cdist_backward _euclidean_dist"),
     # --- indexing ---
     (Operator(indexing.embedding, indexing.embedding), "embedding"),
     (Operator(rules.contiguous, cuda_indexing.embedding_backward), "embedding_dense_backward"),
     (
-        Operator(norms.embedding_bag, outputs=norms.embedding_bag_outputs, inexact=RARE),
+        Operator(Bound(strided=1, sums=2, integers=3), outputs=norms.embedding_bag_outputs, inexact=RARE),
         "_embedding_bag _embedding_bag_forward_only",
     ),
     (
-        Operator(norms.embedding_bag_backward, inexact=RARE),
+        Operator(Bound(strided=1, operands=1, integers=4), inexact=RARE),
         "_embedding_bag_backward _embedding_bag_dense_backward _embedding_bag_per_sample_weights_backward",
     ),
-    (Operator(norms.embedding_renorm, inexact=RARE), "embedding_renorm"),
+    (Operator(Bound(strided=1), inexact=RARE), "embedding_renorm"),
     (Operator(indexing.gather, cuda_indexing.gather), "gather"),
     (Operator(indexing.scatter, cuda_indexing.scatter), "scatter scatter_add"),
     (Operator(indexing.scatter_reduce, cuda_indexing.scatter), "scatter_reduce"),
@@ -305,23 +294,23 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(indexing.index_add, cuda_indexing.index_add), "index_add"),
     (Operator(rules.nothing, cuda_indexing.index_add), "index_copy"),
     (Operator(rules.nothing, rules.contiguous), "index_fill"),
-    (Operator(indexing.index_reduce, cuda_indexing.index_reduce, inexact=RARE), "index_reduce"),
+    (Operator(Bound(operands=4, sums=1, integers=2), cuda_indexing.index_reduce, inexact=RARE), "index_reduce"),
     (
         Operator(indexing.masked_index, cuda_indexing.masked_index, inexact=MASK),
         "_unsafe_masked_index _unsafe_masked_index_put_accumulate",
     ),
     (Operator(indexing.masked_scatter, cuda_sorting.masked_scatter), "masked_scatter"),
-    (Operator(indexing.masked_scatter_backward, inexact=SELECTED), "masked_scatter_backward"),
-    (Operator(indexing.masked_select, inexact=SELECTED), "masked_select"),
+    (Operator(Bound(copies=2, results=1, positions=2), inexact=SELECTED), "masked_scatter_backward"),
+    (Operator(Bound(together=4), inexact=SELECTED), "masked_select"),
     (Operator(indexing.sparse, inexact=SELECTED), "nonzero_static _to_sparse sparse_mask"),
-    (Operator(indexing.bincount, inexact=RARE), "bincount"),
+    (Operator(Bound(strided=1, positions=2), inexact=RARE), "bincount"),
     (Operator(indexing.search, cuda_indexing.search, inexact=RARE), "bucketize searchsorted"),
     # --- images ---
     (
         Operator(images.pooled, rules.contiguous),
         """
         _adaptive_avg_pool2d _adaptive_avg_pool3d avg_pool2d avg_pool3d max_pool2d_with_indices max_pool3d_with_indices
-        max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
+        channel_shuffle max_unpool2d max_unpool3d reflection_pad1d reflection_pad2d reflection_pad3d replication_pad1d
         replication_pad2d replication_pad3d
         """,
     ),
@@ -356,23 +345,24 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(images.pooling_offsets, images.pooling_offsets, inexact=MASK),
         "prims:: _low_memory_max_pool_with_offsets _low_memory_max_pool_offsets_to_indices",
     ),
+    (Operator(rules.contiguous), "multi_margin_loss multi_margin_loss_backward"),
     (Operator(rules.contiguous), "fractional_max_pool2d fractional_max_pool3d"),
-    (Operator(images.gradient), "fractional_max_pool2d_backward fractional_max_pool3d_backward"),
-    (Operator(images.gradient, rules.nothing), "grid_sampler_2d_backward"),
+    (Operator(rules.contiguous, inexact=RARE), "fractional_max_pool2d_backward fractional_max_pool3d_backward"),
+    (Operator(rules.contiguous, rules.nothing, inexact=RARE), "narrow_copy grid_sampler_2d_backward"),
     (Operator(images.affine_grid, inexact=RARE), "affine_grid_generator"),
     (
-        Operator(images.window, outputs=images.window_outputs, inexact=RARE),
+        Operator(Bound(results=4), outputs=images.window_outputs, inexact=RARE),
         "hann_window hamming_window bartlett_window blackman_window",
     ),
     # --- random numbers ---
-    (Operator(random_numbers.permutation, cuda_sorting.permutation), "randperm"),
-    (Operator(random_numbers.multinomial, cuda_sorting.sample, inexact=RARE), "multinomial"),
-    (Operator(random_numbers.normal, cuda.normal, inexact=RARE), "normal"),
+    (Operator(Bound(), cuda_sorting.permutation, inexact=RARE), "randperm"),
+    (Operator(Bound(copies=1, strided=1, results=1, rows=9), cuda_sorting.sample, inexact=RARE), "multinomial"),
+    (Operator(Bound(strided=1, together=1), cuda.normal, inexact=RARE), "normal"),
     (Operator(rules.nothing, cuda.bernoulli), "bernoulli"),
-    (Operator(random_numbers.randomised_relu, inexact=RARE), "rrelu_with_noise rrelu_with_noise_functional"),
+    (Operator(Bound(strided=2), inexact=RARE), "rrelu_with_noise rrelu_with_noise_functional"),
     # --- linear algebra ---
-    (Operator(Bound(copies=1), inexact=LAPACK), "cholesky_inverse triangular_solve linalg_cholesky_ex cholesky"),
     (Operator(Bound(rows=24), inexact=LAPACK), "_linalg_det _linalg_slogdet _linalg_solve_ex"),
+    (Operator(Bound(copies=1), inexact=LAPACK), "cholesky_inverse triangular_solve linalg_cholesky_ex cholesky"),
     (Operator(Bound(copies=1, rows=9), inexact=LAPACK), "linalg_solve_triangular lu_unpack"),
     (Operator(Bound(copies=2, rows=24), inexact=LAPACK), "cholesky_solve linalg_inv_ex linalg_lu linalg_lu_solve"),
     (Operator(Bound(copies=4, rows=32), inexact=LAPACK), "linalg_pinv"),

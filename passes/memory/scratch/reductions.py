@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import reduces_two_inner_dimensions
-from chunkc.passes.memory.scratch.rules import SCALAR_NBYTES, Call, cast, cast_nbytes
+from chunkc.passes.memory.scratch.rules import Call, cast, cast_nbytes
 
 _SPLIT_NUMEL = 32768
 """From so many elements on, a reduction to one element is shared out among the threads."""
@@ -129,31 +129,6 @@ def logsumexp(call: Call) -> int:
     infinite = result.numel() + 8 + result.itemsize
     summing = nbytes_of(exponentials) + _sum_nbytes(call, exponentials, result.dtype)
     return cast(call) + nbytes_of(result) + max(infinite, summing)
-
-
-def median(call: Call) -> int:
-    """Bound copies to rearrange, with indices and the block for transposing one."""
-    return 2 * nbytes_of(call["self"]) + nbytes_of(call["self"], 8)
-
-
-def histogram(call: Call) -> int:
-    """Bound counts per thread, flat and contiguous copies, edges of several dimensions, a search for a range."""
-    counts = call.outputs[0]
-    numel = (call.num_threads + 2) * counts.numel() + 2 * (sum(counts.shape) + counts.dim())
-    return numel * counts.itemsize + nbytes_of(call["self"]) + contiguous_copy_nbytes(*call.tensors) + SCALAR_NBYTES
-
-
-def segments(call: Call) -> int:
-    """Bound contiguous copies for `segment_reduce`, and lengths summed up, which is checked."""
-    lengths = call["lengths"]
-    checking = 0 if lengths is None else 32 + 9 * lengths.numel()
-    return contiguous_copy_nbytes(*call.tensors) + checking
-
-
-def renorm(call: Call) -> int:
-    """Bound a norm per slice, a factor, and the operand's casts or magnitudes."""
-    source, num_slices = call["self"], call["self"].shape[call["dim"]]
-    return num_slices * (4 + 2 * source.itemsize) + 3 * nbytes_of(source) + SCALAR_NBYTES
 
 
 def count_nonzero(call: Call) -> int:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -235,13 +234,6 @@ def triangle(call: Call) -> int:
         return 0
     usual = source.stride() == torch.empty(source.shape, device="meta").stride()
     return 0 if usual else nbytes_of(source) * (2 if in_place else 1)
-
-
-def distance(call: Call) -> int:
-    """Bound `dist` and `allclose`: differences in a few steps, casts, booleans."""
-    together = math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors)))
-    numel = max(together, *(tensor.numel() for tensor in call.tensors))  # where none is together, one may be there
-    return numel * (3 * max(4, *(tensor.itemsize for tensor in call.tensors)) + 4) + SCALAR_NBYTES
 
 
 def log_gamma(call: Call) -> list[int]:
