@@ -422,7 +422,8 @@ def lookups(dtype: torch.dtype) -> Iterator[Call]:
         for mode, padding in itertools.product((0, 1, 2), (-1, 3)):
             weights = None if mode else torch.rand(len(ids)).to(dtype)
             yield call(aten._embedding_bag.default, table, ids, begin, False, mode, False, weights, False, padding)
-            yield call(aten._embedding_bag_forward_only.default, table, ids, begin, False, mode)
+            for looked_up in (table, table[:, :1].expand(50, 240)):
+                yield call(aten._embedding_bag_forward_only.default, looked_up, ids, begin, False, mode)
             out, owner, sizes, largest = aten._embedding_bag.default(table, ids, begin, False, mode)
             args = (torch.randn_like(out), ids, begin, owner, sizes, largest, 50, False, mode, False, None)
             yield call(aten._embedding_bag_backward.default, *args)
@@ -471,6 +472,9 @@ def losses(dtype: torch.dtype) -> Iterator[Call]:
     yield call(
         aten.binary_cross_entropy_backward.default, torch.ones(()).to(dtype), maps.sigmoid(), maps.sigmoid(), None, 1
     )
+    wide = maps.double().sigmoid()
+    yield call(aten.binary_cross_entropy_backward.default, torch.ones(()).double(), wide, wide, None, 1)
+    yield call(aten.binary_cross_entropy_with_logits.default, wide, maps, None, None, 1)
     yield call(aten.soft_margin_loss_backward.default, torch.ones(()).to(dtype), maps, maps, 1)
     yield call(aten.multi_margin_loss.default, torch.randn(50, 24).to(torch.float32), labels)
     yield call(aten.multi_margin_loss_backward.default, torch.ones(()), torch.randn(50, 24), labels, 1, 1, None, 1)
@@ -782,7 +786,7 @@ def random_numbers(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten._standard_gamma_grad.default, positive + 0.1, positive + 0.1)
             yield call(aten._dirichlet_grad.default, positive + 0.1, positive + 0.1, positive + 0.1)
             yield call(aten.binomial.default, positive.round(), positive.sigmoid())
-    for rows in (torch.rand(8, 300).to(dtype), torch.rand(300).to(dtype)):
+    for rows in (torch.rand(8, 300).to(dtype), torch.rand(300, 8).to(dtype).t(), torch.rand(300).to(dtype)):
         yield from (
             call(aten.multinomial.default, rows, num, replacement) for num, replacement in ((1, False), (3, True))
         )

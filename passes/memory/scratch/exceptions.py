@@ -63,8 +63,8 @@ LAPACK = Inexact(
 RARE = Inexact(
     "always",
     "hardly any model trains with these",
-    "copies of operands and results, made or not: on samples of PyTorch's own at most three times what they take and "
-    "4 KiB more",
+    "copies of operands and results, made or not: on 95 % of PyTorch's own samples at most three times what they take "
+    "and 4 KiB more",
     loose=True,
     measurable=True,
 )

@@ -20,9 +20,9 @@ def embedding(call: Call) -> list[int]:
     return copies(call, call["indices"])
 
 
-def scatter(call: Call) -> int:
-    """Count a float32 copy of a result in low precision, and converted indices."""
-    low = nbytes_of(call["self"], 4) if call["self"].dtype in LOW_PRECISION else 0
+def gather(call: Call) -> int:
+    """Count, of gathers and scatters, a float32 copy of a result in low precision, and converted indices."""
+    low = nbytes_of(call.outputs[0], 4) if call["self"].dtype in LOW_PRECISION else 0
     return low + cast_nbytes(call["index"], torch.int64)
 
 
@@ -30,15 +30,9 @@ def scatter_reduce(call: Call) -> int:
     """Count as for a scatter; a mean also has an array of counts, ones to count with, and a mask of zero counts."""
     source = call["self"]
     if call["reduce"] != "mean":
-        return scatter(call)
+        return gather(call)
     zero = source.numel() + 8 + source.itemsize
-    return nbytes_of(source) + nbytes_of(call["src"]) + max(scatter(call), zero)
-
-
-def gather(call: Call) -> int:
-    """Count a float32 copy of a result in low precision, and converted indices."""
-    low = nbytes_of(call.outputs[0], 4) if call["self"].dtype in LOW_PRECISION else 0
-    return low + cast_nbytes(call["index"], torch.int64)
+    return nbytes_of(source) + nbytes_of(call["src"]) + max(gather(call), zero)
 
 
 def index_select(call: Call) -> int:

@@ -40,10 +40,7 @@ def layer_norm_backward(call: Call) -> int:
 
 def group_norm(call: Call) -> int:
     """Count two sums per image and channel, with channels last."""
-    source = call["input"]
-    if source.is_contiguous():
-        return 0
-    return 2 * source.shape[0] * source.shape[1] * max(source.itemsize, 4)
+    return 0 if call["input"].is_contiguous() else group_norm_backward(call)
 
 
 def group_norm_backward(call: Call) -> int:

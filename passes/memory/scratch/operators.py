@@ -285,7 +285,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     ),
     (Operator(Bound(strided=1), inexact=RARE), "embedding_renorm"),
     (Operator(indexing.gather, cuda_indexing.gather), "gather"),
-    (Operator(indexing.scatter, cuda_indexing.scatter), "scatter scatter_add"),
+    (Operator(indexing.gather, cuda_indexing.scatter), "scatter scatter_add"),
     (Operator(indexing.scatter_reduce, cuda_indexing.scatter), "scatter_reduce"),
     (Operator(indexing.index, cuda_indexing.index), "index _unsafe_index"),
     (Operator(indexing.index, cuda_indexing.index_put), "index_put _unsafe_index_put"),

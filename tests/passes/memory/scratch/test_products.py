@@ -125,9 +125,6 @@ def test_attention(shape: tuple[int, ...], heads_last: bool, dtype: torch.dtype)
         check(backward, grad, q, k, v, out, lse, 0.0, causal, attn_mask=mask, exact=exact, threads=(1,))
 
 
-# ---------------------------------------------------------------- a product's loss by chunks
-
-pytestmark = pytest.mark.usefixtures("metered")
 SHAPES = ((1, 64, 33, 1), (17, 1, 1000, 1), (17, 100, 33, 2), (64, 16, 7, 16), (5, 3, 130, 5))
 """Rows, their width, classes, rows of a chunk."""
 
