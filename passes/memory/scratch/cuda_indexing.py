@@ -7,71 +7,46 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.torch_version import TorchVersion
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.memory.scratch import indexing
 from chunkc.passes.memory.scratch.copies import nbytes_of
-from chunkc.passes.memory.scratch.cuda_reduction import MULTIPROCESSORS
 from chunkc.passes.memory.scratch.cuda_rules import is_dense, largest, whole_reduction
-from chunkc.passes.memory.scratch.cuda_sorting import radix_sort_nbytes, unique_nbytes
+from chunkc.passes.memory.scratch.cuda_sorting import sort_nbytes
 from chunkc.passes.memory.scratch.rules import Call, cast_nbytes, contiguous
 
 _FEW_INDICES = 3072
 _ROWS_PER_PART = 10
-_BLOCKS_PER_MULTIPROCESSOR = 4
-_FEWEST_MULTIPROCESSORS = 6
-_WARP, _MAX_THREADS = 32, 1024
+_FEW, _MAX_THREADS = 96, 1024
+_UNIQUE_NBYTES = 2048
+"""The most that CUB takes to find equal ones among as few as it sorts without a workspace."""
 _MIB = 1 << 20
 
 
 def embedding_backward(call: Call) -> list[int]:
-    """Bound the largest of three phases: indices sorted; equal indices found; their gradients summed.
+    """Bound the larger of two phases: indices sorted, and equal ones found; their gradients summed.
 
     Up to 3,072 indices are not sorted, unless gradients are scaled by frequency. More are sorted together with their
-    positions: before PyTorch 2.13 by all bits, then by those that `num_weights` needs. A run of equal indices is a
-    segment: its start is kept, its count if that scales, then its number of parts and where they begin, and sums per
-    part (see `_sums_of_parts`). Sources: `Embedding.cu`, `EmbeddingBackwardKernel.cu`.
+    positions. A run of equal indices is a segment: its start is kept, its count if that scales, then its number of
+    parts and where they begin, and for each part where it begins, its segment and its sum. If few segments would leave
+    the device idle, parts are added to the result itself, or in low precision to an fp32 copy of it. Sources:
+    `Embedding.cu`, `EmbeddingBackwardKernel.cu`.
     """
     indices, grad, num_weights = call["indices"], call["grad_output"], call["num_weights"]
     num, size = indices.numel(), indices.itemsize
     copies = [nbytes_of(tensor) for tensor in (grad, indices) if not tensor.is_contiguous()]
-    counts = call.arguments.get("scale_grad_by_freq")
+    counts = [size * num] if call.arguments.get("scale_grad_by_freq") else []
     if num <= _FEW_INDICES and not counts:
         return copies
-    held = [size * num, size * num, *copies]
-    begins = [size * num, 8, *([size * num] if counts else [])]
-    num_bits = _num_bits(num_weights) if TorchVersion(torch.__version__) >= "2.13" else 8 * size
-    sorting = radix_sort_nbytes(num, size, size, num_bits, call.capability)
-    num_segments = min(num, num_weights)
-    segments = [size * num_segments, size * num_segments, 8]
-    return largest(
-        [*held, size * num, sorting, -rounded_nbytes(sum(map(nbytes_of, call.outputs)))],
-        [*held, *begins, size * num, unique_nbytes(num, size, call.capability)],
-        [*held, *begins, *segments, *_sums_of_parts(call, num // _ROWS_PER_PART + num_segments, num_segments)],
-    )
-
-
-def _sums_of_parts(call: Call, num_parts: int, num_segments: int) -> list[int]:
-    """Count the start of each part, and its sum or its segment.
-
-    If few segments would leave the device idle, parts are added to the result itself, or in low precision to an fp32
-    copy of it; each part then has its segment in place of a sum. If the choice depends on the number of
-    multiprocessors, the larger counts.
-    """
-    grad, size = call["grad_output"], call["indices"].itemsize
     width = grad.shape[-1] if grad.dim() else 1
-    begins = size * num_parts
-    sums = [begins, max(4, grad.itemsize) * num_parts * width]
-    threads = -(-width // _WARP) * _WARP
-    num_blocks = -(-num_segments * threads // min(threads, _MAX_THREADS))
-    most, least = (_BLOCKS_PER_MULTIPROCESSOR * num for num in (MULTIPROCESSORS, _FEWEST_MULTIPROCESSORS))
-    if num_parts <= 4 * num_blocks or num_blocks >= most or torch.are_deterministic_algorithms_enabled():
-        return sums
-    wide = [4 * call["num_weights"] * width] if grad.itemsize < 4 else []
-    added = [begins, size * num_parts, *wide]
-    return added if num_blocks < least else largest(sums, added)
+    num_segments = min(num, num_weights)
+    num_parts = num // _ROWS_PER_PART + num_segments
+    num_blocks = num_segments * -(-width // _MAX_THREADS)
+    is_added = 4 * num_blocks < min(_FEW, num_parts) and not torch.are_deterministic_algorithms_enabled()
+    sums = max(4, grad.itemsize) * width * (num_segments if is_added else num_parts)
+    sorting = [size * num, _UNIQUE_NBYTES, sort_nbytes(num, size, size)]
+    summing = [*(2 * [size * num_segments]), 8, *(2 * [size * num_parts]), sums]
+    return [*copies, *counts, *(3 * [size * num]), 8, *largest(sorting, summing)]
 
 
 def index(call: Call) -> list[int]:
@@ -115,7 +90,7 @@ def scatter(call: Call) -> list[int]:
     if not torch.are_deterministic_algorithms_enabled():
         return found
     num, result = call["index"].numel(), call.outputs[0]
-    sorting = radix_sort_nbytes(num, 8, 8, 64, call.capability)
+    sorting = sort_nbytes(num, 8, 8)
     return [*found, *([8 * num] * (2 * result.dim() + 5)), result.itemsize * num, sorting]
 
 
@@ -171,49 +146,26 @@ def index_add(call: Call) -> list[int]:
 
 
 def _added(call: Call, given: Sequence[Tensor | None], values: Tensor) -> list[int]:
-    """Count a sort of flat int64 indices with their positions, and copies of the result and of values.
+    """Bound a sort of flat int64 indices with their positions, and copies of indices, of the result and of values.
 
-    The result is made contiguous, and copied again with indexed dimensions first if these are not adjacent. Before the
-    sort, the larger of: int64 copies of indices, and for one index at a time its minimum and maximum, or its wrapped
-    values and these times a stride. With masks this is a bound, since a mask may select all its elements. Source:
-    `Indexing.cu`, `index_put_with_sort_kernel`.
+    The result is made contiguous, and copied again with indexed dimensions first if these are not adjacent. A mask may
+    select all its elements. Source: `Indexing.cu`, `index_put_with_sort_kernel`.
     """
     result, positions = call.outputs[0], [tensor for tensor in given if tensor is not None]
     num = _num_indexed(positions)
     if num == 0 or result.numel() == 0:
         return []
     if any(map(_is_mask, positions)):
-        numbers = [8 * num] * (2 * result.dim() + 4)
-        copies = [*(2 * [nbytes_of(result)]), max(nbytes_of(result), nbytes_of(values))]
-        return [*numbers, _MIB + num // 8, radix_sort_nbytes(num, 8, 8, 64, call.capability), *copies]
+        copies = [*([8 * num] * 2 * result.dim()), *(2 * [nbytes_of(result)]), max(map(nbytes_of, (result, values)))]
+        return [*copies, *(4 * [8 * num]), _MIB + num // 8, sort_nbytes(num, 8, 8)]
     indexed = [dim for dim, tensor in enumerate(given) if tensor is not None]
-    together = len(indexed) == indexed[-1] - indexed[0] + 1
-    rest = prod(size for dim, size in enumerate(result.shape) if dim not in indexed)
-    slice_numel = rest // prod(result.shape[: indexed[0]]) if together else rest
-    in_front = [*indexed, *(dim for dim in range(result.dim()) if dim not in indexed)]
-    kept = [dim for dim in in_front if result.shape[dim] != 1]
-    moved = not together and kept != sorted(kept)
-    in_rows = [] if result.is_contiguous() else [nbytes_of(result)]
-    copies = [*in_rows, *([nbytes_of(result)] if moved else [])]
-    if not (values.is_contiguous() and values.numel() == num * rest):
-        copies.append(num * rest * values.itemsize)
-    sorting = radix_sort_nbytes(num, 8, 8, _num_bits((result.numel() - 1) // slice_numel), call.capability)
-    before_it = [8 * tensor.numel() for tensor in positions if tensor.dtype != torch.int64] + in_rows
-    before_it += [8 * num] if len(positions) > 1 else []
-    in_order = all(tensor.numel() == num and tensor.is_contiguous() for tensor in positions)
-    return largest(
-        [*before_it, 8, 8, 1 if in_order else 8 * num],
-        [*before_it, 8 * num, 8 * num],
-        [*([8 * num] * 4), sorting, *copies],
-    )
-
-
-def _num_bits(largest_key: int) -> int:
-    """Count the bits of keys, rounded up to passes of 8 bits: `cuda/cub.h`, `get_num_bits`."""
-    num_bits = 8
-    while largest_key >= 1 << num_bits:
-        num_bits += 8
-    return num_bits
+    before = [size for dim, size in enumerate(result.shape[: indexed[-1]]) if dim not in indexed]
+    moved = len(indexed) <= indexed[-1] - indexed[0] and prod(before) > 1
+    written = num * prod(size for dim, size in enumerate(result.shape) if dim not in indexed)
+    copies = [8 * tensor.numel() for tensor in positions if tensor.dtype != torch.int64]
+    copies += [nbytes_of(result)] * ((not result.is_contiguous()) + moved)
+    copies += [] if values.is_contiguous() and values.numel() == written else [written * values.itemsize]
+    return [*copies, *(4 * [8 * num]), sort_nbytes(num, 8, 8)]
 
 
 def _indices(call: Call) -> list[Tensor]:

@@ -1,9 +1,7 @@
 """Bound the scratch of operators that sort or add up along a row on CUDA devices; see `cuda_rules`.
 
-ATen calls CUB, which takes one workspace: parts, each a multiple of 256 bytes, and 255 bytes more. A block of threads
-takes a tile of elements. How large a tile is, CUB has tuned for each generation and size of element; here it is the
-smallest that any has, which needs the most room, but for the tiles of int64 keys with int64 positions, which index
-gradients: these are known. Sizes were measured on the GPU made of RAM with PyTorch 2.13 for CUDA 13.
+ATen calls CUB, which takes one workspace. How it divides that depends on the dtype and on the device's generation; the
+bounds here hold for all. They were compared with what the GPU made of RAM was asked for, by PyTorch 2.13 for CUDA 13.
 """
 
 from __future__ import annotations
@@ -11,70 +9,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.memory.scratch.copies import nbytes_of
 from chunkc.passes.memory.scratch.cuda_reduction import MULTIPROCESSORS, reduction_nbytes
-from chunkc.passes.memory.scratch.cuda_rules import is_dense, largest
+from chunkc.passes.memory.scratch.cuda_rules import is_dense
 from chunkc.passes.memory.scratch.rules import Call, bound_call, cast_nbytes, contiguous
 
 _MIB = 1 << 20
-_PART_NBYTES = 256
-_TILES_OF_INT64 = {7: 2816, 8: 3840, 9: 4608}
-"""Elements of a tile by compute capability's major number: `tuning/tuning_radix_sort.cuh`."""
-_SMALLEST_TILE = 2816
-_UNIQUE_TILES_OF_INT64: dict[Capability | None, int] = {(8, 0): 1344, (9, 0): 4928}
-_SMALLEST_UNIQUE_TILE = 320  # `tuning/tuning_unique_by_key.cuh`
 _THREADS, _THREAD_NBYTES = 256, 19 * 4
 """Of the one block that sorts as few elements as its threads can hold."""
-_PADDING_TILES = 32
-_HOPPER = 9
-_COUNTS_NBYTES = 8 * (5 * 8 * MULTIPROCESSORS * 128 + 5632)
-"""The most that blocks pass on where keys of 1 or 2 bytes are not sorted on Hopper: 5 counts a digit and block."""
-
 _CHECKS_NBYTES = 16 << 10
 """More than the sums of checked weights take."""
 _SMALL = 4096
 _FULL = 1_000_000
 _SEGMENTS = 128
-_MOST = (1 << 31) - 1
-_AT_ONCE = (1 << 28) - (1 << 14)
-_SCANNED_AT_ONCE = 1 << 30
 _SEVERAL_BLOCKS = ((20, 20_000), (40, 10_000), (80, 8000), (199, 5000), (799, 3000), (4000, 800))
 
 
-def _workspace(*parts: int) -> int:
-    return sum(-(-part // _PART_NBYTES) * _PART_NBYTES for part in parts) + _PART_NBYTES - 1
+def sort_nbytes(num: int, key: int, value: int) -> int:
+    """Bound CUB's workspace to sort `num` keys with values, of `key` and `value` bytes each.
 
-
-def radix_sort_nbytes(num: int, key: int, value: int, num_bits: int, capability: Capability | None) -> int:
-    """Bound CUB's workspace to sort `num` keys with values, by the lowest `num_bits` of the keys.
-
-    Keys and values have `key` and `value` bytes each. They are copied if they are sorted by more than 8 bits. There are
-    256 counts of 8 bytes for every 8 bits, and 256 of 4 bytes a tile. Exact for 8 bytes each where the capability is
-    known.
+    It holds a copy of both, and counts of digits: one for each of at least 2,816 elements, or of keys under 4 bytes one
+    for each block of threads that a device has room for.
     """
     if num <= _THREADS * (_THREAD_NBYTES // max(key, value)):
         return 1
-    major = 0 if capability is None else capability[0]
-    is_old = key < 4 and major != _HOPPER
-    tile = _TILES_OF_INT64.get(major, _SMALLEST_TILE) if key == value == 8 else _SMALLEST_TILE
-    num_passes = -(-num_bits // 8) * (1 + num // _AT_ONCE)
-    copies = [key * num, value * num] if num_bits > 8 or is_old else []
-    counts = [_COUNTS_NBYTES] if is_old else [num_passes * 256 * 8, -(-num // tile) * 256 * 4, 4 * num_passes]
-    return _workspace(*counts, *copies)
+    return (key + value) * num + num // 2 + (7 * _MIB if key < 4 else 32 << 10)
 
 
-def unique_nbytes(num: int, key: int, capability: Capability | None) -> int:
-    """Bound CUB's workspace to find the unique ones of `num` sorted keys: 16 bytes a tile."""
-    tile = _UNIQUE_TILES_OF_INT64.get(capability, _SMALLEST_UNIQUE_TILE) if key == 8 else _SMALLEST_UNIQUE_TILE
-    return _workspace(_workspace(16 * (-(-num // tile) + _PADDING_TILES)))
-
-
-def scan_nbytes(num: int, itemsize: int, *, halves: bool = False) -> int:
-    """Count CUB's workspace to add up `num` numbers of `itemsize` bytes; `halves`: they are 16-bit floats."""
-    num_states = -(-num // (128 * max(1, min(15 * 4 // itemsize, 30)))) + _PADDING_TILES
-    states = [4 * num_states, *(2 * [itemsize * num_states])] if halves else [2 * itemsize * num_states]
-    return _workspace(_workspace(*states))
+def scan_nbytes(num: int, itemsize: int) -> int:
+    """Bound CUB's workspace to add up `num` numbers of `itemsize` bytes each: two sums a block of threads."""
+    return num * max(4, itemsize) ** 2 // 2048 + 4096
 
 
 def sort(call: Call) -> list[int]:
@@ -84,38 +48,29 @@ def sort(call: Call) -> list[int]:
     row, or each of a million elements or more, is sorted as a whole. Fewer than 128 rows are sorted together, with the
     row and position of each element; more rows in CUB's segmented sort. Sources: `Sort.cpp`, `SortStable.cu`.
     """
-    source, values = call["self"], call.outputs[0]
+    source = call["self"]
     if source.dim() == 0:
         return []
-    dim, key = call.arguments.get("dim", -1), source.itemsize
+    dim, key, num = call.arguments.get("dim", -1), source.itemsize, source.numel()
     length = source.shape[dim]
     if length <= _SMALL:
         return [8 * length]
-    num = source.numel() if source.numel() <= _MOST else _MOST // length * length
-    copies = []
-    if not (is_dense(source) and source.stride(dim) == 1):
-        copies = [nbytes_of(source)]
-        if values.stride(dim) != 1 or any(size == 1 for size in source.shape):  # then strides may not be alike
-            copies += [nbytes_of(source), 8 * source.numel()]
-    num_rows = num // length
-    if num_rows == 1 or length >= _FULL:
-        return [*copies, 8 * length, radix_sort_nbytes(length, key, 8, 8 * key, call.capability)]
-    if num_rows < _SEGMENTS:
-        return [*copies, 8 * num, 8 * num, key * num, radix_sort_nbytes(num, key, 8, 8 * key, call.capability)]
-    return [*copies, 8 * num, _workspace(key * num, 8 * num)]
+    copies = [] if is_dense(source) and source.stride(dim) == 1 else [key * num, key * num, 8 * num]
+    if num == length or length >= _FULL:
+        return [*copies, 8 * length, sort_nbytes(length, key, 8)]
+    if num < _SEGMENTS * length:
+        return [*copies, 8 * num, 8 * num, key * num, sort_nbytes(num, key, 8)]
+    return [*copies, 8 * num, (key + 8) * num + 1024]
 
 
 def bounded_sort(call: Call) -> list[int]:
-    """Bound a sort: four copies of values and int64 indices, CUB's among them, and its counts for keys under 4 bytes.
-
-    Source: `TensorModeKernel.cu`.
-    """
+    """Bound a sort: five copies of values and int64 indices, CUB's among them: `TensorModeKernel.cu`."""
     return _sorted(max(call.tensors, key=lambda tensor: tensor.numel()))
 
 
 def _sorted(source: Tensor) -> list[int]:
-    numel, itemsize = source.numel(), source.itemsize
-    return [*(4 * [numel * (itemsize + 8)]), _MIB + numel // 8, _COUNTS_NBYTES if itemsize < 4 else 0]
+    num, key = source.numel(), source.itemsize
+    return [*(5 * [(key + 8) * num]), num // 2, (8 if key < 4 else 1) * _MIB]
 
 
 def median(call: Call) -> list[int]:
@@ -126,10 +81,9 @@ def median(call: Call) -> list[int]:
     source = call.tensors[0]
     if call.arguments.get("dim") is not None or call.name.startswith("kthvalue") or not source.dim():
         return contiguous(call)
-    numel = source.numel()
-    row = source.new_empty(numel, device="meta")
-    sorting = sort(bound_call(torch.ops.aten.sort.default, (row,), {}, row, capability=call.capability))
-    return [*contiguous(call), nbytes_of(source), 8 * numel, *largest(sorting, [numel, 8 * numel, 8])]
+    row = source.new_empty(source.numel(), device="meta")
+    sorting = sort(bound_call(torch.ops.aten.sort.default, (row,), {}, row))
+    return [*contiguous(call), nbytes_of(row), 8 * row.numel(), *sorting, row.numel(), 8]
 
 
 def topk(call: Call) -> list[int]:
@@ -176,11 +130,11 @@ def sample(call: Call) -> list[int]:
 def permutation(call: Call) -> list[int]:
     """Bound numbers in order and random keys of 8 bytes (they may have 4), sorted: `Randperm.cu`."""
     num = max(tensor.numel() for tensor in call.outputs)
-    return [*(3 * [8 * num]), radix_sort_nbytes(num, 8, 8, 64, call.capability)]
+    return [*(3 * [8 * num]), sort_nbytes(num, 8, 8)]
 
 
 def scan(call: Call) -> list[int]:
-    """Count a cast to the dtype of the result, a contiguous copy, and for a single row CUB's scratch.
+    """Count a cast to the dtype of the result, a contiguous copy, and for a single row CUB's workspace.
 
     Sources: `ATen/native/ReduceOps.cpp`, `ScanUtils.cuh`.
     """
@@ -190,15 +144,11 @@ def scan(call: Call) -> list[int]:
     found = [converted, *([] if in_rows else [source.numel() * dtype.itemsize])]
     if call.name in ("cummax", "cummin") or (source.dim() and source.numel() != source.shape[dim]):
         return found
-    num, halves = source.numel(), dtype.is_floating_point and dtype.itemsize == 2
-    if dtype.is_complex or (dtype.itemsize < 4 and not halves):
-        return [*found, _MIB + num // 8]
-    part = [scan_nbytes(min(num, _SCANNED_AT_ONCE), dtype.itemsize, halves=halves)]
-    return [*found, *part, *([] if num <= _SCANNED_AT_ONCE else [512])]
+    return [*found, scan_nbytes(source.numel(), dtype.itemsize)]
 
 
 def masked_scatter(call: Call) -> list[int]:
-    """Count an int64 prefix sum of the mask, CUB's scratch, and contiguous copies of mask and source.
+    """Count an int64 prefix sum of the mask, CUB's workspace, and contiguous copies of mask and source.
 
     Source: `IndexKernel.cpp`, `masked_scatter_cuda`.
     """
