@@ -17,7 +17,6 @@ from torch.compiler import config as compiler_config
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.estimates import unread_wrapper
 from chunkc.ir.program import SegmentMemory
-from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.graphs.collectives import WAIT, Rendezvous, is_collective
 from chunkc.passes.graphs.graphs import is_compute, op_name, output_node, placeholders, returned
 from chunkc.passes.graphs.origins import origins
@@ -95,9 +94,7 @@ class CompiledSegment:
     wrapper: WrapperSource | None = None
 
 
-def compile_segment(
-    segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED, capability: Capability | None = None
-) -> CompiledSegment:
+def compile_segment(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
     """Compile by Inductor, or for `codegen="eager"` into a plain walk over the graph.
 
     Raises:
@@ -105,7 +102,7 @@ def compile_segment(
             compiler.
     """
     if _runs_node_by_node(segment, codegen):
-        return CompiledSegment(EagerSegment(segment.module), _eager_memory_of(segment, num_threads, shapes, capability))
+        return CompiledSegment(EagerSegment(segment.module), _eager_memory_of(segment, num_threads, shapes))
     _require_compiler()
     prepare_compiler().join()
     inputs = segment.example_inputs
@@ -113,7 +110,7 @@ def compile_segment(
         compiled = compile_fx_inner(segment.module, inputs)
     wrapper = WrapperSource(source_of(compiled), {})
     run = CheckedOnce(compiled) if any(is_custom(node) for node in segment.module.graph.nodes) else compiled
-    return CompiledSegment(run, _memory_of(segment, wrapper, num_threads, shapes, capability), wrapper)
+    return CompiledSegment(run, _memory_of(segment, wrapper, num_threads, shapes), wrapper)
 
 
 @contextmanager
@@ -132,18 +129,12 @@ def compiled_together(show: Show) -> Iterator[Callable[..., CompiledSegment]]:
     unfinished: list[tuple[Segment, UnfinishedModule]] = []
     is_over = threading.Event()
 
-    def compile_one(
-        segment: Segment,
-        codegen: str,
-        num_threads: int,
-        shapes: Shapes = AS_TRACED,
-        capability: Capability | None = None,
-    ) -> CompiledSegment:
+    def compile_one(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
         if not _has_cpp_kernels(segment, codegen):
-            return compile_segment(segment, codegen, num_threads, shapes, capability)
+            return compile_segment(segment, codegen, num_threads, shapes)
         with without_waiting(is_over) as modules:
             try:
-                return compile_segment(segment, codegen, num_threads, shapes, capability)
+                return compile_segment(segment, codegen, num_threads, shapes)
             finally:
                 unfinished.extend((segment, module) for module in modules)
 
@@ -186,7 +177,6 @@ def describe_segment(
     num_threads: int,
     shapes: Shapes = AS_TRACED,
     wrapper: WrapperSource | None = None,
-    capability: Capability | None = None,
 ) -> SegmentMemory:
     """Return the memory of `compile_segment`'s result, without compiling.
 
@@ -198,10 +188,10 @@ def describe_segment(
             use, and there is no C++ compiler to ask; or a size in the segment depends on data.
     """
     if _runs_node_by_node(segment, codegen):
-        return _eager_memory_of(segment, num_threads, shapes, capability)
+        return _eager_memory_of(segment, num_threads, shapes)
     wrapper = wrapper or generated_wrapper(segment, codegen)
     assert wrapper is not None
-    return _memory_of(segment, wrapper, num_threads, shapes, capability)
+    return _memory_of(segment, wrapper, num_threads, shapes)
 
 
 @contextmanager
@@ -248,23 +238,19 @@ def _runs_node_by_node(segment: Segment, codegen: str) -> bool:
     return codegen == "eager" or segment.run_by_aten or not any(is_compute(node) for node in nodes)
 
 
-def _eager_memory_of(
-    segment: Segment, num_threads: int, shapes: Shapes, capability: Capability | None
-) -> SegmentMemory:
+def _eager_memory_of(segment: Segment, num_threads: int, shapes: Shapes) -> SegmentMemory:
     graph = segment.module.graph
-    return kept_bytes(graph, "", num_threads, shapes, partial(eager_memory, graph, num_threads, shapes, capability))
+    return kept_bytes(graph, "", num_threads, shapes, partial(eager_memory, graph, num_threads, shapes))
 
 
-def _memory_of(
-    segment: Segment, wrapper: WrapperSource, num_threads: int, shapes: Shapes, capability: Capability | None
-) -> SegmentMemory:
+def _memory_of(segment: Segment, wrapper: WrapperSource, num_threads: int, shapes: Shapes) -> SegmentMemory:
     graph, inputs = segment.module.graph, segment.example_inputs
     code = f"{wrapper.source}\n{sorted(wrapper.made_by.items())}"
-    read_off = partial(inductor_memory, wrapper.source, inputs, num_threads, shapes, wrapper.made_by, capability)
+    read_off = partial(inductor_memory, wrapper.source, inputs, num_threads, shapes, wrapper.made_by)
     try:
         memory = kept_bytes(graph, code, num_threads, shapes, read_off)
     except UnreadableWrapper as error:
-        memory = bounded_memory(graph, num_threads, unread_wrapper(str(error)), shapes, capability)
+        memory = bounded_memory(graph, num_threads, unread_wrapper(str(error)), shapes)
     assert len(memory.outputs) == sum(node is not None for node in returned(graph))
     return memory
 

@@ -221,9 +221,9 @@ class Builder:
 
     def _segments(self, structure: Structure, estimated: bool, shapes: Shapes) -> dict[str, CompiledSegment]:
         segments = structure.table.segments.values()
-        threads, capability = torch.get_num_threads(), self.hardware.capability
+        threads = torch.get_num_threads()
         if estimated:
-            memories = {s.name: describe_segment(s, "eager", threads, shapes, capability=capability) for s in segments}
+            memories = {s.name: describe_segment(s, "eager", threads, shapes) for s in segments}
             return {name: CompiledSegment(_not_compiled, memory) for name, memory in memories.items()}
         at_home = {piece.segment.name for piece in (*structure.forward, *structure.backward) if piece.reads_home}
         codegens = {s.name: "eager" if s.name in at_home else self.codegen for s in segments}
@@ -233,7 +233,7 @@ class Builder:
                 self.show("compiling segments", done, len(segments))
                 known = structure.compiled.get(s.name)
                 if known is None and self.compiled:
-                    found[s.name] = compile_segment(s, codegens[s.name], threads, shapes, capability)
+                    found[s.name] = compile_segment(s, codegens[s.name], threads, shapes)
                 else:
                     found[s.name] = self._described_again(known, s, codegens[s.name], shapes)
         structure.compiled.update(found)
@@ -243,8 +243,8 @@ class Builder:
         self, known: CompiledSegment | None, segment: Segment, codegen: str, shapes: Shapes
     ) -> CompiledSegment:
         wrapper = generated_wrapper(segment, codegen) if known is None else known.wrapper
-        threads, capability = torch.get_num_threads(), self.hardware.capability
-        memory = describe_segment(segment, codegen, threads, shapes, wrapper, capability)
+        threads = torch.get_num_threads()
+        memory = describe_segment(segment, codegen, threads, shapes, wrapper)
         return CompiledSegment(_not_compiled if known is None else known.run, memory, wrapper)
 
 

@@ -16,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.program import Estimate, MemoryStep, SegmentMemory
-from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.graphs.graphs import is_compute, module_path, op_name, output_node, placeholders, returned, value_of
 from chunkc.passes.graphs.shapes import AS_TRACED, Shapes, is_number
 from chunkc.passes.memory.scratch.cpu import is_known, is_measured, scratch_nbytes, takes_nothing
@@ -27,9 +26,7 @@ RNG_STATE_NBYTES = 5056
 """Bytes of the CPU generator's state."""
 
 
-def eager_memory(
-    graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED, capability: Capability | None = None
-) -> SegmentMemory:
+def eager_memory(graph: fx.Graph, num_threads: int, shapes: Shapes = AS_TRACED) -> SegmentMemory:
     """Predict the memory of a segment that runs node by node, every value dropped right after its last reader.
 
     Bytes are what `shapes` makes of sizes: with `SymbolicShapes`, expressions.
@@ -53,7 +50,7 @@ def eager_memory(
     steps = []
     for index, node in enumerate(operations):
         live.update(storage for storage in storages.of[node] if storage not in outside)
-        scratch = _scratch(node, num_threads, shapes, capability)
+        scratch = _scratch(node, num_threads, shapes)
         nbytes = torch.sym_sum([*(storages.nbytes[storage] for storage in live), scratch.nbytes])
         step = MemoryStep(op_name(node), module_path(node), nbytes, label[node], scratch.estimate)
         steps.append(step.with_sizes(shapes.known))
@@ -66,9 +63,7 @@ def eager_memory(
     return SegmentMemory(tuple(steps) or (MemoryStep("sizes", "", 0),), released, outputs, nbytes_of)
 
 
-def bounded_memory(
-    graph: fx.Graph, num_threads: int, unread: str, shapes: Shapes = AS_TRACED, capability: Capability | None = None
-) -> SegmentMemory:
+def bounded_memory(graph: fx.Graph, num_threads: int, unread: str, shapes: Shapes = AS_TRACED) -> SegmentMemory:
     """Bound the memory of a segment with compiled code that cannot be read.
 
     All values that the graph makes count at once, and inputs until the end. In whatever order the code computes, and
@@ -80,14 +75,14 @@ def bounded_memory(
     Raises:
         UnsupportedError: a higher-order operator's memory is not known.
     """
-    memory = eager_memory(graph, num_threads, shapes, capability)
+    memory = eager_memory(graph, num_threads, shapes)
     storages = graph_storages(graph, shapes)
     inputs = [storages.of[node][0] for node in placeholders(graph) if storages.of[node]]
     outside = {*inputs, *storages.constants}
     made = torch.sym_sum([nbytes for storage, nbytes in enumerate(storages.nbytes) if storage not in outside])
     steps = []
     for step, node in zip(memory.steps, _operations(graph)[0]):
-        nbytes = shapes.known(torch.sym_sum([made, _scratch(node, num_threads, shapes, capability).nbytes]))
+        nbytes = shapes.known(torch.sym_sum([made, _scratch(node, num_threads, shapes).nbytes]))
         steps.append(replace(step, nbytes=nbytes, estimate=Estimate(unread, nbytes)))
     released = (len(steps),) * len(memory.input_released)
     return replace(memory, steps=tuple(steps) or memory.steps, input_released=released)
@@ -123,7 +118,7 @@ class Scratch:
 NO_SCRATCH = Scratch(0)
 
 
-def _scratch(node: fx.Node, num_threads: int, shapes: Shapes, capability: Capability | None) -> Scratch:
+def _scratch(node: fx.Node, num_threads: int, shapes: Shapes) -> Scratch:
     """Scratch of a node.
 
     Raises:
@@ -135,9 +130,7 @@ def _scratch(node: fx.Node, num_threads: int, shapes: Shapes, capability: Capabi
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     if not (isinstance(node.target, torch._ops.OpOverload) and takes_nothing(node.target)) or on_cuda:
         args, kwargs, value = shapes.of((args, dict(kwargs), value))
-    return call_scratch(
-        node.target, args, dict(kwargs), value, num_threads, module, on_cuda=on_cuda, capability=capability
-    )
+    return call_scratch(node.target, args, dict(kwargs), value, num_threads, module, on_cuda=on_cuda)
 
 
 def call_scratch(
@@ -149,7 +142,6 @@ def call_scratch(
     module: str = "",
     *,
     on_cuda: bool = False,
-    capability: Capability | None = None,
 ) -> Scratch:
     """Scratch of a call; of a higher-order operator's, that of the operator that it runs.
 
@@ -162,7 +154,7 @@ def call_scratch(
     if isinstance(target, torch._ops.OpOverload):
         if on_cuda:
             known = is_known_on_cuda(target)
-            nbytes = cuda_scratch_nbytes(target, args, kwargs, value, num_threads, capability)
+            nbytes = cuda_scratch_nbytes(target, args, kwargs, value, num_threads)
         else:
             known = is_known(target) or is_measured(target, args, kwargs, num_threads)
             nbytes = scratch_nbytes(target, args, kwargs, value, num_threads)
@@ -173,19 +165,13 @@ def call_scratch(
     name = target.name()
     if name == "run_and_save_rng_state":
         inner = value[1] if isinstance(value, tuple) and len(value) > 1 else value
-        return call_scratch(
-            args[0], args[1:], kwargs, inner, num_threads, module, on_cuda=on_cuda, capability=capability
-        )
+        return call_scratch(args[0], args[1:], kwargs, inner, num_threads, module, on_cuda=on_cuda)
     if name == "run_with_rng_state":
-        found = call_scratch(
-            args[1], args[2:], kwargs, value, num_threads, module, on_cuda=on_cuda, capability=capability
-        )
+        found = call_scratch(args[1], args[2:], kwargs, value, num_threads, module, on_cuda=on_cuda)
         return replace(found, nbytes=max(found.nbytes, 0) + RNG_STATE_NBYTES)
     if name == "auto_functionalized_v2":
         operands, changes, inner = _of_changing_operator(args[0], kwargs, value)
-        return call_scratch(
-            args[0], operands, changes, inner, num_threads, module, on_cuda=on_cuda, capability=capability
-        )
+        return call_scratch(args[0], operands, changes, inner, num_threads, module, on_cuda=on_cuda)
     where = f" in {module}" if module else ""
     raise UnsupportedError(
         f"chunkc does not know how much memory the higher-order operator {name}{where} takes; write that part of the "

@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from chunkc.ir.errors import ChunkcError, UnsupportedError
 from chunkc.ir.program import MemoryStep, SegmentMemory
-from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.graphs.graphs import CLONES_OF_WHOLE_STORAGES, storage_key
 from chunkc.passes.graphs.shapes import AS_TRACED, Shapes
@@ -43,7 +42,6 @@ def inductor_memory(
     num_threads: int,
     shapes: Shapes = AS_TRACED,
     made_by: Mapping[str, int] = MappingProxyType({}),
-    capability: Capability | None = None,
 ) -> SegmentMemory:
     """Memory of an Inductor-compiled segment, from the source of its generated wrapper.
 
@@ -64,7 +62,7 @@ def inductor_memory(
         shape_env.ignore_fresh_unbacked_symbols(),
         enable_python_dispatcher(),  # some meta kernels need it where sizes are symbols
         FakeTensorMode(shape_env=shape_env) as mode,
-        _StorageTracker(num_threads, on_cuda, capability) as tracker,
+        _StorageTracker(num_threads, on_cuda) as tracker,
     ):
         args = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=_device_type_of(t, on_cuda))
@@ -151,11 +149,10 @@ class _StorageTracker(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, num_threads: int, on_cuda: bool, capability: Capability | None) -> None:
+    def __init__(self, num_threads: int, on_cuda: bool) -> None:
         super().__init__()
         self.num_threads = num_threads
         self.on_cuda = on_cuda
-        self.capability = capability
         self.live: dict[int, int | torch.SymInt] = {}
         self.steps: list[MemoryStep] = []
         self.input_released: dict[int, int] = {}
@@ -211,8 +208,7 @@ class _StorageTracker(TorchDispatchMode):
         return (cuda_output_nbytes if self.on_cuda else output_nbytes)(func, args, kwargs, result)
 
     def scratch(self, func: Any, args: tuple, kwargs: dict[str, Any], result: object) -> Scratch:
-        threads, on_cuda, capability = self.num_threads, self.on_cuda, self.capability
-        return call_scratch(func, args, kwargs, result, threads, on_cuda=on_cuda, capability=capability)
+        return call_scratch(func, args, kwargs, result, self.num_threads, on_cuda=self.on_cuda)
 
     def step(self, label: str, scratch: Scratch = NO_SCRATCH) -> None:
         """Note a moment. Allocations before a kernel are the kernel's."""

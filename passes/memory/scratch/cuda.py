@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
 from chunkc.passes.memory.scratch.declared import declared_nbytes, guessed_nbytes, is_declared
 from chunkc.passes.memory.scratch.operators import find
@@ -26,14 +25,12 @@ def cuda_scratch_nbytes(
     kwargs: dict[str, Any],
     outputs: object,
     num_threads: int = 1,
-    capability: Capability | None = None,
 ) -> int:
     """Bound the bytes that `target` holds inside while it runs on a CUDA device, beyond its outputs.
 
     Args:
         args, kwargs, outputs: what the operator takes and returns. Tensors may be fake: only metadata is read.
         num_threads: passed to declared functions.
-        capability: the device's compute capability; None if unknown.
     """
     declared = declared_nbytes(target, args, kwargs, outputs, num_threads)
     if declared is not None:
@@ -41,7 +38,7 @@ def cuda_scratch_nbytes(
     rule = _rule(target)
     if rule is None:
         return sum(map(rounded_nbytes, guessed_nbytes(args, kwargs, outputs)))
-    taken = rule(bound_call(target, args, kwargs, outputs, on_cuda=True, capability=capability))
+    taken = rule(bound_call(target, args, kwargs, outputs, on_cuda=True))
     parts = taken if isinstance(taken, list) else [taken]
     return sum(map(rounded_nbytes, [*parts, *resolved_nbytes(target, args, kwargs)]))
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from chunkc.passes.graphs.attention_cuda import Capability
 from chunkc.passes.memory.scratch.convolution import (
     Convolution,
     convolution_backward_nbytes,
@@ -43,7 +42,6 @@ class Call:
 
     Attributes:
         num_threads: how many it may use on the CPU.
-        capability: of the CUDA device, if known.
     """
 
     target: torch._ops.OpOverload
@@ -51,7 +49,6 @@ class Call:
     outputs: tuple[Tensor, ...]
     num_threads: int = 1
     on_cuda: bool = False
-    capability: Capability | None = None
 
     @property
     def name(self) -> str:
