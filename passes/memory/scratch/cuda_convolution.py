@@ -7,8 +7,7 @@
     depthwise         nothing: `DepthwiseConv2d.cu`
 
 All copy operands that have gaps or another order. Convolutions of one dimension are those of images one pixel high.
-Read off PyTorch 2.11 to 2.13, to the byte; depthwise backwards with filters in another order are bounded.
-Others (several groups, dilated, of volumes) are not known here.
+Read off PyTorch 2.11 to 2.13, to the byte. Others (several groups, dilated, of volumes) are not known here.
 """
 
 from __future__ import annotations
@@ -17,87 +16,61 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.passes.memory.scratch.copies import nbytes_of
 from chunkc.passes.memory.scratch.cuda_reduction import outputs_at_once, reduces_fastest, reduction_nbytes
 
 
 def own_shards(arguments: Mapping[str, Any], outputs: Sequence[Tensor]) -> list[int] | None:
     """List the allocations of a convolution or its backward, besides its results; None if they are not known.
 
+    Of a backward at the fullest moment: the bias's gradient is summed before the filters' is made, or of a depthwise
+    one, last. Those with filters in another order, and those of the bias alone, are bounded.
+
     Args:
         arguments: of `aten::convolution` or `aten::convolution_backward`, by name.
     """
     image, weight, groups = arguments["input"], arguments["weight"], arguments["groups"]
-    is_transposed, is_backward = arguments["transposed"], "grad_output" in arguments
-    if weight.dim() > 4:
+    grad, is_transposed = arguments.get("grad_output"), arguments["transposed"]
+    is_depthwise = not is_transposed and groups > 1 and image.shape[1] == groups and weight.shape[0] % groups == 0
+    is_dilated = any(step != 1 for step in arguments["dilation"])
+    if weight.dim() > 4 or not (is_depthwise or (groups == 1 and (is_transposed or not is_dilated))):
         return None
-    if not is_transposed and groups > 1 and image.shape[1] == groups and weight.shape[0] % groups == 0:
-        return _depthwise_backward(arguments) if is_backward else _copies(image, weight, arguments["bias"])
-    if groups > 1 or not (is_transposed or all(step == 1 for step in arguments["dilation"])):
-        return None
-    if is_backward:
-        return _backward(arguments)
-    copies, bias = _copies(image, weight, arguments["bias"]), arguments["bias"]
-    if is_transposed:
-        ones = [] if bias is None else [prod(outputs[0].shape[2:]) * image.itemsize]
-        return [*copies, _columns_nbytes(weight, image), *ones]
-    return [*copies, *([_columns_nbytes(weight, outputs[0])] if _unfolds(arguments) else [])]
-
-
-def _depthwise_backward(arguments: Mapping[str, Any]) -> list[int]:
-    """Bound copies of operands, of the image only where it has no gradient, or the bias's gradient, which is last."""
-    of_image, _, of_bias = arguments["output_mask"]
-    grad = arguments["grad_output"]
-    copies = _copies(grad, arguments["weight"], None if of_image else arguments["input"])
-    summing = _summing_parts(grad, is_copied=False) if of_bias else []
-    bias_nbytes = rounded_nbytes(grad.shape[1] * grad.itemsize) if of_bias else 0  # not there while there are copies
-    return [max(0, _rounded(copies) - bias_nbytes, _rounded(summing))]
-
-
-def _backward(arguments: Mapping[str, Any]) -> list[int]:
-    """List the allocations at the fullest moment: the filters' gradient is made after the bias's scratch is freed."""
-    grad, image, weight = arguments["grad_output"], arguments["input"], arguments["weight"]
-    of_image, of_weight, of_bias = arguments["output_mask"]
-    held = _copies(image, weight, grad)
-    summing = _summing_parts(grad, is_copied=True) if of_bias else []
-    if arguments["transposed"]:
-        return [*held, *([_columns_nbytes(weight, image)] if _unfolds(arguments) else []), *summing]
-    columns = [_columns_nbytes(weight, grad)] if of_image or of_weight else []
-    later_nbytes = rounded_nbytes(_nbytes(weight)) if of_weight else 0
-    if of_weight and not of_image:
-        later_nbytes += _rounded(columns)
-    return [*held, *columns, max(0, _rounded(summing) - later_nbytes)]
-
-
-def _unfolds(arguments: Mapping[str, Any]) -> bool:
-    """Whether columns differ from images."""
-    steps = (*arguments["weight"].shape[2:], *arguments["stride"], *arguments["dilation"])
-    return any(step != 1 for step in steps) or any(edge != 0 for edge in arguments["padding"])
-
-
-def _columns_nbytes(weight: Tensor, positions_of: Tensor) -> int:
-    """Count the bytes of one image's columns: for each position, the elements that one result is computed from."""
-    return prod(weight.shape[1:]) * prod(positions_of.shape[2:]) * weight.itemsize
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.itemsize
+    of_image, of_weight, of_bias = arguments.get("output_mask", (False, False, False))
+    result, bias = (outputs[0], arguments["bias"]) if grad is None else (grad, None)
+    operands = [None if is_depthwise and of_image else image, weight, bias, grad]
+    copies = [nbytes_of(operand) for operand in operands if operand is not None and not operand.is_contiguous()]
+    steps = (*weight.shape[2:], *arguments["stride"], *arguments["dilation"], *(1 + n for n in arguments["padding"]))
+    positions = prod((image if is_transposed else result).shape[2:])
+    columns = [prod(weight.shape[1:]) * positions * weight.itemsize]
+    if is_depthwise or (all(step == 1 for step in steps) and (grad is None) != is_transposed):
+        columns = []
+    if grad is None:
+        return [
+            *copies,
+            *columns,
+            *([prod(result.shape[2:]) * image.itemsize] if is_transposed and bias is not None else []),
+        ]
+    summing = _summing_nbytes(grad, is_copied=not is_depthwise) if of_bias else 0
+    if is_depthwise:
+        return [max(summing, _rounded(copies) - (_rounded([grad.shape[1] * grad.itemsize]) if of_bias else 0))]
+    later = [] if is_transposed or not of_weight else [nbytes_of(weight), *([] if of_image else columns)]
+    return [*copies, *columns, max(0, summing - _rounded(later))]
 
 
 def _rounded(parts: Sequence[int]) -> int:
     return sum(map(rounded_nbytes, parts))
 
 
-def _copies(*operands: Tensor | None) -> list[int]:
-    return [_nbytes(operand) for operand in operands if operand is not None and not operand.is_contiguous()]
-
-
-def _summing_parts(grad: Tensor, *, is_copied: bool) -> list[int]:
-    """List the allocations of the bias's gradient, a sum over `grad`; `is_copied`: it is contiguous by then."""
-    channels, positions = grad.shape[1], prod(grad.shape[2:])
-    over_fastest = positions > 1 or channels == 1 if is_copied else reduces_fastest(grad, [0, *range(2, grad.dim())])
-    vector = 4 if is_copied else outputs_at_once(grad, [0, *range(2, grad.dim())])
-    num_inputs, itemsize = grad.shape[0] * positions, max(4, grad.itemsize)
-    return reduction_nbytes(channels, num_inputs, over_fastest=bool(over_fastest), vector=vector, itemsize=itemsize)
+def _summing_nbytes(grad: Tensor, *, is_copied: bool) -> int:
+    """Count what the bias's gradient takes, a sum over `grad`; `is_copied`: it is contiguous by then."""
+    layout = torch.contiguous_format if is_copied else torch.preserve_format
+    summed, dims = torch.empty_like(grad, device="meta", memory_format=layout), [0, *range(2, grad.dim())]
+    over_fastest, vector = reduces_fastest(summed, dims), outputs_at_once(summed, dims)
+    num_inputs, itemsize = grad.shape[0] * prod(grad.shape[2:]), max(4, grad.itemsize)
+    return _rounded(
+        reduction_nbytes(grad.shape[1], num_inputs, over_fastest=over_fastest, vector=vector, itemsize=itemsize)
+    )
