@@ -11,28 +11,12 @@ from chunkc.passes.memory.scratch.copies import nbytes_of
 from chunkc.passes.memory.scratch.cuda_reduction import MULTIPROCESSORS
 from chunkc.passes.memory.scratch.rules import Call, contiguous
 
-MAX_SPLITS = 128
+_MAX_SPLITS = 128
 """Most parts into which FlashAttention splits keys (`num_splits_heuristic`, `flash_api.cpp`)."""
-
 _CUDNN_NBYTES = 32 << 20
 _ROWS_MULTIPLE = 128
 _TILE = 64
 _WIDEST_IN_REGISTERS = 128
-
-
-def _rows(tensor: Tensor, dim: int) -> int:
-    return _up(tensor.shape[dim], _ROWS_MULTIPLE)
-
-
-def _padded_operands(call: Call, names: tuple[str, ...]) -> list[int]:
-    """Count the bytes of each operand's copy, with the last dimension padded to a multiple of 8."""
-    found = []
-    for name in names:
-        value = call.arguments.get(name)
-        if isinstance(value, Tensor):
-            width = value.shape[-1]
-            found.append(value.numel() // max(1, width) * _up(width, 8) * value.itemsize)
-    return found
 
 
 def flash_forward(call: Call) -> list[int]:
@@ -43,12 +27,11 @@ def flash_forward(call: Call) -> list[int]:
     together are at most two waves of blocks. Source: `flash_attn/flash_api.cpp`, `mha_fwd`.
     """
     query = call["query"]
-    batch, heads, _, width = query.shape
-    blocks = batch * heads * (_rows(query, 2) // 64)
-    splits = min(MAX_SPLITS, max(1, 2 * MULTIPROCESSORS // max(1, blocks)))
-    partial = [] if splits == 1 else [splits * batch * heads * _rows(query, 2) * (_padded(width) + 1) * 4]
-    copies = _padded_operands(call, ("query", "key", "value")) if width % 8 or not _last_dense(call) else []
-    return [*copies, *(copies[:1]), *partial, 64]
+    num_rows = _num_rows(query)
+    splits = min(_MAX_SPLITS, max(1, 2 * MULTIPROCESSORS // max(1, num_rows // 64)))
+    partial = [] if splits == 1 else [splits * 4 * (_padded_numel(query) + num_rows)]
+    copies = _copies(call, "query", "key", "value")
+    return [*copies, *copies[:1], *partial, 64]
 
 
 def flash_backward(call: Call) -> list[int]:
@@ -60,19 +43,22 @@ def flash_backward(call: Call) -> list[int]:
     `attention_backward.cu`.
     """
     query, key = call["query"], call["key"]
-    batch, heads, _, width = query.shape
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    num_sums = max(1, -(-MULTIPROCESSORS // max(1, batch * heads))) if is_deterministic else 1
-    dq_sum = num_sums * batch * heads * _rows(query, 2) * _padded(width) * 4
-    row_sums = batch * heads * _rows(query, 2) * 4
-    expanded = 2 * batch * heads * key.shape[2] * _padded(width) * key.itemsize if key.shape[1] != heads else 0
-    names = ("grad_out", "query", "key", "value", "out")
-    if width % 8 or not _last_dense(call):
-        copies = _padded_operands(call, names)
-        return [dq_sum, row_sums, expanded, *copies, *copies[1:4]]
-    given = [call[name] for name in ("grad_out", "out")]
-    copies = [tensor.numel() * tensor.itemsize for tensor in given if not tensor.transpose(1, 2).is_contiguous()]
-    return [dq_sum, row_sums, expanded, *copies]
+    num_heads, is_deterministic = prod(query.shape[:2]), torch.are_deterministic_algorithms_enabled()
+    num_sums = max(1, -(-MULTIPROCESSORS // max(1, num_heads))) if is_deterministic else 1
+    width = _padded(query.shape[-1])
+    expanded = 2 * num_heads * key.shape[2] * width * key.itemsize if key.shape[1] != query.shape[1] else 0
+    padded, given = _copies(call, "grad_out", "query", "key", "value", "out"), (call["grad_out"], call["out"])
+    turned = [nbytes_of(tensor) for tensor in given if not tensor.transpose(1, 2).is_contiguous()]
+    copies = [*padded, *padded[1:4]] or turned
+    return [num_sums * 4 * _padded_numel(query), 4 * _num_rows(query), expanded, *copies]
+
+
+def _copies(call: Call, *names: str) -> list[int]:
+    """Count the bytes of copies of operands, with the last dimension padded to a multiple of 8, if there are any."""
+    if call["query"].shape[-1] % 8 == 0 and all(call[name].stride(-1) == 1 for name in ("query", "key", "value")):
+        return []
+    given = [call[name] for name in names]
+    return [prod(tensor.shape[:-1]) * _up(tensor.shape[-1], 8) * tensor.itemsize for tensor in given]
 
 
 def efficient_forward(call: Call) -> list[int]:
@@ -139,25 +125,24 @@ def cudnn_backward(call: Call) -> list[int]:
     none. `grad_out` is copied if its last dimension has gaps, and before cuDNN 9.5.1, if its strides are not those of
     `out`; either counts here. Sources: `cudnn/MHA.cpp`, the frontend's `CompositeSDPABackwardNode`.
     """
-    query, key, value, gradient = (call[name] for name in ("query", "key", "value", "grad_out"))
-    rows = query.numel() // max(1, query.shape[-1])
-    shared = key.shape[1] != query.shape[1] or value.shape[1] != query.shape[1]
-    per_head = query.shape[0] * query.shape[1] * _rows(key, 2) * (_padded(key.shape[-1]) + _padded(value.shape[-1]))
-    expanded = 4 * per_head if shared else 0
+    query, gradient = call["query"], call["grad_out"]
+    num_heads, shared = query.shape[1], [call[name] for name in ("key", "value")]
+    is_shared = any(tensor.shape[1] != num_heads for tensor in shared)
+    expanded = [4 * _padded_numel(tensor) // max(1, tensor.shape[1]) * num_heads for tensor in shared if is_shared]
     is_copied = gradient.stride(-1) != 1 or gradient.stride() != call["out"].stride()
     copies = [nbytes_of(gradient)] if is_copied else []
-    return [_CUDNN_NBYTES, 4 * _padded_numel(query), 8 * rows, expanded, *copies]
+    return [_CUDNN_NBYTES, 4 * _padded_numel(query), 8 * prod(query.shape[:-1]), sum(expanded), *copies]
+
+
+def _num_rows(tensor: Tensor) -> int:
+    """Count the rows of all heads, of each head padded to whole blocks."""
+    return prod(tensor.shape[:-2]) * _up(tensor.shape[-2], _ROWS_MULTIPLE)
 
 
 def _padded_numel(tensor: Tensor) -> int:
-    return prod(tensor.shape[:-2]) * _rows(tensor, -2) * _padded(tensor.shape[-1])
+    return _num_rows(tensor) * _padded(tensor.shape[-1])
 
 
 def _padded(width: int) -> int:
     """Round a head size up as FlashAttention does: to a multiple of 32, or of 64 above 128."""
-    multiple = 32 if width <= 128 else 64
-    return _up(width, multiple)
-
-
-def _last_dense(call: Call) -> bool:
-    return all(call[name].stride(-1) == 1 for name in ("query", "key", "value"))
+    return _up(width, 32 if width <= 128 else 64)

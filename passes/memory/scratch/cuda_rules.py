@@ -237,19 +237,10 @@ def _copies_of_odd(call: Call) -> list[int]:
 
 
 def _staged(image: Tensor, num_sums: int) -> list[int]:
-    """Count the sums of rows of blocks, and semaphores, if there are many rows: `flexible_launch_configs`."""
+    """Bound the sums of rows of blocks, and semaphores, if there are many rows: `flexible_launch_configs`."""
     num_channels = image.shape[1]
-    num_rows = image.numel() // max(1, num_channels)
-    width = min(_last_power_of_2(num_channels), 32)
-    height = min(_last_power_of_2(-(-num_rows // 16)), 512 // width)
-    if width * height != 512:
-        width = min(_last_power_of_2(num_channels), 512 // height)
-    num_blocks = min(-(-num_rows // (16 * height)), 128)
-    return [4 * num_sums * num_channels * num_blocks, 4 * -(-num_channels // width)] if num_blocks >= 8 else []
-
-
-def _last_power_of_2(number: int) -> int:
-    return 1 << max(0, number.bit_length() - 1)
+    num_blocks = min(-(-image.numel() // max(1, 256 * num_channels)), 128)
+    return [4 * num_sums * num_channels * num_blocks, 4 * num_channels] if num_blocks >= 8 else []
 
 
 def cudnn_batch_norm(call: Call) -> list[int]:
