@@ -104,20 +104,17 @@ def flat_home(session: Session, index: int) -> dict[str, torch.Tensor]:
 
 
 def home_update(
-    optimizer: SteppingOptimizer, session: Session, task: UpdateTask, scale: GradScale, *, on_thread: bool = False
+    optimizer: SteppingOptimizer, session: Session, task: UpdateTask, scale: GradScale
 ) -> Callable[[], None]:
     """Return the update of a group in home memory, by the CPU; home must be as all computation leaves it when it runs.
 
-    A staged one writes to shadow copies, and leaves home as it is.
-
-    Args:
-        on_thread: let it run on any thread: what it needs is compiled here, since Inductor may not be safe on others.
+    It runs on any thread: what it needs is compiled here, since Inductor may not be safe on others. A staged one writes
+    to shadow copies, and leaves home as it is.
     """
     store, index, num_stages = session.store, task.group, optimizer.rule.num_stages
     numel, home = store.layout.groups[index].numel, flat_home(session, index)
     updater = optimizer.updater(_CPU, by_triton=False)
-    if on_thread:
-        updater.compile_ahead(home, task.spans, scale)
+    updater.compile_ahead(home, task.spans, scale)
     update = updater.of_group(_work(optimizer, store, task, [(0, numel)], scale))
     shadows = store.shadow_copies.flat(store.layout, index, [k for k in home if k != GRAD]) if task.is_staged else {}
     flats = home | shadows

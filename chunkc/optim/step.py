@@ -17,8 +17,7 @@ from chunkc.ir.errors import BudgetError
 from chunkc.ir.plan import Tile, tiles_by_group
 from chunkc.ir.program import UPDATE
 from chunkc.kernels.formats import GradScale
-from chunkc.optim.grad_scale import is_skipped, on_the_cpu
-from chunkc.optim.group_updates import home_update, slot_update, spans_of, update_tile
+from chunkc.optim.group_updates import slot_update, spans_of, update_tile
 from chunkc.optim.memory_checks import aliased_by_gradients, check_in_place, check_memory
 from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms
 from chunkc.optim.rule import TileUpdate
@@ -247,12 +246,11 @@ def _prepare(
 def update_chunks(
     optimizer: SteppingOptimizer, scheduler: UpdateScheduler, prepared: SessionStep, scale: GradScale
 ) -> None:
-    """Update a session's groups: enqueue the device's updates where they need not be waited for, then run the CPU's.
+    """Update a session's groups: begin the CPU's updates, run the device's, and wait for those that may not go on.
 
     The CPU begins when all that was computed before the step has arrived at home.
     """
-    session, at_home = prepared.session, prepared.at_home
-    overlaps = optimizer.overlap.in_forward or scheduler.in_session(session).in_backward
+    session, at_home, updates_elsewhere = prepared.session, prepared.at_home, scheduler.in_session(prepared.session)
     store, updates = session.store, {update.group: update for update in prepared.updates}
     for update in prepared.updates:
         update.spans = spans_of(optimizer, session, update.group, update.tasks)
@@ -262,16 +260,8 @@ def update_chunks(
         for update in at_home:
             store.gradients.collect(update.group)
         marks += store.tier.mark()
-    if overlaps:
-        scheduler.in_session(session).submit(at_home, scale, marks)
+    updates_elsewhere.update_at_home(at_home, scale, marks)
     if prepared.in_slots is not None:
         tiles_of = tiles_by_group(prepared.in_slots.tiles)
         prepared.in_slots.run({i: slot_update(optimizer, store, updates[i], tiles_of[i], scale) for i in tiles_of})
-    if overlaps:
-        scheduler.in_session(session).wait_after_step(at_home)
-        return
-    for mark in marks:
-        mark.wait()
-    if at_home and not is_skipped(scale := on_the_cpu(scale)):
-        for update in at_home:
-            home_update(optimizer, session, update, scale)()
+    updates_elsewhere.wait_after_step(at_home)

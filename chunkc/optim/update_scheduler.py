@@ -53,6 +53,7 @@ from chunkc.optim.unseen_writes import has_other_readers, note_slots, noted_stat
 from chunkc.optim.update_mode import AUTO, UpdateMode, resolved
 from chunkc.optim.update_task import NotedParameter, Task, UpdateTask, Where
 from chunkc.policy.host_memory import with_room_for_copies
+from chunkc.runtime.device.tier import Mark
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
 from chunkc.runtime.store.watched_gradients import unwatched, watch
@@ -192,7 +193,6 @@ class SessionUpdates(BoundToSession):
         States and kernels are ready.
         """
         if self._eligibility.prepare(groups, at_home):
-            self._watch_modules()
             self._session.in_backward.join(self)
 
     def expects(self, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
@@ -247,21 +247,20 @@ class SessionUpdates(BoundToSession):
         if update.is_staged:
             note_slots(store, index)
             store.shadow_copies.begin(index)
-            update.noted, update.has_begun = [self._note(task) for task in update.tasks], True
+            update.noted = [self._note(task) for task in update.tasks]
             self.begun[index] = update
             self._watch_gradients(update)
             return update
         stand_ins = {task.name: ConsumedGradient(task.parameter, task.name) for task in update.tasks}
         update.noted = [self._note(task, stand_ins[task.name]) for task in update.tasks]
         self.begun[index] = update  # before the update begins: it may be interrupted
-        update.has_begun = True
         store.gradients.consume(index, stand_ins)
         return update
 
     def _update_resident(self, tile: Tile, tiles: Sequence[Tile]) -> None:
         """Enqueue the update of a resident group behind what has computed its gradients, which it gives back."""
         update = UpdateTask.of(self._session, tile.group, self._eligibility.of_group(tile.group), Where.RESIDENT)
-        update.has_begun, update.tiles = True, set(tiles)
+        update.tiles = set(tiles)
         self.begun[tile.group] = update  # before the update begins: it may be interrupted
         optimizer, note, numbers = self._optimizer, self._note, self._eligibility.numbers
 
@@ -295,15 +294,64 @@ class SessionUpdates(BoundToSession):
             update.spans = spans_of(optimizer, session, group, tasks, counted=not update.is_staged)
         if update.is_staged:
             store.shadow_copies.begin(group)
-        job = home_update(optimizer, session, update, optimizer.assumed_scale.on(_CPU), on_thread=True)
-        job = noting_home(session, group, job) if update.is_staged else job
-        update.at_home = HomeUpdate(job, update.label, store.slots.home_marks(group))
         update.noted = [self._note(task) for task in tasks]
         self.begun[group] = update  # before it begins: it may be interrupted
         if update.is_staged:
             self._watch_gradients(update)
-        store.updates.begin(group, update.at_home)
+        self._begin_at_home([update], optimizer.assumed_scale.on(_CPU), store.slots.home_marks(group))
         return True
+
+    def update_at_home(self, updates: Sequence[UpdateTask], scale: GradScale, after: Sequence[Mark]) -> None:
+        """Begin a step's updates at home; if they may go on after it, those first that the next forward needs soonest.
+
+        Waits for a loss scale: whether anything changes is known only when all gradients are.
+        """
+        if not updates or is_skipped(scale := on_the_cpu(scale)):
+            return
+        if self._optimizer.overlap.in_forward:
+            by_group = {update.group: update for update in updates}
+            updates = [by_group[index] for index in self._session.store.updates.in_order_of_use(list(by_group))]
+        self._begin_at_home(updates, scale, after)
+
+    def _begin_at_home(self, updates: Sequence[UpdateTask], scale: GradScale, after: Sequence[Mark]) -> None:
+        """Begin updates on the CPU's thread, in this order, once `after` has happened; none before all are ready."""
+        session = self._session
+        for update in updates:
+            job = home_update(self._optimizer, session, update, scale)
+            job = noting_home(session, update.group, job) if update.is_staged else job
+            update.at_home = HomeUpdate(job, update.label, after)
+        self._watch_modules()
+        for update in updates:
+            assert update.at_home is not None
+            session.store.updates.begin(update.group, update.at_home)
+
+    def wait_after_step(self, updates: Sequence[UpdateTask]) -> None:
+        """Wait for updates at home, the step's and the backward's, that may not go on after the step.
+
+        These are all, or the step's of groups that uncompiled code reads.
+
+        Raises:
+            StreamError: an update failed.
+        """
+        session, running = self._session, self._session.store.updates
+        if not self._optimizer.overlap.in_forward:
+            if updates or self.in_backward:
+                running.finish()
+            return
+        for update in updates:
+            names = {s.spec.name for s in session.store.layout.groups[update.group].slices}
+            if not names <= session.trained:
+                running.wait(update.group)
+
+    def _watch_modules(self) -> None:
+        """Make the `state_dict` of the session's models wait for updates that go on after `step()`."""
+        models = self._session.modules - self._hooked if self._optimizer.overlap.in_forward else ()
+        for model in models:
+            for module in model.modules():  # `state_dict()` of each module with parameters of its own waits, too
+                has_parameters = any(True for _ in module.parameters(recurse=False))
+                if (module is model or has_parameters) and module not in self._hooked:
+                    self._hooked.add(module)
+                    module.register_state_dict_pre_hook(_finish_updates)
 
     # --- what becomes of begun updates ---
 
@@ -319,7 +367,9 @@ class SessionUpdates(BoundToSession):
     def has_begun(self, index: int) -> bool:
         """Whether a noted update of a group has begun: it may have been interrupted before."""
         update = self.begun[index]
-        return update.has_begun if update.at_home is None else self._session.store.updates.has(index, update.at_home)
+        if update.where is not Where.HOME:
+            return True
+        return update.at_home is not None and self._session.store.updates.has(index, update.at_home)
 
     def take_back(self, groups: Collection[int] | None = None, *, by_program: bool = True) -> None:
         """Undo the updates of these groups (None: of all) that have begun, if they can be undone.
@@ -480,49 +530,6 @@ class SessionUpdates(BoundToSession):
                 f"the hyper-parameters of {name} were changed between backward() and step(), after its update had "
                 'begun; change them after step(), or use overlap="forward"'
             )
-
-    # --- updates at home that go on after the step ---
-
-    def _watch_modules(self) -> None:
-        """Make the `state_dict` of the session's models wait for updates that go on after `step()`."""
-        models = self._session.modules - self._hooked if self._optimizer.overlap.in_forward else ()
-        for model in models:
-            for module in model.modules():  # `state_dict()` of each module with parameters of its own waits, too
-                has_parameters = any(True for _ in module.parameters(recurse=False))
-                if (module is model or has_parameters) and module not in self._hooked:
-                    self._hooked.add(module)
-                    module.register_state_dict_pre_hook(_finish_updates)
-
-    def submit(self, tasks: Sequence[UpdateTask], scale: GradScale, after: Sequence[Any]) -> None:
-        """Begin the update of groups at home, those that the next forward needs soonest first.
-
-        Waits for a loss scale: whether anything changes is known only when all gradients are.
-        """
-        if not tasks or is_skipped(scale := on_the_cpu(scale)):
-            return
-        self._watch_modules()
-        optimizer, session, updates = self._optimizer, self._session, self._session.store.updates
-        labels = {task.group: task.label for task in tasks}
-        jobs = {task.group: home_update(optimizer, session, task, scale, on_thread=True) for task in tasks}
-        for index in updates.in_order_of_use(list(jobs)):
-            updates.begin(index, HomeUpdate(jobs[index], labels[index], after))
-
-    def wait_after_step(self, tasks: Sequence[UpdateTask]) -> None:
-        """Wait for the updates that may not go on after the step.
-
-        These are all, or those of groups that uncompiled code reads.
-
-        Raises:
-            StreamError: an update failed.
-        """
-        session, updates = self._session, self._session.store.updates
-        if not self._optimizer.overlap.in_forward:
-            updates.finish()
-            return
-        for task in tasks:
-            names = {s.spec.name for s in session.store.layout.groups[task.group].slices}
-            if not names <= session.trained:
-                updates.wait(task.group)
 
 
 class UpdateScheduler:

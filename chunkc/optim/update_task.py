@@ -69,8 +69,7 @@ class UpdateTask:
         noted: of an update in a backward, the parameters as they were when it began.
         in_slots: the update of a tile in slots.
         tiles: those that are still to come in this backward. A resident group is updated at once: all or none.
-        at_home: the CPU's update in this backward.
-        has_begun: whether the device's has begun in this backward: it may be interrupted before.
+        at_home: the CPU's update, once it is ready to run.
     """
 
     group: int
@@ -83,7 +82,6 @@ class UpdateTask:
     in_slots: TileUpdate | None = None
     tiles: set[Tile] = field(default_factory=set)
     at_home: HomeUpdate | None = None
-    has_begun: bool = False
 
     @staticmethod
     def of(session: Session, group: int, tasks: Sequence[Task], where: Where, *, is_staged: bool = False) -> UpdateTask:
