@@ -102,54 +102,37 @@ class Training:
     hardware: Hardware
     activations: Activations
 
-    def updated_in_backward(
-        self, planner_state: PlannerState, groups: Collection[int], present: Set[str] = frozenset()
-    ) -> tuple[tuple[int, int], ...]:
-        """Return (group, stages of its update) for those of the groups that a backward may update.
-
-        Args:
-            present: parameters that have gradients before it.
-        """
-        if not self.updates.mode.in_backward:
-            return ()
-        in_slots = self.updates.mode.of_backward(self.updated(planner_state)[0])
-        updatable = in_slots | self._without_gradients(planner_state, present)
-        return tuple((group, self.updates.num_stages) for group in sorted(updatable) if group in groups)
-
-    def transient(
-        self, planner_state: PlannerState, made: Set[str], updates: Collection[tuple[int, int]], present: Set[str]
-    ) -> frozenset[int]:
-        """Return the resident groups without gradients before and after a graph's phase (see `PhaseContext.transient`).
+    def phase_context(
+        self,
+        planner_state: PlannerState,
+        groups: Collection[int],
+        made: Set[str] = frozenset(),
+        present: Set[str] = frozenset(),
+    ) -> PhaseContext:
+        """Return the context of a phase of a graph with a backward that may update these groups, in slots or resident.
 
         Args:
             made: parameters that get gradients in the graph's backward.
-            updates: (group, stages) that this backward may update.
             present: parameters that have gradients before it.
         """
-        free = self._without_gradients(planner_state, present)
-        return transient_in(planner_state.layout, free, made, frozenset(), {group for group, _ in updates})
+        mode, num_stages, layout = self.updates.mode, self.updates.num_stages, planner_state.layout
+        if not mode.in_backward:
+            return EMPTY_CONTEXT
+        resident = mode.consumed(layout.trainable_groups, num_stages) & planner_state.resident
+        free = {i for i in resident if present.isdisjoint(s.spec.name for s in layout.groups[i].slices)}
+        updated = mode.of_backward(self.updated(planner_state)[0]).union(free).intersection(groups)
+        return PhaseContext(
+            updates=tuple((group, num_stages) for group in sorted(updated)),
+            undoable=updated if mode.undoable else frozenset(),
+            transient=transient_in(layout, free, made, frozenset(), updated),
+        )
 
     def expected(self, layout: ChunkLayout) -> PhaseContext:
         """Return the context of calls of a layout's graphs, as far as it is known when they are compiled."""
-        if not self.updates.mode.in_backward:
-            return EMPTY_CONTEXT
-        num_stages = self.updates.num_stages
-        in_slots, transient = self.updates.mode.expected(
-            layout.trainable_groups, self.hardware, home=self.home, num_stages=num_stages
+        updates = self.updates
+        return updates.mode.expected(
+            layout.trainable_groups, self.hardware, home=self.home, num_stages=updates.num_stages
         )
-        updates = tuple((group, self.updates.num_stages) for group in sorted(in_slots | transient))
-        return PhaseContext(updates=updates, undoable=self.undoable(updates), transient=transient)
-
-    def undoable(self, updates: Collection[tuple[int, int]]) -> frozenset[int]:
-        """Return the groups with updates that can be undone."""
-        return frozenset(group for group, _ in updates) if self.updates.mode.undoable else frozenset()
-
-    def _without_gradients(self, planner_state: PlannerState, present: Set[str]) -> frozenset[int]:
-        """Return the resident groups that a backward may update and that have no gradients."""
-        layout = planner_state.layout
-        consumed = self.updates.mode.consumed(layout.trainable_groups, self.updates.num_stages)
-        groups = consumed & planner_state.resident
-        return frozenset(i for i in groups if present.isdisjoint(s.spec.name for s in layout.groups[i].slices))
 
     def updated(self, planner_state: PlannerState) -> tuple[tuple[int, ...], frozenset[int]]:
         """Divide the trained groups that move into those that are updated in slots, and by the CPU at home."""
@@ -313,9 +296,7 @@ class _DryRunState:
     def _phase_context(self, captured: Captured, in_flight: Mapping[int, int]) -> PhaseContext:
         """Return the context of a graph's call: its backward may update groups of which no other is pending."""
         free = {group for group in self._groups(captured) if in_flight.get(group, 0) == 0}
-        updates = self.training.updated_in_backward(self.planner_state, free, self.gradients)
-        transient = self.training.transient(self.planner_state, captured.trained, updates, self.gradients)
-        return PhaseContext(updates=updates, undoable=self.training.undoable(updates), transient=transient)
+        return self.training.phase_context(self.planner_state, free, captured.trained, self.gradients)
 
     def _step_fits(self, captured: Captured) -> bool:
         """Whether the step is known to fit with all saved values kept: never a graph's first one."""
@@ -344,7 +325,7 @@ class _DryRunState:
         while True:
             in_slots, by_cpu = self.training.updated(self.planner_state)
             in_slots = tuple(group for group in in_slots if group not in self.updated)
-            transient = self.training.transient(self.planner_state, frozenset(), (), self.gradients)
+            transient = self.training.phase_context(self.planner_state, (), present=self.gradients).transient
             decision = decide(self.planner_state, UpdateDue(in_slots, external_nbytes, num_stages, transient))
             self.planner_state = decision.planner_state
             if decision.request is not None:

@@ -227,15 +227,16 @@ def _forced(
     runs = []
     for run in dry_run.runs:
         context = run.request.context
-        updates = training.updated_in_backward(planner_state, {group for group, _ in context.updates} | moving_now)
         away = ActivationPlan(
             *(frozenset(storage for graph, storage in storages if graph == run.graph) for storages in moved)
         )
-        made, transient = dry_run.captured[run.graph].trained, run.request.planner_state.layout.transient
+        groups = {group for group, _ in context.updates} | moving_now
+        forced = training.phase_context(planner_state, groups, dry_run.captured[run.graph].trained)
+        transient = run.request.planner_state.layout.transient
         if transient or resident - dry_run.planner_state.resident:
-            transient = training.transient(planner_state, made, updates, frozenset())
+            transient = forced.transient
         context = replace(
-            context, updates=updates, undoable=training.undoable(updates), activation_plan=away, transient=transient
+            context, updates=forced.updates, undoable=forced.undoable, activation_plan=away, transient=transient
         )
         planned_for = replace(planner_state, layout=replace(planner_state.layout, transient=transient))
         request = replace(run.request, planner_state=planned_for, context=context)

@@ -13,10 +13,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from chunkc.ir.errors import OptionsError, UnsupportedError
-from chunkc.ir.layout import ChunkGroup
 from chunkc.optim.memory_checks import check_in_place
 from chunkc.optim.stepping import SteppingOptimizer
-from chunkc.optim.update_mode import UpdateMode
 from chunkc.optim.update_task import Task, Where
 from chunkc.runtime.store.consumed_gradients import gradient_of
 from chunkc.session.declared_states import declared
@@ -30,13 +28,13 @@ class BoundToSession:
         self._references = weakref.ref(optimizer), weakref.ref(session)
 
     @property
-    def _optimizer(self) -> SteppingOptimizer:
+    def optimizer(self) -> SteppingOptimizer:
         optimizer = self._references[0]()
         assert optimizer is not None
         return optimizer
 
     @property
-    def _session(self) -> Session:
+    def session(self) -> Session:
         session = self._references[1]()
         assert session is not None
         return session
@@ -77,15 +75,10 @@ class Eligibility(BoundToSession):
         """Return the parameters of a group that are this optimizer's, as `follow` found them."""
         return self._tasks.get(index, ())
 
-    def expected(self, groups: Sequence[ChunkGroup], mode: UpdateMode) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the groups of these to update in slots, and those to update as residents, once states exist."""
-        session, num_stages = self._session, self._optimizer.rule.num_stages
-        return mode.expected(groups, session.hardware, home=session.options.home, num_stages=num_stages)
-
     def tasks(self, index: int, where: Where) -> Sequence[Task]:
         """Return the parameters of a group that the next backward may update there; none: it may not."""
         self.follow()
-        optimizer, session, tasks = self._optimizer, self._session, self.of_group(index)
+        optimizer, session, tasks = self.optimizer, self.session, self.of_group(index)
         if not self._may_be(index, where) or optimizer.is_accumulating:
             return ()
         if where is Where.HOME:  # parameters without a gradient may be left out
@@ -117,15 +110,15 @@ class Eligibility(BoundToSession):
 
         A caller may have put other groups, or other parameters, into `param_groups`.
         """
-        session, layout = self._session, self._session.store.layout
-        groups = [entry for group in self._optimizer.own_groups for entry in (group, *group["params"])]
+        session, layout = self.session, self.session.store.layout
+        groups = [entry for group in self.optimizer.own_groups for entry in (group, *group["params"])]
         tasks_of_now = layout.version, session.store.resident
         are_same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
         if are_same and self._tasks_of == tasks_of_now:
             return
         self._groups, self._tasks_of = groups, tasks_of_now
         self._tasks, self.numbers, group_of = {}, {}, layout.group_of()
-        for number, (owned_by, task) in enumerate(self._optimizer.tasks()):
+        for number, (owned_by, task) in enumerate(self.optimizer.tasks()):
             self.numbers[task.parameter] = number
             if owned_by is session and (index := group_of.get(task.name)) is not None:
                 self._tasks.setdefault(index, []).append(task)
@@ -139,36 +132,35 @@ class Eligibility(BoundToSession):
 
     def _may_be(self, index: int, where: Where) -> bool:
         """Whether a group is updated there, as far as that depends on steps before."""
-        if index in self._session.store.resident:
-            return where is Where.RESIDENT and index in self._in_place and self._updates_residents
+        optimizer = self.optimizer
+        if index in self.session.store.resident:
+            updates_residents = optimizer.overlap.updates_residents(optimizer.states, optimizer.rule.num_stages)
+            return where is Where.RESIDENT and index in self._in_place and updates_residents
         if where is Where.SLOTS:
             self._look_up()
         is_there = index in self._at_home if where is Where.HOME else index not in self._at_home
         may_move = self._moving is not None and index in self._moving and is_there
-        return may_move and where is not Where.RESIDENT and self._optimizer.assumed_scale.is_likely
-
-    @property
-    def _updates_residents(self) -> bool:
-        optimizer = self._optimizer
-        return optimizer.overlap.updates_residents(optimizer.states, optimizer.rule.num_stages)
+        return may_move and where is not Where.RESIDENT and optimizer.assumed_scale.is_likely
 
     def _look_up(self) -> None:
         """Let parameters that are declared to be this optimizer's be updated in slots, before the first step.
 
         Staged updates wait for that step: shadow copies exist only once states do.
         """
-        optimizer, store = self._optimizer, self._session.store
+        optimizer, session, store = self.optimizer, self.session, self.session.store
         version = store.layout.version, store.resident
         if optimizer.overlap.may_undo or (self._moving is not None and self._looked_up in (None, version)):
             return
         fixed = store.resident | store.layout.cut
         groups = [group for group in store.layout.trainable_groups if group.index not in fixed]
-        self.prepare(self.expected(groups, optimizer.overlap)[0], frozenset())
+        home, num_stages = session.options.home, optimizer.rule.num_stages
+        in_slots = optimizer.overlap.in_slots(groups, session.hardware, home=home, num_stages=num_stages)
+        self.prepare(in_slots, frozenset())
         self._looked_up = version
 
     def _have_right_arguments(self, tasks: Sequence[Task]) -> bool:
         """Whether states of the present format suffice, and all arguments are right; `step()` says what is wrong."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         if not set(optimizer.rule.states(optimizer.own_groups).kinds) <= set(optimizer.states.kinds):
             return False
         try:
@@ -182,7 +174,7 @@ class Eligibility(BoundToSession):
 
     def _updates_in_place(self, parameter: torch.Tensor) -> bool:
         """Whether this optimizer updates a resident parameter, and can; where it cannot, `step()` says why."""
-        optimizer, declaration = self._optimizer, declared(parameter)
+        optimizer, declaration = self.optimizer, declared(parameter)
         if declaration is None or declaration.keeper is None or declaration.keeper() is not optimizer:
             return False
         try:
@@ -193,11 +185,11 @@ class Eligibility(BoundToSession):
 
     def _is_whole(self, index: int, tasks: Iterable[Task]) -> bool:
         """Whether these are all parameters of a group."""
-        return {task.name for task in tasks} == {s.spec.name for s in self._session.store.layout.groups[index].slices}
+        return {task.name for task in tasks} == {s.spec.name for s in self.session.store.layout.groups[index].slices}
 
     def _can_be_staged(self, index: int, tasks: Sequence[Task]) -> bool:
         """Whether a group has shadow copies, and all of it, with all states that it needs, is at home."""
-        store = self._session.store
+        store = self.session.store
         return (
             self._is_whole(index, tasks)
             and store.shadow_copies.has(store.layout, index)
@@ -207,7 +199,7 @@ class Eligibility(BoundToSession):
 
     def has_states(self, task: Task) -> bool:
         """Whether all states that an update of a parameter needs are at home already."""
-        optimizer, store = self._optimizer, self._session.store
+        optimizer, store = self.optimizer, self.session.store
         state, needed = optimizer.states_of(task.parameter), optimizer.dtypes_of(task.parameter, task.group)
         if "step" not in state:
             return False
@@ -216,7 +208,7 @@ class Eligibility(BoundToSession):
 
     def _can_make_states(self, task: Task) -> bool:
         """Whether a parameter has no states yet, and chunks have room for all that it needs."""
-        optimizer, store = self._optimizer, self._session.store
+        optimizer, store = self.optimizer, self.session.store
         kinds = store.layout.groups[store.views.group_index(task.name)].state_kinds
         needed = optimizer.dtypes_of(task.parameter, task.group)
         return not optimizer.kept_states_of(task.parameter) and set(needed) <= set(kinds)

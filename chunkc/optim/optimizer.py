@@ -109,7 +109,8 @@ class ChunkedOptimizer(SteppingOptimizer):
     def state(self) -> Any:
         """The states by parameter, as in `torch.optim`; waits for running updates. `step()` undoes staged ones then."""
         self.scheduler.finish()
-        self.scheduler.note_reading_of_states()
+        for updates in self.scheduler:
+            updates.states_were_read |= bool(updates.begun)
         return self.__dict__["state"]
 
     @state.setter
@@ -182,7 +183,8 @@ class ChunkedOptimizer(SteppingOptimizer):
             except OptionsError:
                 self.param_groups.pop()
                 raise
-        self.scheduler.forget(loaded=False)
+        for updates in self.scheduler:
+            updates.forget(loaded=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state in `torch.optim`'s format, with fp32 masters.
@@ -251,7 +253,8 @@ class ChunkedOptimizer(SteppingOptimizer):
         for (session, group), names in names_at_home(parameters).items():
             session.keepers.keep(self, group, names)
             session.store.reserve_states(group)
-        self.scheduler.forget(loaded=True)
+        for updates in self.scheduler:
+            updates.forget(loaded=True)
         written = {
             state[kind].data_ptr(): (parameter, kind)
             for parameter, state in self.state.items()
@@ -454,8 +457,9 @@ class ChunkedOptimizer(SteppingOptimizer):
         self.pending_steps.resolve(wait=must_know)
         if is_skipped(scale):
             return
-        due, prepared = prepare_step(self, self.scheduler)
-        self.scheduler.commit()
+        due, prepared = prepare_step(self.scheduler)
+        for updates in self.scheduler:
+            updates.commit()
         if any(part.at_home for part in prepared) or any(task.parameter.device.type == "cpu" for task in due.in_place):
             self.pending_steps.resolve(wait=True)  # the CPU is about to wait for this step's gradients anyway
         for updater in self._updaters.values():
@@ -463,7 +467,7 @@ class ChunkedOptimizer(SteppingOptimizer):
         with self._gradients_apart(due):
             update_in_place(self, due.in_place, scale)
             for part in prepared:
-                update_chunks(self, self.scheduler, part, scale)
+                update_chunks(part, scale)
         self.contents.end(due.changing)
         if scale.found_inf is not None and not must_know and pending_steps.is_remote(scale.found_inf):
             self.pending_steps.add(

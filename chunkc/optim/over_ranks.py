@@ -25,11 +25,14 @@ from chunkc.runtime.store.store import ChunkStore
 from chunkc.torch_private.dtensor import local_of, with_local
 
 
-def check_over_ranks(optimizer: SteppingOptimizer) -> None:
-    """Refuse updates that would need more than a rank's own shards, if parameters are cut over ranks.
+def begin_step(optimizer: SteppingOptimizer) -> None:
+    """Note that a step begins. Each rank updates its own shards; at the next phase ranks compare the steps they made.
+
+    So a rank that skips a step, or has a learning rate that depends on its own losses, is an error on all ranks.
 
     Raises:
         UnsupportedError: states would have 8 bits, or gradients were not exchanged between ranks yet.
+        DistributedError: an exchange of this step's gradients has failed.
     """
     parts = _parts_of(optimizer)
     if not parts:
@@ -38,23 +41,11 @@ def check_over_ranks(optimizer: SteppingOptimizer) -> None:
         if isinstance(gradient := part.grad, LocalGradient):
             raise gradient.refusal()
     refuse_over_ranks(type(optimizer).__name__, optimizer.states.moments)
-
-
-def note_step(optimizer: SteppingOptimizer) -> None:
-    """Note that a step begins. Each rank updates its own shards; at the next phase ranks compare the steps they made.
-
-    So a rank that skips a step, or has a learning rate that depends on its own losses, is an error on all ranks.
-
-    Raises:
-        DistributedError: an exchange of this step's gradients has failed.
-    """
-    transports = {id(part.transport): part.transport for part in _parts_of(optimizer)}
-    if transports:
-        hyper = [optimizer.hyper_at(group, 1) for group in optimizer.param_groups]
-        for transport in transports.values():
-            transport.check()
-            transport.world.check()
-            transport.steps = hashed(f"{transport.steps} {type(optimizer).__name__} {hyper}")
+    hyper = [optimizer.hyper_at(group, 1) for group in optimizer.param_groups]
+    for transport in {id(part.transport): part.transport for part in parts}.values():
+        transport.check()
+        transport.world.check()
+        transport.steps = hashed(f"{transport.steps} {type(optimizer).__name__} {hyper}")
 
 
 def _parts_of(optimizer: SteppingOptimizer) -> list[LocalShard]:

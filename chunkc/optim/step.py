@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -19,10 +18,10 @@ from chunkc.ir.program import UPDATE
 from chunkc.kernels.formats import GradScale
 from chunkc.optim.group_updates import slot_update, spans_of, update_tile
 from chunkc.optim.memory_checks import aliased_by_gradients, check_in_place, check_memory
-from chunkc.optim.over_ranks import check_over_ranks, note_step, order_of_norms, ranks_of_norms
+from chunkc.optim.over_ranks import begin_step, order_of_norms, ranks_of_norms
 from chunkc.optim.rule import TileUpdate
 from chunkc.optim.stepping import SteppingOptimizer
-from chunkc.optim.update_scheduler import UpdateScheduler
+from chunkc.optim.update_scheduler import SessionUpdates, UpdateScheduler
 from chunkc.optim.update_task import Task, UpdateTask, Where
 from chunkc.policy.decide import decide
 from chunkc.policy.needs import Needs
@@ -154,11 +153,12 @@ class SessionStep:
     """A session's part of a step.
 
     Attributes:
+        elsewhere: the optimizer's updates in this session outside of steps, which run those at home.
         updates: at home, and in slots.
         in_slots: the plan of those in slots; None: there are none.
     """
 
-    session: Session
+    elsewhere: SessionUpdates
     updates: Sequence[UpdateTask]
     in_slots: PreparedUpdate | None
 
@@ -180,54 +180,41 @@ def take_over_changes(parameters: Sequence[torch.Tensor]) -> None:
         gradients_left_to_autograd(session, of_session)
 
 
-def prepare_step(optimizer: SteppingOptimizer, scheduler: UpdateScheduler) -> tuple[Due, list[SessionStep]]:
+def prepare_step(scheduler: UpdateScheduler) -> tuple[Due, list[SessionStep]]:
     """Find and plan the updates of a step, once residents have moved home that had to make room for it.
 
     Raises:
         BudgetError, HomeError, OptionsError, UnsupportedError, DistributedError: see `ChunkedOptimizer.step`.
     """
-    check_over_ranks(optimizer)
-    note_step(optimizer)
+    optimizer = scheduler.optimizer
+    begin_step(optimizer)
     with rendezvous(ranks_of_norms(optimizer)) as compare:
-        due, prepared = _prepared(optimizer, scheduler)
+        due, prepared = _prepared(scheduler)
         compare(lambda: order_of_norms(optimizer, prepared))
     return due, prepared
 
 
-def _prepared(optimizer: SteppingOptimizer, scheduler: UpdateScheduler) -> tuple[Due, list[SessionStep]]:
+def _prepared(scheduler: UpdateScheduler) -> tuple[Due, list[SessionStep]]:
     while True:
-        due = due_of(optimizer)
-        begun = scheduler.collect(due.chunked, due.in_place)
+        due = due_of(scheduler.optimizer)
+        scheduler.collect(due.chunked, due.in_place)
         try:
-            return due, [
-                _prepare(
-                    optimizer, scheduler, session, by_group, begun.get(session, frozenset()) - session.store.resident
-                )
-                for session, by_group in due.chunked.items()
-            ]
+            return due, [_prepare(scheduler.in_session(session), tasks) for session, tasks in due.chunked.items()]
         except ResidentsLeft:
             continue
 
 
-def _prepare(
-    optimizer: SteppingOptimizer,
-    scheduler: UpdateScheduler,
-    session: Session,
-    by_group: Mapping[int, list[Task]],
-    begun: frozenset[int],
-) -> SessionStep:
-    """Prepare a session's part. Groups that have `begun` count: where a group is updated does not depend on when."""
-    groups, num_stages, store = session.store.layout.groups, optimizer.rule.num_stages, session.store
+def _prepare(elsewhere: SessionUpdates, by_group: Mapping[int, list[Task]]) -> SessionStep:
+    """Prepare a session's part. What the backward began counts: where a group is updated does not depend on when."""
+    optimizer, session, store = elsewhere.optimizer, elsewhere.session, elsewhere.session.store
+    groups, num_stages, begun = store.layout.groups, optimizer.rule.num_stages, elsewhere.begun.keys() - store.resident
     session.unfreeze({task.name for index in by_group if not groups[index].trainable for task in by_group[index]})
     optimizer.lay_out([task.parameter for tasks in by_group.values() for task in tasks])
     groups, indices = store.layout.groups, sorted({*by_group, *begun})
     home = optimizer.overlap.at_home(
         [groups[index] for index in indices], session.hardware, home=session.options.home, num_stages=num_stages
     )
-    updates_elsewhere = scheduler.in_session(session)
-    updates_elsewhere.reserve_shadow_copies(indices)
-    if updates_elsewhere.in_backward:
-        updates_elsewhere.prepare(frozenset(indices), home)
+    elsewhere.prepare(indices, home)
     by_group = dict(sorted(by_group.items()))
     for index in by_group:
         store.updates.wait(index)
@@ -240,28 +227,24 @@ def _prepare(
         UpdateTask.of(session, index, tasks, Where.HOME if index in home else Where.SLOTS)
         for index, tasks in by_group.items()
     ]
-    return SessionStep(session, updates, planned)
+    return SessionStep(elsewhere, updates, planned)
 
 
-def update_chunks(
-    optimizer: SteppingOptimizer, scheduler: UpdateScheduler, prepared: SessionStep, scale: GradScale
-) -> None:
+def update_chunks(part: SessionStep, scale: GradScale) -> None:
     """Update a session's groups: begin the CPU's updates, run the device's, and wait for those that may not go on.
 
     The CPU begins when all that was computed before the step has arrived at home.
     """
-    session, at_home, updates_elsewhere = prepared.session, prepared.at_home, scheduler.in_session(prepared.session)
-    store, updates = session.store, {update.group: update for update in prepared.updates}
-    for update in prepared.updates:
+    optimizer, session, at_home = part.elsewhere.optimizer, part.elsewhere.session, part.at_home
+    store, updates = session.store, {update.group: update for update in part.updates}
+    for update in part.updates:
         update.spans = spans_of(optimizer, session, update.group, update.tasks)
-    marks: list[Any] = []
     if at_home:
         store.release_slots()
         for update in at_home:
             store.gradients.collect(update.group)
-        marks += store.tier.mark()
-    updates_elsewhere.update_at_home(at_home, scale, marks)
-    if prepared.in_slots is not None:
-        tiles_of = tiles_by_group(prepared.in_slots.tiles)
-        prepared.in_slots.run({i: slot_update(optimizer, store, updates[i], tiles_of[i], scale) for i in tiles_of})
-    updates_elsewhere.wait_after_step(at_home)
+        part.elsewhere.update_at_home(at_home, scale, store.tier.mark())
+    if part.in_slots is not None:
+        tiles_of = tiles_by_group(part.in_slots.tiles)
+        part.in_slots.run({i: slot_update(optimizer, store, updates[i], tiles_of[i], scale) for i in tiles_of})
+    part.elsewhere.wait_after_step(at_home)

@@ -1,6 +1,7 @@
 """Keep what every update of an optimizer needs: states, hyperparameters and step counters, by parameter.
 
-`optimizer.ChunkedOptimizer` adds the step, its schedule, and what users call.
+The modules that update stand between two classes: they take a `SteppingOptimizer`, and are called by
+`optimizer.ChunkedOptimizer`, which adds the step, their scheduler, and what users call. So imports go one way.
 """
 
 from __future__ import annotations
@@ -231,10 +232,6 @@ class SteppingOptimizer(torch.optim.Optimizer):
             return self.rule.hyper(group, step)
         except ValueError as error:
             raise OptionsError(str(error)) from error
-
-    def hyper_now(self, group: Mapping[str, Any], parameter: torch.Tensor) -> Any:
-        """Return the hyperparameters of the parameter's latest step, as its group has them now."""
-        return self.hyper_at(group, int(self.states_of(parameter)["step"]))
 
     def next_hyper(self, parameter: torch.Tensor, at: Callable[[int], Any]) -> Any:
         """Count a step of a parameter and return its hyperparameters: all candidates, if steps before are pending.

@@ -13,6 +13,7 @@ from chunkc.ir.states import StateFormat
 from chunkc.passes.planning.residency import evenly_spread
 from chunkc.passes.planning.update_placement import can_update_resident, groups_for_cpu
 from chunkc.policy.host_memory import home_nbytes, with_room_for_copies
+from chunkc.policy.state import EMPTY_CONTEXT, PhaseContext
 
 AUTO = "auto"
 
@@ -110,17 +111,29 @@ class UpdateMode:
         """Return the indices of those groups with gradients that a backward consumes if they are resident."""
         return frozenset(group.index for group in groups if self.updates_residents(group.states, num_stages))
 
-    def expected(
+    def expected(self, groups: Sequence[ChunkGroup], hardware: Hardware, *, home: str, num_stages: int) -> PhaseContext:
+        """Predict the context of calls of graphs with these groups: those in slots, and `transient` ones if resident.
+
+        Raises:
+            OptionsError: as `at_home`.
+        """
+        if not self.in_backward:
+            return EMPTY_CONTEXT
+        in_slots = self.in_slots(groups, hardware, home=home, num_stages=num_stages)
+        transient = self.consumed(groups, num_stages)
+        updates = tuple((group, num_stages) for group in sorted(in_slots | transient))
+        return PhaseContext(updates=updates, undoable=in_slots if self.undoable else frozenset(), transient=transient)
+
+    def in_slots(
         self, groups: Sequence[ChunkGroup], hardware: Hardware, *, home: str, num_stages: int
-    ) -> tuple[frozenset[int], frozenset[int]]:
-        """Return the groups of these that a backward updates in slots, and those that it updates if they are resident.
+    ) -> frozenset[int]:
+        """Return those of the groups that a backward updates in slots, if they are not resident.
 
         Raises:
             OptionsError: as `at_home`.
         """
         moving = self.of_backward(group.index for group in groups)
-        in_slots = moving - self.at_home(groups, hardware, home=home, num_stages=num_stages)
-        return in_slots, self.consumed(groups, num_stages)
+        return moving - self.at_home(groups, hardware, home=home, num_stages=num_stages)
 
     def shadow_copied(self, layout: ChunkLayout, resident: frozenset[int]) -> frozenset[int]:
         """Return the groups of a layout that have shadow copies, so that their updates can be undone."""

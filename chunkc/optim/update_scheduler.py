@@ -26,7 +26,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,7 @@ from chunkc.optim.unseen_writes import has_other_readers, note_slots, noted_stat
 from chunkc.optim.update_mode import AUTO, UpdateMode, resolved
 from chunkc.optim.update_task import NotedParameter, Task, UpdateTask, Where
 from chunkc.policy.host_memory import with_room_for_copies
+from chunkc.policy.state import PhaseContext
 from chunkc.runtime.device.tier import Mark
 from chunkc.runtime.device.updates import HomeUpdate, finish_all
 from chunkc.runtime.store.consumed_gradients import ConsumedGradient
@@ -102,9 +103,9 @@ class SessionUpdates(BoundToSession):
     @property
     def mode(self) -> UpdateMode:
         """Mode of the updates in this session (see `update_mode.resolved`); it does not change while any have begun."""
-        session, layout = self._session, self._session.store.layout
+        session, layout = self.session, self.session.store.layout
         if self._mode is None or (self._mode[0] != layout.version and not self.begun):
-            optimizer = self._optimizer
+            optimizer = self.optimizer
             mode = resolved(
                 optimizer.overlap,
                 layout,
@@ -128,9 +129,9 @@ class SessionUpdates(BoundToSession):
     @property
     def _may_try(self) -> bool:
         """Whether the next backward may begin updates, as far as that does not depend on the group."""
-        return self.in_backward and (self._optimizer.overlap.mode != AUTO or self._pauses.may_try)
+        return self.in_backward and (self.optimizer.overlap.mode != AUTO or self._pauses.may_try)
 
-    def reserve_shadow_copies(self, groups: Sequence[int]) -> None:
+    def _reserve_shadow_copies(self, groups: Sequence[int]) -> None:
         """Allocate shadow copies of these groups, as far as the mode has any, if their updates can be undone.
 
         With overlap="auto" they take at most half of the memory that is free, and of the disk.
@@ -138,24 +139,24 @@ class SessionUpdates(BoundToSession):
         Raises:
             HomeError: the host has no room, and the user asked for `undoable=True`.
         """
-        store = self._session.store
+        store = self.session.store
         if not (self.in_backward and self.mode.undoable):
             return
         groups = sorted(self.mode.shadow_copied(store.layout, store.resident).intersection(groups))
-        groups = self._with_room(groups) if self._optimizer.overlap.mode == AUTO else groups
+        groups = self._with_room(groups) if self.optimizer.overlap.mode == AUTO else groups
         try:
             store.shadow_copies.reserve(store.layout, groups)
             store.checksums.reserve(store.layout.groups[index] for index in groups)
             self._has_shadow_copies |= bool(groups)
         except HomeError as error:
-            if self._optimizer.overlap.mode != AUTO:
+            if self.optimizer.overlap.mode != AUTO:
                 raise
             self._has_no_room = True
             logger.info("no update runs in the backward: home has no room for parameters and states twice: %s", error)
 
     def _with_room(self, groups: Sequence[int]) -> list[int]:
         """Leave out groups with shadow copies yet to come that half of what is free has no room for, for good."""
-        store = self._session.store
+        store = self.session.store
         has, layout = store.shadow_copies.has, store.layout
         new = [index for index in groups if index not in self._without_room and not has(layout, index)]
         if new:
@@ -187,24 +188,29 @@ class SessionUpdates(BoundToSession):
             self.take_back()
         self._eligibility.forget()
 
-    def prepare(self, groups: frozenset[int], at_home: frozenset[int]) -> None:
-        """Let updates of these groups begin in the next backward, those of `at_home` at home.
+    def prepare(self, groups: Sequence[int], at_home: frozenset[int]) -> None:
+        """Let updates of these groups begin in the next backward, if any may, those of `at_home` at home.
 
-        States and kernels are ready.
+        States are ready, and shadow copies are from now on.
+
+        Raises:
+            HomeError: the host has no room for shadow copies, and the user asked for `undoable=True`.
         """
-        if self._eligibility.prepare(groups, at_home):
-            self._session.in_backward.join(self)
+        self._reserve_shadow_copies(groups)
+        if self.in_backward and self._eligibility.prepare(frozenset(groups), at_home):
+            self.session.in_backward.join(self)
 
-    def expects(self, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
-        """Return the stages of an update, the groups of these to update in slots, and those to update as residents."""
-        return self._optimizer.rule.num_stages, *self._eligibility.expected(groups, self.mode)
+    def expected(self, groups: Sequence[ChunkGroup]) -> PhaseContext:
+        """Return the context of calls of graphs with these groups, all this optimizer's, once states exist."""
+        session, num_stages = self.session, self.optimizer.rule.num_stages
+        return self.mode.expected(groups, session.hardware, home=session.options.home, num_stages=num_stages)
 
     def stages_in_slots(self, group: int) -> int:
         """Return the stages of a group's update if the next backward may run it, in slots or resident, else 0."""
         if not self._may_try:
             return 0
-        where = Where.RESIDENT if group in self._session.store.resident else Where.SLOTS
-        return self._optimizer.rule.num_stages if self._eligibility.tasks(group, where) else 0
+        where = Where.RESIDENT if group in self.session.store.resident else Where.SLOTS
+        return self.optimizer.rule.num_stages if self._eligibility.tasks(group, where) else 0
 
     # --- updates in slots, and of resident groups ---
 
@@ -216,7 +222,7 @@ class SessionUpdates(BoundToSession):
         Returns:
             The function that updates one of its tiles, once its gradients are complete; the first begins the update.
         """
-        optimizer, session = self._optimizer, self._session
+        optimizer, session = self.optimizer, self.session
         tasks = self._eligibility.of_group(group)
         await_readers(task.parameter for task in tasks)
         if group not in session.store.resident:
@@ -235,11 +241,11 @@ class SessionUpdates(BoundToSession):
     def _update_in_slots(self, tile: Tile, tiles: Sequence[Tile]) -> None:
         update = self.begun.get(tile.group) or self._begin_in_slots(tile.group, tiles)
         assert update.in_slots is not None
-        update_tile(self._session.store, update.in_slots, tile, whole=(PARAM, GRAD))
+        update_tile(self.session.store, update.in_slots, tile, whole=(PARAM, GRAD))
         update.tiles.remove(tile)
 
     def _begin_in_slots(self, index: int, tiles: Sequence[Tile]) -> UpdateTask:
-        optimizer, session, store = self._optimizer, self._session, self._session.store
+        optimizer, session, store = self.optimizer, self.session, self.session.store
         update = UpdateTask.of(session, index, self._eligibility.of_group(index), Where.SLOTS, is_staged=self.undoable)
         update.spans = spans_of(optimizer, session, index, update.tasks, counted=not update.is_staged)
         scale = optimizer.assumed_scale.on(store.tier.device) if update.is_staged else NO_SCALE
@@ -249,7 +255,6 @@ class SessionUpdates(BoundToSession):
             store.shadow_copies.begin(index)
             update.noted = [self._note(task) for task in update.tasks]
             self.begun[index] = update
-            self._watch_gradients(update)
             return update
         stand_ins = {task.name: ConsumedGradient(task.parameter, task.name) for task in update.tasks}
         update.noted = [self._note(task, stand_ins[task.name]) for task in update.tasks]
@@ -259,10 +264,10 @@ class SessionUpdates(BoundToSession):
 
     def _update_resident(self, tile: Tile, tiles: Sequence[Tile]) -> None:
         """Enqueue the update of a resident group behind what has computed its gradients, which it gives back."""
-        update = UpdateTask.of(self._session, tile.group, self._eligibility.of_group(tile.group), Where.RESIDENT)
+        update = UpdateTask.of(self.session, tile.group, self._eligibility.of_group(tile.group), Where.RESIDENT)
         update.tiles = set(tiles)
         self.begun[tile.group] = update  # before the update begins: it may be interrupted
-        optimizer, note, numbers = self._optimizer, self._note, self._eligibility.numbers
+        optimizer, note, numbers = self.optimizer, self._note, self._eligibility.numbers
 
         def run() -> None:
             update_in_place(optimizer, update.tasks, NO_SCALE, numbers)
@@ -273,17 +278,15 @@ class SessionUpdates(BoundToSession):
             update.noted = noted
             update.tiles.clear()
 
-        self._session.store.tier.enqueue(run)
+        self.session.store.tier.enqueue(run)
 
     # --- updates at home ---
 
-    def begin_update(self, group: int) -> bool:
-        """Begin the update at home of a group with complete gradients, if it is this optimizer's.
-
-        Returns whether it began."""
-        optimizer, session, store = self._optimizer, self._session, self._session.store
+    def begin_update(self, group: int) -> None:
+        """Begin the update at home of a group with complete gradients, if it is this optimizer's."""
+        optimizer, session, store = self.optimizer, self.session, self.session.store
         if not self._may_try or not (tasks := self._eligibility.tasks(group, Where.HOME)):
-            return False
+            return
         update = UpdateTask.of(session, group, tasks, Where.HOME, is_staged=self.undoable)
         await_readers(task.parameter for task in tasks)
         store.updates.wait(group)
@@ -296,28 +299,25 @@ class SessionUpdates(BoundToSession):
             store.shadow_copies.begin(group)
         update.noted = [self._note(task) for task in tasks]
         self.begun[group] = update  # before it begins: it may be interrupted
-        if update.is_staged:
-            self._watch_gradients(update)
         self._begin_at_home([update], optimizer.assumed_scale.on(_CPU), store.slots.home_marks(group))
-        return True
 
     def update_at_home(self, updates: Sequence[UpdateTask], scale: GradScale, after: Sequence[Mark]) -> None:
         """Begin a step's updates at home; if they may go on after it, those first that the next forward needs soonest.
 
         Waits for a loss scale: whether anything changes is known only when all gradients are.
         """
-        if not updates or is_skipped(scale := on_the_cpu(scale)):
+        if is_skipped(scale := on_the_cpu(scale)):
             return
-        if self._optimizer.overlap.in_forward:
+        if self.optimizer.overlap.in_forward:
             by_group = {update.group: update for update in updates}
-            updates = [by_group[index] for index in self._session.store.updates.in_order_of_use(list(by_group))]
+            updates = [by_group[index] for index in self.session.store.updates.in_order_of_use(list(by_group))]
         self._begin_at_home(updates, scale, after)
 
     def _begin_at_home(self, updates: Sequence[UpdateTask], scale: GradScale, after: Sequence[Mark]) -> None:
         """Begin updates on the CPU's thread, in this order, once `after` has happened; none before all are ready."""
-        session = self._session
+        session = self.session
         for update in updates:
-            job = home_update(self._optimizer, session, update, scale)
+            job = home_update(self.optimizer, session, update, scale)
             job = noting_home(session, update.group, job) if update.is_staged else job
             update.at_home = HomeUpdate(job, update.label, after)
         self._watch_modules()
@@ -333,8 +333,8 @@ class SessionUpdates(BoundToSession):
         Raises:
             StreamError: an update failed.
         """
-        session, running = self._session, self._session.store.updates
-        if not self._optimizer.overlap.in_forward:
+        session, running = self.session, self.session.store.updates
+        if not self.optimizer.overlap.in_forward:
             if updates or self.in_backward:
                 running.finish()
             return
@@ -345,7 +345,7 @@ class SessionUpdates(BoundToSession):
 
     def _watch_modules(self) -> None:
         """Make the `state_dict` of the session's models wait for updates that go on after `step()`."""
-        models = self._session.modules - self._hooked if self._optimizer.overlap.in_forward else ()
+        models = self.session.modules - self._hooked if self.optimizer.overlap.in_forward else ()
         for model in models:
             for module in model.modules():  # `state_dict()` of each module with parameters of its own waits, too
                 has_parameters = any(True for _ in module.parameters(recurse=False))
@@ -360,16 +360,12 @@ class SessionUpdates(BoundToSession):
         """Whether updates leave gradients as they are, and can be undone."""
         return self.mode.undoable
 
-    def begun_groups(self) -> Container[int]:
-        """Return the groups with updates that have begun in a backward since the last step."""
-        return self.begun
-
     def has_begun(self, index: int) -> bool:
         """Whether a noted update of a group has begun: it may have been interrupted before."""
         update = self.begun[index]
         if update.where is not Where.HOME:
             return True
-        return update.at_home is not None and self._session.store.updates.has(index, update.at_home)
+        return update.at_home is not None and self.session.store.updates.has(index, update.at_home)
 
     def take_back(self, groups: Collection[int] | None = None, *, by_program: bool = True) -> None:
         """Undo the updates of these groups (None: of all) that have begun, if they can be undone.
@@ -380,7 +376,7 @@ class SessionUpdates(BoundToSession):
         Raises:
             StreamError: one at home had failed.
         """
-        store = self._session.store
+        store = self.session.store
         for index in list(self.begun) if self.undoable else ():
             if groups is None or index in groups:
                 self._pauses.has_undone |= by_program
@@ -394,14 +390,14 @@ class SessionUpdates(BoundToSession):
         self._eligibility.follow()
         unchanged = [index for index in self.begun if is_as_assumed and self._stands(index)]
         self.take_back([index for index in self.begun if index not in unchanged], by_program=is_as_assumed)
-        self.take_back(written_groups(self._session, {index: self.begun[index] for index in unchanged}))
+        self.take_back(written_groups(self.session, {index: self.begun[index] for index in unchanged}))
         if self._pauses.has_undone and not self._has_told:
             self._has_told = True
             logger.info(_UNDONE)
 
     def _stands(self, index: int) -> bool:
         """Whether nothing has changed since a staged update of a group began, and the update is complete."""
-        update, store = self.begun[index], self._session.store
+        update, store = self.begun[index], self.session.store
         tasks = {id(task.parameter): task for task in self._eligibility.of_group(index)}
         with_gradients = {key for key, task in tasks.items() if task.parameter.grad is not None}
         if index in store.resident or with_gradients != {id(noted.task.parameter) for noted in update.noted}:
@@ -422,7 +418,7 @@ class SessionUpdates(BoundToSession):
 
     def _states_stand(self, update: UpdateTask) -> bool:
         """Whether the states of a staged update are unchanged, and no other code could change them unseen."""
-        optimizer = self._optimizer
+        optimizer = self.optimizer
         return (
             not self.states_were_read
             and all(noted.states == noted_states(optimizer.states_of(noted.task.parameter)) for noted in update.noted)
@@ -431,8 +427,8 @@ class SessionUpdates(BoundToSession):
         )
 
     def commit(self) -> None:
-        """Make staged updates count: shadow copies become home."""
-        optimizer, store = self._optimizer, self._session.store
+        """Make staged updates count: shadow copies become home. Leaves all that has begun to the optimizer's step."""
+        optimizer, store = self.optimizer, self.session.store
         for index, update in self.begun.items() if self.undoable else ():
             for parameter, *_ in update.tasks:
                 state = optimizer.states_of(parameter)
@@ -440,6 +436,7 @@ class SessionUpdates(BoundToSession):
                 state["step"].fill_(int(state["step"]) + 1)
             tasks = self._eligibility.of_group(index)
             store.commit_shadow_copies(index, {task.name: optimizer.kept_states_of(task.parameter) for task in tasks})
+        self._end_step()
 
     def abandon(self) -> None:
         """Forget updates that have begun, since no step will end them; undo those that can be undone.
@@ -455,19 +452,19 @@ class SessionUpdates(BoundToSession):
                         task.parameter.grad = ConsumedGradient(task.parameter, task.name)
             else:
                 self._take_counts_back(update)
-        self.end_step()
+        self._end_step()
 
     def _take_counts_back(self, update: UpdateTask) -> None:
         """Take back the steps that were counted for an update that was interrupted before it began."""
         for task in update.tasks:
-            self._optimizer.states_of(task.parameter)["step"].sub_(1)
+            self.optimizer.states_of(task.parameter)["step"].sub_(1)
 
-    def end_step(self) -> None:
-        """Leave what has begun to the optimizer's step, so that the next updates may begin."""
+    def _end_step(self) -> None:
+        """Forget what has begun, so that the next updates may begin."""
         self.begun.clear()
         self.states_were_read = False
         self._pauses.end_step()
-        self._session.in_backward.stepped(self)
+        self.session.in_backward.stepped(self)
 
     def collect(self, by_group: dict[int, list[Task]], in_place: dict[int, Task]) -> None:
         """Take the groups with updates that have begun out of what a step is to update.
@@ -495,27 +492,23 @@ class SessionUpdates(BoundToSession):
                 raise UnsupportedError(f"{task.name} got its gradient {_CHANGED_LATE}")
             update.check_complete()
 
-    @staticmethod
-    def _watch_gradients(update: UpdateTask) -> None:
-        for noted in update.noted:
-            watch(noted.gradient)
-
     def _note(self, task: Task, gradient: torch.Tensor | None = None) -> NotedParameter:
-        """Note a parameter as its update begins, with its gradient or that gradient's stand-in."""
+        """Note a parameter as its update begins, with its gradient, watched if staged, or that gradient's stand-in."""
         gradient = task.parameter.grad if gradient is None else gradient
         assert gradient is not None
-        states = noted_states(self._optimizer.states_of(task.parameter)) if self.undoable else ()
+        states = noted_states(self.optimizer.states_of(task.parameter)) if self.undoable else ()
         parameter, hyper = task.parameter, self._hyper(task)
-        return NotedParameter(
+        noted = NotedParameter(
             task, gradient, gradient._version, parameter._version, parameter.data_ptr(), hyper, states
         )
+        if self.undoable:
+            watch(gradient)
+        return noted
 
     def _hyper(self, task: Task) -> Any:
-        """Return the hyperparameters of a parameter's update in the backward."""
-        optimizer = self._optimizer
-        if self.undoable:
-            return optimizer.hyper_at(task.group, int(optimizer.states_of(task.parameter)["step"]) + 1)
-        return optimizer.hyper_now(task.group, task.parameter)
+        """Return the hyperparameters of a parameter's update in the backward; a staged one counts no step yet."""
+        num_steps = int(self.optimizer.states_of(task.parameter)["step"])
+        return self.optimizer.hyper_at(task.group, num_steps + self.undoable)
 
     def _check_unchanged(self, noted: NotedParameter, task: Task | None, *, writes_count: bool = True) -> None:
         parameter, name, _ = noted.task
@@ -533,38 +526,33 @@ class SessionUpdates(BoundToSession):
 
 
 class UpdateScheduler:
-    """The updates of one optimizer that run outside of its step, in all sessions that have its parameters."""
+    """The updates of one optimizer that run outside of its step, in each session that has parameters of it."""
 
     def __init__(self, optimizer: SteppingOptimizer) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._mode = optimizer.overlap
+        self._reference = weakref.ref(optimizer)
         self._sessions: weakref.WeakKeyDictionary[Session, SessionUpdates] = weakref.WeakKeyDictionary()
+
+    @property
+    def optimizer(self) -> SteppingOptimizer:
+        optimizer = self._reference()
+        assert optimizer is not None
+        return optimizer
 
     def in_session(self, session: Session) -> SessionUpdates:
         """Return the optimizer's updates in a session."""
         if session not in self._sessions:
-            optimizer = self._optimizer()
-            assert optimizer is not None
-            self._sessions[session] = SessionUpdates(optimizer, session)
+            self._sessions[session] = SessionUpdates(self.optimizer, session)
         return self._sessions[session]
+
+    def __iter__(self) -> Iterator[SessionUpdates]:
+        """Iterate over the updates in all sessions so far, which stay alive meanwhile."""
+        for _, updates in list(self._sessions.items()):
+            yield updates
 
     @property
     def stages(self) -> bool:
         """Whether backwards of any session may begin updates that can be undone."""
-        return any(updates.stages for _, updates in self._items())
-
-    def note_reading_of_states(self) -> None:
-        """Note that the user has got the states, and may change them, where updates have begun."""
-        for _, updates in self._items():
-            updates.states_were_read |= bool(updates.begun)
-
-    def _items(self) -> list[tuple[Session, SessionUpdates]]:
-        return list(self._sessions.items())  # keeps the sessions alive meanwhile
-
-    def forget(self, *, loaded: bool) -> None:
-        """Forget groups of all sessions, since parameter groups or states have changed (see `SessionUpdates`)."""
-        for _, updates in self._items():
-            updates.forget(loaded=loaded)
+        return any(updates.stages for updates in self)
 
     # --- from the backward to the step ---
 
@@ -574,28 +562,23 @@ class UpdateScheduler:
         Raises:
             UnsupportedError: gradients have a scale, and updates cannot be undone.
         """
-        sessions = self._items()
-        if self._mode.is_final and scale is not NO_SCALE:
-            has_begun = any(updates.begun for _, updates in sessions)
+        mode = self.optimizer.overlap
+        if mode.is_final and scale is not NO_SCALE:
+            has_begun = any(updates.begun for updates in self)
             raise UnsupportedError(
                 "a GradScaler must see all gradients before the first update, but "
-                f'overlap="{self._mode.mode}" updates during the backward; use undoable=True with it, or overlap='
-                '"forward"' + (", and load parameters that this backward has updated anew" if has_begun else "")
+                f'overlap="{mode.mode}" updates during the backward; use undoable=True with it, or overlap="forward"'
+                + (", and load parameters that this backward has updated anew" if has_begun else "")
             )
         if self.stages:
-            optimizer = self._optimizer()
-            assert optimizer is not None
-            is_as_assumed = optimizer.assumed_scale.is_what_was(scale)
-            for _, updates in sessions:
+            is_as_assumed = self.optimizer.assumed_scale.is_what_was(scale)
+            for updates in self:
                 updates.validate(is_as_assumed)
 
-    def collect(
-        self, chunked: dict[Session, dict[int, list[Task]]], in_place: list[Task]
-    ) -> dict[Session, frozenset[int]]:
+    def collect(self, chunked: dict[Session, dict[int, list[Task]]], in_place: list[Task]) -> None:
         """Take the groups with updates that began in the backward out of `chunked` and `in_place` (see `step.Due`).
 
-        Returns:
-            These groups. They count as begun until `end`.
+        Their sessions stay in `chunked`. They count as begun until they are committed.
 
         Raises:
             UnsupportedError: gradients or parameters were changed since, or a gradient was consumed by a former step.
@@ -605,30 +588,18 @@ class UpdateScheduler:
         """
         tasks_in_place = {id(task.parameter): task for task in in_place}
         try:
-            for session, updates in self._items():
+            for updates in self:
                 if updates.begun:
-                    updates.collect(chunked.setdefault(session, {}), tasks_in_place)
+                    updates.collect(chunked.setdefault(updates.session, {}), tasks_in_place)
             in_chunks = [task for by_group in chunked.values() for tasks in by_group.values() for task in tasks]
             for task in (*in_chunks, *tasks_in_place.values()):
                 if isinstance(task.parameter.grad, ConsumedGradient):
                     raise task.parameter.grad.refusal()
         except (UnsupportedError, OptionsError, StreamError):
-            for _, updates in self._items():
+            for updates in self:
                 updates.abandon()
             raise
         in_place[:] = tasks_in_place.values()
-        return {session: frozenset(updates.begun) for session, updates in self._items() if updates.begun}
-
-    def commit(self) -> None:
-        """Make staged updates count, and let the next ones begin."""
-        for _, updates in self._items():
-            updates.commit()
-        self.end()
-
-    def end(self) -> None:
-        """Leave what began in the backward to the optimizer's step, so that the next updates may begin."""
-        for _, updates in self._items():
-            updates.end_step()
 
     def finish(self) -> None:
         """Block until no update of this optimizer's models is running.

@@ -425,20 +425,11 @@ class CompiledGraph:
 
         A backward that does not add all gradients to `.grad` updates nothing.
         """
-        session, marks_complete = self.session, self.session.in_backward.wanted
+        in_backward = self.session.in_backward
         if not asked.adds_all:
             hooked = hooked - asked.returned - asked.left_out
-            return PhaseContext(hooked=hooked, left_out=asked.left_out, marks_complete=marks_complete)
-        made = {name for _, _, name in self._sunk()}
-        updates = session.in_backward.updates_in_slots(self._groups)
-        transient = session.in_backward.transient(made, hooked, updates)
-        return PhaseContext(
-            hooked=hooked,
-            updates=updates,
-            undoable=session.in_backward.undoable(updates),
-            transient=transient,
-            marks_complete=marks_complete,
-        )
+            return PhaseContext(hooked=hooked, left_out=asked.left_out, marks_complete=in_backward.wanted)
+        return in_backward.phase_context(self._groups, {name for _, _, name in self._sunk()}, hooked)
 
     def _hooked(self) -> frozenset[str]:
         """Return the parameters with gradients that autograd must see: for a hook, or to add to a tensor of several."""

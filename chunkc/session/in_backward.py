@@ -95,16 +95,22 @@ class UpdatesInBackward:
                     num_stages_of[group], self._in_slots[group] = num_stages, weakref.ref(starter)
         return tuple(sorted(num_stages_of.items()))
 
-    def undoable(self, updates: Collection[tuple[int, int]]) -> frozenset[int]:
-        """Return the groups of these updates, of the latest `updates_in_slots`, that can be undone."""
+    def phase_context(self, groups: Collection[int], made: Set[str], hooked: frozenset[str]) -> PhaseContext:
+        """Return the context of a phase of a graph that uses these groups (see `updates_in_slots` and `transient`)."""
+        updates = self.updates_in_slots(groups)
         starters = {group: self._in_slots[group]() for group, _ in updates}
-        return frozenset(group for group, starter in starters.items() if starter is not None and starter.undoable)
+        return PhaseContext(
+            hooked=hooked,
+            updates=updates,
+            undoable=frozenset(
+                group for group, starter in starters.items() if starter is not None and starter.undoable
+            ),
+            transient=self.transient(made, hooked, updates),
+            marks_complete=self.wanted,
+        )
 
     def expected(self, layout: ChunkLayout, parameters: Mapping[str, torch.Tensor]) -> PhaseContext:
-        """Predict `updates_in_slots`, `undoable` and `transient` from optimizers' declarations.
-
-        The optimizers join from now on.
-        """
+        """Predict `phase_context` from optimizers' declarations. The optimizers join from now on."""
         by_starter: dict[Starter, list[ChunkGroup]] = {}
         for group in layout.groups:
             keepers = [_keeper_of(parameters.get(s.spec.name)) for s in group.slices]
@@ -112,19 +118,13 @@ class UpdatesInBackward:
             starter = None if keeper is None else keeper.starter_in(self._store)
             if starter is not None and group.trainable:
                 by_starter.setdefault(starter, []).append(group)
-        updates: set[tuple[int, int]] = set()
-        transient: set[int] = set()
-        undoable: set[int] = set()
-        for starter, groups in by_starter.items():
+        for starter in by_starter:
             self.join(starter)
-            num_stages, in_slots, in_place = starter.expects(groups)
-            updates |= {(group, num_stages) for group in in_slots | in_place}
-            transient |= in_place
-            undoable |= in_slots if starter.undoable else set()
+        contexts = [starter.expected(groups) for starter, groups in by_starter.items()]
         return PhaseContext(
-            updates=tuple(sorted(updates)),
-            undoable=frozenset(undoable),
-            transient=frozenset(transient),
+            updates=tuple(sorted(update for context in contexts for update in context.updates)),
+            undoable=frozenset(group for context in contexts for group in context.undoable),
+            transient=frozenset(group for context in contexts for group in context.transient),
             marks_complete=self.wanted,
         )
 
@@ -159,7 +159,7 @@ class UpdatesInBackward:
 
     def has_begun(self, group: int) -> bool:
         """Whether a group's update has begun in the backward, and no step has ended since."""
-        return any(group in starter.begun_groups() for starter in self._in_flight)
+        return any(group in starter.begun for starter in self._in_flight)
 
     def _refuse(self, groups: Collection[int], phase: str) -> None:
         for starter in list(self._in_flight):

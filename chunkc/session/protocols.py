@@ -12,17 +12,18 @@ import torch
 
 from chunkc.ir.layout import ChunkGroup
 from chunkc.ir.plan import Tile
+from chunkc.policy.state import PhaseContext
 from chunkc.runtime.store.store import ChunkStore
 
 
 class Starter(Protocol):
     """The updates of one optimizer in the backwards of one session's graphs."""
 
-    def expects(self, groups: Sequence[ChunkGroup]) -> tuple[int, frozenset[int], frozenset[int]]:
-        """Return the stages of an update, the groups of these to update in slots, and those to update as residents."""
+    def expected(self, groups: Sequence[ChunkGroup]) -> PhaseContext:
+        """Return the context of calls of graphs with these groups, all this optimizer's, once states exist."""
 
-    def begin_update(self, group: int) -> bool:
-        """Begin the update of a group with complete gradients. Return whether it is this optimizer's and began."""
+    def begin_update(self, group: int) -> None:
+        """Begin the update at home of a group with complete gradients, if it is this optimizer's."""
 
     def stages_in_slots(self, group: int) -> int:
         """Return the stages of a group's update if the next backward may run it, in slots or resident, else 0."""
@@ -37,8 +38,9 @@ class Starter(Protocol):
     def take_back(self, groups: Collection[int]) -> None:
         """Undo the updates of these groups that have begun, if they can be undone."""
 
-    def begun_groups(self) -> Container[int]:
-        """Return the groups with updates that have begun in a backward since the last step."""
+    @property
+    def begun(self) -> Container[int]:
+        """The groups with updates that have begun in a backward since the last step."""
 
     def __hash__(self) -> int: ...
 

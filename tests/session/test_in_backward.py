@@ -26,26 +26,22 @@ class Starter:
     """Begins the update of whatever it is told of."""
 
     def __init__(self) -> None:
-        self.begun: list[int] = []
+        self.updated: list[int] = []
 
-    def begin_update(self, group: int) -> bool:
-        self.begun.append(group)
-        return True
+    def begin_update(self, group: int) -> None:
+        self.updated.append(group)
 
-    undoable = False
+    undoable, begun = False, frozenset[int]()
 
     def take_back(self, groups: Any) -> None:
         """Nothing of it can be undone."""
-
-    def begun_groups(self) -> list[int]:
-        return []
 
     def stages_in_slots(self, group: int) -> int:
         return 2 if group == 7 else 0
 
     def updating(self, group: int, tiles: Sequence[Tile]) -> Callable[[Tile], None]:
-        self.begun.append(group)
-        return lambda tile: self.begun.append(tile.begin)
+        self.updated.append(group)
+        return lambda tile: self.updated.append(tile.begin)
 
 
 @pytest.fixture
@@ -73,7 +69,7 @@ def test_a_step_ends_what_its_own_optimizer_waits_for(pair: tuple[UpdatesInBackw
     run_backward(early, 0)
     early.stepped(first)
     run_backward(early, 0)  # for the second, one of three forwards is without its backward
-    assert (first.begun, second.begun) == ([0], [])
+    assert (first.updated, second.updated) == ([0], [])
 
 
 def test_an_optimizer_that_is_gone_is_not_counted_for(pair: tuple[UpdatesInBackward, Starter, Starter]) -> None:
@@ -84,7 +80,7 @@ def test_an_optimizer_that_is_gone_is_not_counted_for(pair: tuple[UpdatesInBackw
     early.stepped(first)
     run_forward(early, 0)
     run_backward(early, 0)
-    assert first.begun == [0]
+    assert first.updated == [0]
 
 
 def test_one_that_joins_in_a_step_waits_for_the_forwards_before(
@@ -95,9 +91,9 @@ def test_one_that_joins_in_a_step_waits_for_the_forwards_before(
     early.join(late := Starter())
     run_forward(early, 0)
     run_backward(early, 0)
-    assert late.begun == []
+    assert late.updated == []
     run_backward(early, 0)
-    assert late.begun == [0]
+    assert late.updated == [0]
 
 
 class Halves(torch.nn.Module):
@@ -150,7 +146,7 @@ def test_a_group_is_updated_in_slots_once_no_other_backward_is_to_come(
     assert early.updates_in_slots([3, 7]) == ((7, 2),)
     tile = Tile(7, 64, 128, 0, 2)
     early.updating([tile])(tile)
-    assert sorted([first.begun, second.begun]) == [[], [7, 64]]
+    assert sorted([first.updated, second.updated]) == [[], [7, 64]]
 
 
 def under_way(models: list[torch.nn.Module]) -> list[int]:

@@ -151,7 +151,7 @@ class Subject:
         self.session.store.release_slots()
         self.session.store.tier.drain()
         if self.updates_in_backward:
-            self.optimizer.scheduler.end()
+            self.optimizer.scheduler.in_session(self.session).abandon()
             self.optimizer.zero_grad()
         for parameter, gradient in zip(self.model.parameters(), self.gradients):
             parameter.grad = gradient

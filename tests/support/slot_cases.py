@@ -75,7 +75,7 @@ Act = Callable[[Subject, int], object]
 
 def begun_groups(made: Subject) -> set[int]:
     """Return the groups with updates that a backward has begun, and the step has yet to commit or roll back."""
-    begun = made.optimizer.scheduler.in_session(made.session).begun_groups()
+    begun = made.optimizer.scheduler.in_session(made.session).begun
     return {group.index for group in made.store.layout.groups if group.index in begun}
 
 
