@@ -30,23 +30,18 @@ from chunkc.session.session import Session
 _CPU = torch.device("cpu")
 
 
-def spans_of(
-    optimizer: SteppingOptimizer, session: Session, index: int, tasks: Sequence[Task], *, counted: bool = True
-) -> Spans:
+def spans_of(optimizer: SteppingOptimizer, session: Session, update: UpdateTask) -> Spans:
     """Begin the update of a group: make missing states, count steps, and return the spans of elements to update.
 
-    Neighbours with equal hyperparameters are one span, unless the rule takes norms of whole tensors.
-
-    Args:
-        counted: whether the update counts now; else it is staged: all states are there, and parameters and step
-            counters change once the update is committed.
+    Neighbours with equal hyperparameters are one span, unless the rule takes norms of whole tensors. Of a staged update
+    all states are there, and parameters and step counters change once it is committed.
     """
-    chunk_group, merged = session.store.layout.groups[index], optimizer.rule.num_stages == 1
-    quantised = any(map(is_scale, chunk_group.state_kinds))
+    chunk_group, merged = session.store.layout.groups[update.group], optimizer.rule.num_stages == 1
+    quantised, counted = any(map(is_scale, chunk_group.state_kinds)), not update.is_staged
     if counted:
-        make_states(optimizer, session, index, tasks)
+        make_states(optimizer, session, update.group, update.tasks)
     hypers: dict[str, Any] = {}
-    for task in tasks:
+    for task in update.tasks:
         state, hyper_at = optimizer.states_of(task.parameter), partial(optimizer.hyper_at, task.group)
         if counted:
             optimizer.begin_update_of(task.parameter, state)

@@ -238,7 +238,7 @@ def update_chunks(part: SessionStep, scale: GradScale) -> None:
     optimizer, session, at_home = part.elsewhere.optimizer, part.elsewhere.session, part.at_home
     store, updates = session.store, {update.group: update for update in part.updates}
     for update in part.updates:
-        update.spans = spans_of(optimizer, session, update.group, update.tasks)
+        update.spans = spans_of(optimizer, session, update)
     if at_home:
         store.release_slots()
         for update in at_home:

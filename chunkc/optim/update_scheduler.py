@@ -247,7 +247,7 @@ class SessionUpdates(BoundToSession):
     def _begin_in_slots(self, index: int, tiles: Sequence[Tile]) -> UpdateTask:
         optimizer, session, store = self.optimizer, self.session, self.session.store
         update = UpdateTask.of(session, index, self._eligibility.of_group(index), Where.SLOTS, is_staged=self.undoable)
-        update.spans = spans_of(optimizer, session, index, update.tasks, counted=not update.is_staged)
+        update.spans = spans_of(optimizer, session, update)
         scale = optimizer.assumed_scale.on(store.tier.device) if update.is_staged else NO_SCALE
         update.in_slots, update.tiles = slot_update(optimizer, store, update, tiles, scale), set(tiles)
         if update.is_staged:
@@ -294,7 +294,7 @@ class SessionUpdates(BoundToSession):
             if update.is_staged:
                 for task in tasks:
                     optimizer.contents.follow(task.parameter, optimizer.states_of(task.parameter))
-            update.spans = spans_of(optimizer, session, group, tasks, counted=not update.is_staged)
+            update.spans = spans_of(optimizer, session, update)
         if update.is_staged:
             store.shadow_copies.begin(group)
         update.noted = [self._note(task) for task in tasks]

@@ -151,8 +151,9 @@ def another_step(made: Gated) -> list[Any]:
 def another_backward_s_update(made: Gated) -> list[Any]:
     """The same, where the update begins in a backward."""
     made.states()[EXP_AVG] = torch.full_like(made.weight, 0.5)
-    index = made.store.views.group_index("layers.3.weight")
-    assert made.optimizer.scheduler.in_session(made.session).begin_update(index)
+    index, updates = made.store.views.group_index("layers.3.weight"), made.optimizer.scheduler.in_session(made.session)
+    updates.begin_update(index)
+    assert index in updates.begun
     return []
 
 

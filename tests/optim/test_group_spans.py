@@ -14,7 +14,7 @@ import chunkc
 from chunkc.ir.layout import Chunk
 from chunkc.optim import group_updates
 from chunkc.optim.group_updates import spans_of
-from chunkc.optim.update_task import Task
+from chunkc.optim.update_task import Task, UpdateTask, Where
 
 NUMEL = 64 * 64
 
@@ -35,7 +35,7 @@ class Subject:
         names = {layer: f"layers.{layer}.weight" for layer in rates}
         (group,) = self.optimizer.param_groups
         tasks = [Task(self.model.get_parameter(names[i]), names[i], group | {"lr": rates[i]}) for i in rates]
-        spans = spans_of(self.optimizer, self.session, 0, tasks)
+        spans = spans_of(self.optimizer, self.session, UpdateTask.of(self.session, 0, tasks, Where.SLOTS))
         return [(begin / NUMEL, end / NUMEL, hyper.lr) for begin, end, hyper in spans]
 
     def states(self) -> list[dict[str, Any]]:
