@@ -50,8 +50,14 @@ def checked_state_dict(optimizer: SteppingOptimizer, state_dict: Mapping[str, An
     unknown = [number for number in states if number not in ids]
     if unknown:
         raise OptionsError(f"the loaded state has states of {shown(unknown[0])}, which no loaded parameter group names")
-    triples = zip(ids, ids.values(), parameters, strict=True)
-    return [_checked(optimizer, p, states[number], group) for number, group, p in triples if states.get(number)]
+    loaded = []
+    for (number, group), parameter in zip(ids.items(), parameters, strict=True):
+        if states.get(number):
+            try:
+                loaded.append(_checked_state(optimizer, parameter, states[number], group))
+            except OptionsError as error:
+                raise OptionsError(f"the loaded state of {optimizer.title_of(parameter)}: {error}") from None
+    return loaded
 
 
 def load(states: StateFormat, contents: NotedContents, loaded: LoadedState) -> dict[str, Any]:
@@ -145,15 +151,6 @@ def _checked_groups(optimizer: SteppingOptimizer, loaded: Sequence[Mapping[str, 
         except OptionsError as error:
             raise OptionsError(f"parameter group {number} of the loaded state: {error}") from error
     return loaded
-
-
-def _checked(
-    optimizer: SteppingOptimizer, parameter: torch.Tensor, loaded: Mapping[str, Any], group: Mapping[str, Any]
-) -> LoadedState:
-    try:
-        return _checked_state(optimizer, parameter, loaded, group)
-    except OptionsError as error:
-        raise OptionsError(f"the loaded state of {optimizer.title_of(parameter)}: {error}") from None
 
 
 def _checked_state(

@@ -91,10 +91,6 @@ class PreparedUpdate:
     planned: UpdatePlan
     executable: Executable
 
-    @property
-    def tiles(self) -> tuple[Tile, ...]:
-        return self.planned.tiles
-
     def run(self, updates: Mapping[int, TileUpdate]) -> None:
         """Update the groups, tile by tile, each inside the budget.
 
@@ -153,7 +149,7 @@ class SessionStep:
     """A session's part of a step.
 
     Attributes:
-        elsewhere: the optimizer's updates in this session outside of steps, which run those at home.
+        elsewhere: the optimizer's updates in this session outside of the step, or at home.
         updates: at home, and in slots.
         in_slots: the plan of those in slots; None: there are none.
     """
@@ -245,6 +241,6 @@ def update_chunks(part: SessionStep, scale: GradScale) -> None:
             store.gradients.collect(update.group)
         part.elsewhere.update_at_home(at_home, scale, store.tier.mark())
     if part.in_slots is not None:
-        tiles_of = tiles_by_group(part.in_slots.tiles)
+        tiles_of = tiles_by_group(part.in_slots.planned.tiles)
         part.in_slots.run({i: slot_update(optimizer, store, updates[i], tiles_of[i], scale) for i in tiles_of})
     part.elsewhere.wait_after_step(at_home)

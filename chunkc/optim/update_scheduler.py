@@ -17,8 +17,8 @@ does not try. So the bits are always those of overlap="none". (SuperOffload, arX
 like this, and computes backwards to undo, which is not exact.) With "auto", after a step that had to undo updates for
 another reason, such as a second backward or a changed gradient, the next steps do not try either (see `pauses`).
 
-After `step()`, with overlap="forward" or "both", updates at home go on in a thread of their own; the next forward waits
-for each group when it fetches it.
+Updates at home run on one thread of the CPU, whether a backward or `step()` begins them. `step()` waits for them; with
+overlap="forward" or "both" they go on after it, and the next forward waits for each group when it fetches it.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _CHANGED_LATE = (
 
 
 class SessionUpdates(BoundToSession):
-    """The updates of one optimizer in one session, outside of `step()` (a `chunkc.session.protocols.Starter`).
+    """The updates of one optimizer in one session, outside of `step()` or at home (a `session.protocols.Starter`).
 
     The optimizer owns it, and the session calls it.
 
@@ -526,7 +526,7 @@ class SessionUpdates(BoundToSession):
 
 
 class UpdateScheduler:
-    """The updates of one optimizer that run outside of its step, in each session that has parameters of it."""
+    """The updates of one optimizer, outside of its step or at home, in each session that has parameters of it."""
 
     def __init__(self, optimizer: SteppingOptimizer) -> None:
         self._reference = weakref.ref(optimizer)
