@@ -167,16 +167,13 @@ class Arithmetic:
         results = self.function(*elements, *([] if self.scalars is None else [SimpleNamespace(**scalars)]))
         return Code(tuple(_in_order(results)), results)
 
-    def in_torch(
-        self, inputs: Sequence[Tensor], scalars: Tensor, *, l2: bool, root: Callable[[Tensor], Tensor]
-    ) -> list[Tensor]:
-        """Compute the results in PyTorch, which Inductor compiles too.
+    def in_torch(self, inputs: Sequence[Tensor], scalars: Tensor, *, l2: bool) -> list[Tensor]:
+        """Compute the results in PyTorch.
 
         Args:
             inputs: of one dtype.
             scalars: `[num_scalars]` of that dtype.
             l2: whether `scalars.l2` is not 0.
-            root: computes square roots.
         """
         code = self.code(l2)
         named = dict(zip(self.inputs, inputs, strict=True)) | dict(
@@ -190,8 +187,7 @@ class Arithmetic:
             return computed[operand] if operand.operands else named[operand.name]
 
         for value in code.values:
-            function = root if value.name == "sqrt" else _TORCH[value.name]
-            computed[value] = function(*map(of, value.operands))
+            computed[value] = _TORCH[value.name](*map(of, value.operands))
         return [of(result) for result in code.results]
 
     def in_cpp(self, l2: bool | None, results: Sequence[str], number: CppNumber = FLOAT) -> tuple[str, str]:
@@ -255,6 +251,13 @@ class Arithmetic:
         return triton.jit(module.__dict__[name])
 
 
+def _exact_root(values: Tensor) -> Tensor:
+    """Compute square roots to nearest; torch's on the CPU, MKL's, are not always. Roots of fp32 are taken in fp64."""
+    if values.dtype == torch.float64 and values.is_cpu:
+        return torch.from_numpy(np.sqrt(values.numpy()))
+    return values.to(torch.float64).sqrt().to(values.dtype)
+
+
 _TORCH: Mapping[str, Callable[..., Any]] = {
     "add": operator.add,
     "sub": operator.sub,
@@ -263,6 +266,7 @@ _TORCH: Mapping[str, Callable[..., Any]] = {
     "lt": operator.lt,
     "gt": operator.gt,
     "ne": operator.ne,
+    "sqrt": _exact_root,
     "maximum": torch.maximum,
     "where": torch.where,
 }
@@ -284,7 +288,7 @@ _CPP = _INFIX | {
     "maximum": "{0} >= {1} || {0} != {0} ? {0} : {1}",
     "where": "{} ? {} : {}",
 }
-_CPP_CHOICE = "as_float((as_bits({1}) & {0}_bits) | (as_bits({2}) & ~{0}_bits))"
+_CPP_CHOICE = "chosen({0}_bits, {1}, {2})"
 
 _TRITON = _INFIX | {
     "div": "tl.div_rn({}, {})",
@@ -319,10 +323,3 @@ def _names(code: Code) -> dict[Value, str]:
 
 def _operand(operand: Operand, names: Mapping[Value, str], constant: str) -> str:
     return names[operand] if isinstance(operand, Value) else constant.format(operand)
-
-
-def exact_root(values: Tensor) -> Tensor:
-    """Compute square roots to nearest; torch's on the CPU, MKL's, are not always. Roots of fp32 are taken in fp64."""
-    if values.dtype == torch.float64 and values.is_cpu:
-        return torch.from_numpy(np.sqrt(values.numpy()))
-    return values.to(torch.float64).sqrt().to(values.dtype)

@@ -1,9 +1,7 @@
-"""Generate the CPU pass for bf16 parameters with masters, whole or split, and for rules in stages, as a loop in C++.
+"""Generate the CPU's update in a format as a loop in C++, in one pass over memory, which the compiler vectorises.
 
-Inductor does not vectorise 16-bit integers, and reinterprets bits element by element: for split masters (see
-`chunkc.kernels.split`) its pass would be four times slower than this loop, which the compiler vectorises, and for whole
-masters slower too. Terms of a rule are added up in it, row by row (see `chunkc.kernels.summed_work`). Inductor's own
-compiler front end builds it, with the same requirements as any other pass.
+Every element goes through the same operations in the same order, in vectors or not, without contraction to fused
+multiply-adds: bits depend neither on the number of threads nor on how a run of elements was cut.
 """
 
 from __future__ import annotations
@@ -11,103 +9,99 @@ from __future__ import annotations
 import ctypes
 import functools
 from string import Template
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from chunkc.ir.layout import PARAM
-from chunkc.kernels.formats import UpdateFormat
-from chunkc.kernels.fused_pass import Pass, compiler_required
-from chunkc.torch_private.inductor import CppCodeCache, patched
+from chunkc.ir.layout import GRAD, PARAM
+from chunkc.ir.states import MASTER, is_scale
+from chunkc.kernels.arithmetic import DOUBLE, FLOAT
+from chunkc.kernels.cpp import BFLOAT16, ELEMENTS, WIDENING, ElementType, load
+from chunkc.kernels.formats import QUANT_BLOCK, UpdateFormat
+from chunkc.kernels.pointer_offsets import kinds_of
+from chunkc.kernels.quant_cpu import QUANTISING
+from chunkc.kernels.rounding import FIRST_MOMENT_STREAM, HIGH_FACTOR, MIX_FACTORS, PARAM_STREAM, STREAM_FACTOR
 
-OPTIONS: dict[str, Any] = {
-    "cpp.enable_floating_point_contract_flag": "off",
-    "cpp.enable_unsafe_math_opt_flag": False,
-}
-# Inductor's flags leave loops alone, since its own kernels are vectorised by hand, and let a root set errno.
-FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno")
-
-# C++ type, and the function to float. 16-bit floats are plain integers: the compiler does not vectorise structs.
-TYPES = {
-    torch.float32: ("float", "as_it_is"),
-    torch.bfloat16: ("uint16_t", "widen_bf16"),
-    torch.float16: ("uint16_t", "widen_fp16"),
-}
-
-# C++ type of the master, and code to read and to write it.
-_SPLIT_MASTER = {
-    "master": "int16_t",
-    "read_master": """const float upper = widen_bf16(param_data[i]);
+# C++ that reads and writes a master of which only the lower bits are kept (see `chunkc.kernels.split`).
+_READ_SPLIT = """const float upper = widen_bf16(param_data[i]);
     const float joined = as_float(as_bits(upper) + uint32_t(int32_t(master_data[i])));
-    const float target = joined != joined ? upper : joined;""",
-    "write_master": """const uint32_t bits = as_bits(new_target);
+    const float target = joined != joined ? upper : joined;"""
+_WRITE_SPLIT = """    const uint32_t bits = as_bits(new_target);
     const uint32_t kept = bits - ((bits & 0x1FFFFu) == 0x8000u ? 1u : 0u);
-    master_data[i] = int16_t(new_target != new_target ? 0u : kept);""",
-}
-_WHOLE_MASTER = {
-    "master": "float",
-    "read_master": "const float target = master_data[i];",
-    "write_master": "master_data[i] = new_target;",
-}
+    master_data[i] = int16_t(new_target != new_target ? 0u : kept);"""
 
-WIDENING = r"""
-#include <cmath>
-#include <cstdint>
-#include <cstring>
-
-static inline float as_float(uint32_t bits) { float x; std::memcpy(&x, &bits, 4); return x; }
-static inline uint32_t as_bits(float x) { uint32_t bits; std::memcpy(&bits, &x, 4); return bits; }
-
-static inline float as_it_is(float x) { return x; }
-static inline float widen_bf16(uint16_t x) { return as_float(uint32_t(x) << 16); }
-static inline float widen_fp16(uint16_t x) {
-  // The exponent moves by a factor of 2 ** 112; subnormals are counted in steps of 2 ** -24. Chosen by masks: gcc makes
-  // no vectors of branches.
-  const uint32_t magnitude = (x & 0x7FFFu) << 13;
-  const uint32_t infinite = 0u - uint32_t(magnitude >= 0x0F800000u), tiny = 0u - uint32_t(magnitude < 0x00800000u);
-  const uint32_t normal = magnitude + 0x38000000u + (infinite & 0x38000000u);
-  const uint32_t subnormal = as_bits(float(int32_t(x & 0x3FFu)) * 0x1p-24f);
-  return as_float((subnormal & tiny) | (normal & ~tiny) | (uint32_t(x & 0x8000u) << 16));
-}
-"""
-"""C++ that converts elements of `TYPES` to float."""
-
-_HELPERS = (
-    WIDENING
-    + r"""
-static inline uint16_t rounded(float x) {  // to nearest even
+_ROUNDING = Template(
+    r"""
+static inline uint16_t round_bf16(float x) {  // to nearest even
   const uint32_t bits = x != x ? 0x7FC00000u : as_bits(x);
   return uint16_t((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
-static inline void store(float* target, float x) { *target = x; }
-static inline void store(uint16_t* target, float x) { *target = rounded(x); }
+static inline uint16_t round_fp16(float x) {  // to nearest even, by the rounding of a sum with a power of two
+  const uint32_t bits = as_bits(x), twice = bits + bits;
+  const uint32_t exponent = twice & 0xFF000000u;
+  const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
+  const float scaled = std::fabs(x) * 0x1p+112f * 0x1p-110f;
+  const uint32_t sum = as_bits(as_float((bias >> 1) + 0x07800000u) + scaled);
+  const uint32_t magnitude = ((sum >> 13) & 0x7C00u) + (sum & 0x0FFFu);
+  const uint32_t nan = 0u - uint32_t(x != x);
+  return uint16_t(((bits >> 16) & 0x8000u) | (nan & 0x7E00u) | (magnitude & ~nan));
+}
+static inline uint32_t mix32(uint32_t x) {
+  x = (x ^ (x >> 16)) * ${mix_0}u;
+  x = (x ^ (x >> 15)) * ${mix_1}u;
+  return x ^ (x >> 15);
+}
+static inline uint16_t round_stochastic(float x, uint32_t random) {
+  const uint32_t bits = as_bits(x), special = x != x ? 0x7FC0u : bits >> 16;
+  const uint32_t rounded = (bits + (random & 0xFFFFu)) >> 16;
+  return uint16_t((bits & 0x7F800000u) == 0x7F800000u ? special : rounded);
+}
 """
-)
+).substitute(mix_0=MIX_FACTORS[0], mix_1=MIX_FACTORS[1])
 
 _ELEMENT = Template(
-    """    float grad = $widen_grad(grad_data[i]);
+    """    $wide grad = $widen_grad(grad_data[i]);
     if ($scaled) grad = grad * factor * second_factor;
-    $read_master
+    $read_target
 $old_moments
 $inside
 $stores"""
 )
 
-_RUN = Template(
+_UPDATE = Template(
     r"""
 extern "C" void update(
-    $param* param_data, const $grad* grad_data, $moment_parameters$master* master_data, const float* scalars,
-    const float* unscale, const float* clip, int64_t num_elements, int num_threads) {
-  const float $scalars;
+    void* const* data, const $wide* table, const float* unscale, const float* clip, int64_t num_elements,
+    uint64_t first_element, uint32_t key_low, uint32_t key_high, int num_threads) {
+$buffers
+  const $wide* scalars = table;
+  const $wide $scalars;
   const float factor = $scaled ? *unscale : 1.0f, second_factor = $scaled ? *clip : 1.0f;
+$seed
 $before
-  #pragma omp parallel for simd schedule(static) num_threads(num_threads) if(parallel: num_threads > 1)
-  for (int64_t i = 0; i < num_elements; ++i) {
-$element
-  }
+$loop
 }
 """
+)
+
+_RUN = Template(
+    r"""  #pragma omp parallel for simd schedule(static) num_threads(num_threads) if(parallel: num_threads > 1)
+  for (int64_t i = 0; i < num_elements; ++i) {
+$element
+  }"""
+)
+
+# New moments stay in the cache until their block is quantised.
+_BLOCKS = Template(
+    r"""  #pragma omp parallel for schedule(static) num_threads(num_threads) if(num_threads > 1)
+  for (int64_t start = 0; start < num_elements; start += $block) {
+    const int64_t until = start + $block < num_elements ? start + $block : num_elements, at = start / $block;
+$scales
+    #pragma omp simd
+    for (int64_t i = start; i < until; ++i) {
+$element
+    }
+$quantise
+  }"""
 )
 
 # Terms go to 16 sums in turn, and these are added pairwise, as in `chunkc.kernels.row_sums_cpu`.
@@ -116,18 +110,18 @@ _ROWS = Template(
 static const int lanes = 16, block = 256;
 
 extern "C" void update(
-    $param* param_data, const $grad* grad_data, $moment_parameters$master* master_data, const float* table,
-    const float* unscale, const float* clip, float* sums, const int64_t* rows, int64_t sums_stride, int64_t num_rows,
-    int num_threads) {
+    void* const* data, const $wide* table, const float* unscale, const float* clip, float* sums, const int64_t* rows,
+    int64_t sums_stride, int64_t num_rows, int num_threads) {
+$buffers
   const float factor = $scaled ? *unscale : 1.0f, second_factor = $scaled ? *clip : 1.0f;
   #pragma omp parallel for schedule(static) num_threads(num_threads) if(num_threads > 1)
   for (int64_t row = 0; row < num_rows; ++row) {
     const int64_t begin = rows[3 * row], end = rows[3 * row + 1];
-    const float* scalars = table + rows[3 * row + 2] * $num_scalars;
-    const float $scalars;
+    const $wide* scalars = table + rows[3 * row + 2] * $num_scalars;
+    const $wide $scalars;
 $before
     double totals[$num_sums][lanes] = {};
-    float terms[$num_sums][block] = {};
+    $wide terms[$num_sums][block] = {};
     for (int64_t start = begin; start < end; start += block) {
       const int64_t until = start + block < end ? start + block : end;
       #pragma omp simd
@@ -136,7 +130,7 @@ $element
 $terms
       }
       for (int k = 0; k < $num_sums; ++k) {
-        for (int64_t i = until - start; i < block; ++i) terms[k][i] = 0.0f;
+        for (int64_t i = until - start; i < block; ++i) terms[k][i] = 0;
         for (int i = 0; i < block; i += lanes) {
           #pragma omp simd
           for (int j = 0; j < lanes; ++j) totals[k][j] += double(terms[k][i + j]);
@@ -154,68 +148,120 @@ $terms
 )
 
 
-def has_loop(fmt: UpdateFormat) -> bool:
-    """Whether a format uses this loop: parameters as above, and rules in stages but for parameters in fp16.
-
-    Scalars of the second stage are long computations, which Inductor would repeat for each vector.
-    """
-    rounds_to_nearest = fmt.param_dtype is torch.bfloat16 and fmt.master and not fmt.stochastic
-    is_plain = rounds_to_nearest or (fmt.param_dtype is torch.float32 and len(fmt.kept) > 0)
-    return fmt.num_sums > 0 or (is_plain and not fmt.quantised)
-
-
-@functools.cache
-def loop_pass(fmt: UpdateFormat, *, l2: bool, scaled: bool, parallel: bool) -> Pass:
-    """Compile the pass over [param, grad, moments, (master,) scalars] and, where scaled, two 0-dim factors.
-
-    `grad` may share `param`'s memory: it is read first. The pass empties its list.
-    """
-    update = library(fmt, l2=l2, scaled=scaled).update
-    num_pointers = len(update.argtypes) - 2
-
-    def run(tensors: list[Tensor]) -> None:
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if not fmt.master:
-            pointers.insert(2 + len(fmt.kinds), 0)
-        pointers += [0] * (num_pointers - len(pointers))
-        update(*pointers, tensors[0].numel(), torch.get_num_threads() if parallel else 1)
-        tensors.clear()
-
-    return run
-
-
 @functools.cache
 def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
     """Compile and load the loop for a format: a library with the function `update`.
 
+    Its `data` are pointers to the buffers by `kinds_of`, and for each 8-bit moment to its `value_table` and its
+    `bucket_table`. `grad` may share `param`'s memory: it is read first.
+
+    Args:
+        l2: weight decay is added to the gradient; of terms that are added up, never.
+        scaled: gradients are multiplied by two factors first.
+
     Raises:
         UnsupportedError: there is no working C++ compiler.
     """
-    grad, widen_grad = TYPES[fmt.grad_dtype]
-    moment, widen_moment = TYPES[fmt.moment_dtype]
-    names = {"grad": grad, "widen_grad": widen_grad}
-    names["param"], widen_param = TYPES[fmt.param_dtype]
-    names |= _SPLIT_MASTER if fmt.split else _WHOLE_MASTER
-    if not fmt.master:
-        names |= {"read_master": f"const float target = {widen_param}(param_data[i]);", "write_master": ""}
-    names["moment_parameters"] = "".join(f"{moment}* {kind}_data, " for kind in fmt.kinds)
-    names["scalars"] = ", ".join(f"{name} = scalars[{i}]" for i, name in enumerate(fmt.scalars._fields))
-    names["old_moments"] = "\n".join(f"    const float {kind} = {widen_moment}({kind}_data[i]);" for kind in fmt.kinds)
-    stores = [f"    store(&{kind}_data[i], new_{kind});" for kind in fmt.kinds if kind not in fmt.kept]
-    if PARAM not in fmt.kept:
-        stores += ["    store(&param_data[i], new_target);", f"    {names['write_master']}"]
-    terms = [f"term_{number}" for number in range(fmt.num_sums)]
+    number = DOUBLE if fmt.wide_dtype == torch.float64 else FLOAT
+    terms = [f"term_{k}" for k in range(fmt.num_sums)]
     results = [*(f"new_{name}" for name in ("target", *fmt.kinds)), *terms]
-    names["before"], names["inside"] = fmt.arithmetic.in_cpp(l2, results)
-    names |= {"scaled": str(scaled).lower(), "stores": "\n".join(stores)}
-    names |= {"num_sums": str(fmt.num_sums), "num_scalars": str(len(fmt.scalars._fields))}
-    names["terms"] = "\n".join(f"    terms[{k}][i - start] = {term};" for k, term in enumerate(terms))
+    before, inside = fmt.arithmetic.in_cpp(l2, results, number)
+    names = {
+        "wide": number.type,
+        "widen_grad": ELEMENTS[fmt.grad_dtype].widen,
+        "scalars": ", ".join(f"{name} = scalars[{i}]" for i, name in enumerate(fmt.scalars._fields)),
+        "num_scalars": str(len(fmt.scalars._fields)),
+        "scaled": str(scaled).lower(),
+        "buffers": _buffers(fmt),
+        "read_target": _read_target(fmt, number.type),
+        "old_moments": "\n".join(f"    const {number.type} {kind} = {_old_moment(fmt, kind)};" for kind in fmt.kinds),
+        "before": before,
+        "inside": inside,
+        "stores": _stores(fmt),
+        "num_sums": str(fmt.num_sums),
+        "terms": "\n".join(f"    terms[{k}][i - start] = {term};" for k, term in enumerate(terms)),
+        "block": str(QUANT_BLOCK),
+        "scales": "\n".join(
+            f"    const float {kind}_scale = {kind}_scale_data[at];\n    float {kind}_block[{QUANT_BLOCK}];"
+            for kind in fmt.kinds
+        ),
+        "quantise": "\n".join(
+            f"    quantise({kind}_block, int(until - start), {kind}_data + start, {kind}_scale_data + at, "
+            f"{kind}_buckets);"
+            for kind in fmt.kinds
+        ),
+        "seed": _seed(fmt) if fmt.stochastic else "",
+    }
     names["element"] = _ELEMENT.substitute(names)
-    source = _HELPERS + (_ROWS if fmt.num_sums else _RUN).substitute(names)
-    with patched(OPTIONS), compiler_required():
-        loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=FLAGS)
-    pointers, sizes = (2, 2) if fmt.num_sums else (0, 1)
-    loaded.update.argtypes = [ctypes.c_void_p] * (6 + len(fmt.kinds) + pointers)
-    loaded.update.argtypes += [*[ctypes.c_int64] * sizes, ctypes.c_int]
+    names["loop"] = (_BLOCKS if fmt.quantised else _RUN).substitute(names)
+    helpers = WIDENING + _ROUNDING + (QUANTISING if fmt.quantised else "")
+    loaded = load(helpers + (_ROWS if fmt.num_sums else _UPDATE).substitute(names))
+    pointers, integers = ctypes.c_void_p, ctypes.c_int64
+    sizes = [pointers] * 2 + [integers] * 2 if fmt.num_sums else [integers] + [ctypes.c_uint64] + [ctypes.c_uint32] * 2
+    loaded.update.argtypes = [*[pointers] * 4, *sizes, ctypes.c_int]
     loaded.update.restype = None
     return loaded
+
+
+def _element_of(fmt: UpdateFormat, kind: str) -> ElementType:
+    dtypes = {PARAM: fmt.param_dtype, GRAD: fmt.grad_dtype, MASTER: fmt.master_dtype or torch.float32}
+    return ELEMENTS[torch.float32 if is_scale(kind) else dtypes.get(kind, fmt.moment_dtype)]
+
+
+def _buffers(fmt: UpdateFormat) -> str:
+    """Print the declarations of the buffers and tables."""
+    types = {f"{kind}_data": _element_of(fmt, kind).type for kind in kinds_of(fmt)}
+    if fmt.quantised:
+        for kind in fmt.kinds:
+            types |= {f"{kind}_values": "float", f"{kind}_buckets": "int32_t"}
+    return "\n".join(f"  {type_}* const {name} = ({type_}*)data[{i}];" for i, (name, type_) in enumerate(types.items()))
+
+
+def _read_target(fmt: UpdateFormat, wide: str) -> str:
+    if fmt.split:
+        return _READ_SPLIT
+    source = "master_data[i]" if fmt.master else f"{_element_of(fmt, PARAM).widen}(param_data[i])"
+    return f"const {wide} target = {source};"
+
+
+def _old_moment(fmt: UpdateFormat, kind: str) -> str:
+    if fmt.quantised:
+        return f"{kind}_values[{kind}_data[i]] * {kind}_scale"
+    return f"{_element_of(fmt, kind).widen}({kind}_data[i])"
+
+
+def _stores(fmt: UpdateFormat) -> str:
+    """Print the stores of the results that the rule does not keep."""
+    lines = ["    const uint32_t scattered = mix32((first + uint32_t(i)) ^ key_low);"] if fmt.stochastic else []
+
+    def store(kind: str, value: str, stream: int) -> None:
+        element = _element_of(fmt, kind)
+        rounded = f"{element.round}({value})"
+        if fmt.stochastic and element is BFLOAT16:
+            rounded = f"round_stochastic({value}, mix32(scattered + offset_{stream}))"
+        lines.append(f"    {kind}_data[i] = {rounded};")
+
+    for stream, kind in enumerate(fmt.kinds, start=FIRST_MOMENT_STREAM):
+        if fmt.quantised:
+            lines.append(f"    {kind}_block[i - start] = new_{kind};")
+        elif kind not in fmt.kept:
+            store(kind, f"new_{kind}", stream)
+    if PARAM not in fmt.kept:
+        store(PARAM, "new_target", PARAM_STREAM)
+        if fmt.split:
+            lines.append(_WRITE_SPLIT)
+        elif fmt.master:
+            lines.append("    master_data[i] = new_target;")
+    return "\n".join(lines)
+
+
+def _seed(fmt: UpdateFormat) -> str:
+    """Print the parts of random bits that all elements have in common, see `chunkc.kernels.rounding.random_bits16`."""
+    streams = (PARAM_STREAM, *range(FIRST_MOMENT_STREAM, FIRST_MOMENT_STREAM + len(fmt.kinds)))
+    return "\n".join(
+        [
+            "  const uint32_t first = uint32_t(first_element);",
+            f"  const uint32_t high = (uint32_t(first_element >> 32) & 0x7FFFFFFFu) * {HIGH_FACTOR}u + key_high;",
+            *(f"  const uint32_t offset_{stream} = high + {stream}u * {STREAM_FACTOR}u;" for stream in streams),
+        ]
+    )

@@ -7,7 +7,7 @@ same range of elements of every buffer. Nothing here computes an update.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
@@ -42,8 +42,6 @@ QUANT_BLOCK = ELEMENTS_PER_SCALE
 
 UNIT = 16
 """Alignment, in elements, of vector loads in Triton's kernels: 16 bytes of 8-bit codes."""
-
-Root = Callable[[Tensor], Tensor]
 
 
 class Slots:
@@ -184,13 +182,6 @@ class UpdateFormat:
     def needs_l2(self, scalars: Any) -> bool:
         """Whether weight decay is added to the gradient, given a group's scalars."""
         return getattr(scalars, "l2", 0.0) != 0
-
-    def new_values(
-        self, grad: Tensor, target: Tensor, moments: Sequence[Tensor], scalars: Tensor, *, l2: bool, root: Root
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Compute the new parameter and moments in PyTorch, see `Arithmetic.in_torch`."""
-        new_target, *rest = self.arithmetic.in_torch([grad, target, *moments], scalars, l2=l2, root=root)
-        return new_target, rest[: len(moments)]
 
     def scalar_table(self, hypers: Sequence[Any]) -> Tensor:
         """Make the scalars of several groups as `[num_groups, num_scalars]` of the `wide_dtype` on the CPU."""

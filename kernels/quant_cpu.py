@@ -1,4 +1,4 @@
-"""Quantise to 8 bits in CPU passes: by a table instead of a search, with 32-bit integers only.
+"""Quantise to 8 bits on the CPU: by a table instead of a search, with 32-bit integers only.
 
 The upper 16 bits of a quotient (sign, exponent, 7 bits of mantissa) are its bucket. No bucket has two midpoints inside,
 so the code of a bucket's lowest value and one comparison of the lower 16 bits give the result of `searchsorted`.
@@ -9,11 +9,9 @@ from __future__ import annotations
 import functools
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from chunkc.kernels.formats import QUANT_BLOCK
-from chunkc.kernels.fused_pass import Pass, compile_pass, host_tensor
+from chunkc.kernels.host_memory import host_tensor
 from chunkc.kernels.quant import codebook, midpoints
 
 _FIRST_BUCKET = (127 - 23) << 7  # 2 ** -23, below the smallest midpoint: everything smaller shares its bucket
@@ -50,26 +48,27 @@ def bucket_table(*, signed: bool) -> Tensor:
     return host_tensor(codes + 256 * np.where(num_inside, lower.astype(np.int64), 1 << 16), np.int32)
 
 
-@functools.cache
-def quantise_pass(parallel: bool) -> Pass:
-    """Compile a pass over [values `[n, 256]`, codes `[n, 256]`, scales `[n]`, bucket_table].
-
-    Codes and scales are its results, as of `chunkc.kernels.quant.quantise`. A scale that is NaN may have other bits
-    than the reference's.
-    """
-    runs = [(torch.float32, (QUANT_BLOCK,)), (torch.uint8, (QUANT_BLOCK,)), (torch.float32, ())]
-    return compile_pass(_quantise, runs, [(torch.int32, (2 * _NUM_BUCKETS,))], parallel=parallel)
-
-
-def _quantise(values: Tensor, codes: Tensor, scales: Tensor, table: Tensor) -> tuple[()]:
-    scale = values.abs().amax(1)
-    quotients = values / torch.where(scale == 0, 1.0, scale).unsqueeze(1)
-    pattern = quotients.view(torch.int32)
-    sign = pattern >> 31  # 0 or -1
-    bucket = (((pattern >> 16) & 0x7FFF) - _FIRST_BUCKET).clamp(0, _NUM_BUCKETS - 1)  # NaN: somewhere inside
-    entry = table[(bucket - sign * _NUM_BUCKETS).to(torch.int64)]
-    above = ((pattern ^ sign) & 0xFFFF) >= (entry >> 8)
-    code = (entry & 0xFF) + above.to(torch.int32)
-    codes.copy_(torch.where(quotients != quotients, 0, code).to(torch.uint8))
-    scales.copy_(scale)
-    return ()
+QUANTISING = f"""
+static inline void quantise(
+    const float* values, int num_values, uint8_t* codes, float* scale, const int32_t* buckets) {{
+  uint32_t largest = 0;
+  #pragma omp simd reduction(max : largest)
+  for (int i = 0; i < num_values; ++i) {{
+    const uint32_t magnitude = as_bits(values[i]) & 0x7FFFFFFFu;
+    largest = magnitude > largest ? magnitude : largest;
+  }}
+  *scale = as_float(largest);
+  const float divisor = largest == 0 ? 1.0f : as_float(largest);
+  #pragma omp simd
+  for (int i = 0; i < num_values; ++i) {{
+    const float quotient = values[i] / divisor;
+    const int32_t pattern = int32_t(as_bits(quotient)), sign = pattern >> 31;  // 0 or -1
+    int32_t bucket = ((pattern >> 16) & 0x7FFF) - {_FIRST_BUCKET};
+    bucket = bucket < 0 ? 0 : bucket > {_NUM_BUCKETS - 1} ? {_NUM_BUCKETS - 1} : bucket;  // NaN: somewhere inside
+    const int32_t entry = buckets[bucket - sign * {_NUM_BUCKETS}];
+    const int32_t above = ((pattern ^ sign) & 0xFFFF) >= (entry >> 8) ? 1 : 0;
+    codes[i] = uint8_t(quotient != quotient ? 0 : (entry & 0xFF) + above);
+  }}
+}}
+"""
+"""C++ that computes the codes and the scale of a block's values, as `chunkc.kernels.quant.quantise` does."""

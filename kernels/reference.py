@@ -9,7 +9,6 @@ from torch import Tensor
 
 from chunkc.ir.layout import PARAM
 from chunkc.ir.states import UNSIGNED, scale_of
-from chunkc.kernels.arithmetic import exact_root
 from chunkc.kernels.formats import (
     NO_SCALE,
     QUANT_BLOCK,
@@ -113,8 +112,8 @@ def _update_span(
         target = join_master(slots.param[part], slots.master[part])
     moments = [load_moment(kind) for kind in fmt.kinds]
     l2 = fmt.needs_l2(fmt.scalars(*scalars.tolist()))
-    new_target, new_moments = fmt.new_values(wide, target, moments, scalars, l2=l2, root=exact_root)
-    for stream, (kind, value) in enumerate(zip(fmt.kinds, new_moments, strict=True), start=FIRST_MOMENT_STREAM):
+    new_target, *rest = fmt.arithmetic.in_torch([wide, target, *moments], scalars, l2=l2)
+    for stream, (kind, value) in enumerate(zip(fmt.kinds, rest), start=FIRST_MOMENT_STREAM):
         if kind not in fmt.kept:
             store_moment(kind, value, stream)
     if PARAM in fmt.kept:

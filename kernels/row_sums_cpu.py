@@ -16,10 +16,8 @@ from torch import Tensor
 
 from chunkc.ir.sums import COLUMNS, ROW
 from chunkc.kernels.arithmetic import DOUBLE, UINT32, Arithmetic, CppNumber
-from chunkc.kernels.cpu_loop import FLAGS, OPTIONS, TYPES, WIDENING
-from chunkc.kernels.fused_pass import SERIAL_NUM_ELEMENTS, compiler_required
+from chunkc.kernels.cpp import ELEMENTS, SERIAL_NUM_ELEMENTS, WIDENING, load
 from chunkc.kernels.row_sums import ITSELF, MIXED_WORD, SQUARE
-from chunkc.torch_private.inductor import CppCodeCache, patched
 
 
 class _Types(NamedTuple):
@@ -33,8 +31,14 @@ class _Types(NamedTuple):
 
 
 _TYPES = {
-    **{dtype: _Types(element, "float", widen, DOUBLE, "double") for dtype, (element, widen) in TYPES.items()},
-    torch.float64: _Types("double", "double", "double", DOUBLE, "double"),
+    dtype: _Types(ELEMENTS[dtype].type, wide, ELEMENTS[dtype].widen, DOUBLE, "double")
+    for dtype, wide in (
+        (torch.float64, "double"),
+        (torch.float32, "float"),
+        (torch.bfloat16, "float"),
+        (torch.float16, "float"),
+    )
+} | {
     torch.int16: _Types("int16_t", "uint32_t", "uint32_t", UINT32, "int64_t"),
     torch.int32: _Types("int32_t", "uint32_t", "uint32_t", UINT32, "int64_t"),
 }
@@ -112,8 +116,7 @@ def library(term: Arithmetic, dtype: torch.dtype, *, rounded: bool) -> ctypes.CD
     _, code = term.in_cpp(None, ["term"], types.term)
     names = types._asdict() | {"term": types.term.type, "input": term.inputs[0], "code": code, "columns": COLUMNS}
     names["result"] = "float" if rounded else types.sum
-    with patched(OPTIONS), compiler_required():
-        loaded: ctypes.CDLL = CppCodeCache.load(_SOURCE.substitute(names), extra_flags=FLAGS)
+    loaded = load(_SOURCE.substitute(names))
     loaded.sum_rows.argtypes = [*[ctypes.c_void_p] * 3, ctypes.c_int64, ctypes.c_int]
     loaded.sum_rows.restype = None
     return loaded

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from chunkc.kernels.elementwise_triton import WorkTable, rows_of_spans
 from chunkc.kernels.formats import Span
-from chunkc.kernels.fused_pass import host_empty
+from chunkc.kernels.host_memory import host_empty
 
 ROW = 1 << 14
 """Elements of a row at most. Rows end at multiples of it in the space of all elements, so tiles that begin and end

@@ -22,7 +22,7 @@ TESTS=(
     tests/passes/memory/test_segment_memory.py tests/passes/memory/scratch
     tests/passes/memory/test_kept_bytes.py
     # what Inductor generates, and what is made of code that nobody can read
-    tests/passes/memory/inductor tests/kernels/test_fused_pass.py
+    tests/passes/memory/inductor tests/kernels/test_cpp.py
     tests/end_to_end/test_unknown_operators.py
     # what Dynamo and AOTAutograd hand over
     tests/test_backend.py tests/tracing/test_autograd_checks.py tests/tracing/test_capture.py

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from chunkc.ir.errors import CheckpointError
-from chunkc.kernels.fused_pass import host_empty
+from chunkc.kernels.host_memory import host_empty
 from chunkc.weights.safetensors import NAMES
 
 _MAX_HEADER_NBYTES = 100_000_000

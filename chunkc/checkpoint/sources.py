@@ -18,7 +18,7 @@ import torch
 
 from chunkc.ir.blocks import Block
 from chunkc.ir.errors import CheckpointError, UnsupportedError
-from chunkc.kernels.fused_pass import host_empty
+from chunkc.kernels.host_memory import host_empty
 from chunkc.runtime.storage.maps import drop_pages, drop_span
 from chunkc.runtime.store.shards import block_of
 from chunkc.torch_private.dtensor import DTensor, local_of

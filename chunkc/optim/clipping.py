@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from chunkc.kernels.fused_pass import host_tensor
+from chunkc.kernels.host_memory import host_tensor
 from chunkc.session.session import managing
 
 EPS = 1e-6

@@ -20,7 +20,7 @@ from chunkc.kernels import elementwise_cpu, elementwise_triton, row_sums_cpu, ro
 from chunkc.kernels.cpu_loop import library
 from chunkc.kernels.elementwise_cpu import warm_up_format
 from chunkc.kernels.formats import GradScale, Slots, UpdateFormat
-from chunkc.kernels.fused_pass import host_empty
+from chunkc.kernels.host_memory import host_empty
 from chunkc.kernels.hyperparameters import scalar_table
 from chunkc.kernels.lamb import LambHyper, LambMomentsFormat, LambScalars
 from chunkc.kernels.row_sums import ITSELF

@@ -17,7 +17,7 @@ from chunkc.ir.errors import DistributedError
 from chunkc.ir.strides import is_dense
 from chunkc.ir.sums import SumSquares, num_rows, rows_of
 from chunkc.kernels import row_sums_cpu, row_sums_triton
-from chunkc.kernels.fused_pass import host_empty
+from chunkc.kernels.host_memory import host_empty
 from chunkc.optim.on_device import computes_by_triton, upload
 from chunkc.optim.states import flat, real_parts
 from chunkc.runtime.store.shards import LocalShard

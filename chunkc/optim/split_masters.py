@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkc.ir.states import MASTER, MASTER_LOW
 from chunkc.ir.strides import dense_strides
-from chunkc.kernels.fused_pass import host_empty
+from chunkc.kernels.host_memory import host_empty
 from chunkc.kernels.split import join_master, split_master
 from chunkc.optim.states import flat, flat_like, put_back, tensor_of
 from chunkc.runtime.store.shards import local_shards_in

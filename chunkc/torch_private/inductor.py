@@ -31,7 +31,7 @@ from torch._inductor.compile_fx import (
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa, supported_vec_isa_list, x86_isa_checker
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from torch._inductor.fx_passes import joint_graph
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._inductor.fx_passes.post_grad import view_to_reshape
@@ -46,7 +46,6 @@ from chunkc.torch_private.ownership import is_own
 __all__ = [
     "CppCodeCache",
     "CppCompileError",
-    "InductorError",
     "InvalidCxxCompiler",
     "compile_fx_inner",
     "pick_vec_isa",

@@ -13,7 +13,7 @@ from torch import nn
 
 from chunkc.distributed.agreement import together, transport_of
 from chunkc.ir.errors import FileError
-from chunkc.kernels.fused_pass import host_empty
+from chunkc.kernels.host_memory import host_empty
 from chunkc.runtime.distributed.transport import GATHERS, Message, Transport
 from chunkc.runtime.store.shards import LocalShard, block_of, local_shard_of
 from chunkc.torch_private.dtensor import DTensor, local_of

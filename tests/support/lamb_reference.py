@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from chunkc.kernels import elementwise_cpu, elementwise_triton, reference, row_sums_cpu, row_sums_triton
-from chunkc.kernels.arithmetic import exact_root
 from chunkc.kernels.formats import NO_SCALE, GradScale, Slots
 from chunkc.kernels.lamb import LambHyper, LambMomentsFormat, LambScalars
 from chunkc.kernels.summed_work import NUM_SUMS, SummedWork
@@ -99,7 +98,7 @@ def _first_of_reference(
         wide = wide if factor is None else wide * factor
     for (begin, end, span), place in zip(work.tables[tile].rows.tolist(), work.sums_of(tile, sums).unbind(1)):
         inputs = [tensor[begin:end] for tensor in (wide, target, *(states[kind] for kind in fmt.kinds))]
-        terms = fmt.arithmetic.in_torch(inputs, scalars[span], l2=False, root=exact_root)[-NUM_SUMS:]
+        terms = fmt.arithmetic.in_torch(inputs, scalars[span], l2=False)[-NUM_SUMS:]
         place.copy_(torch.stack([term.double().sum() for term in terms]))
     reference.chunk_update(fmt, slots, work.spans[tile], scalars, scale=scale)
 

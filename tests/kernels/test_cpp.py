@@ -1,0 +1,49 @@
+"""Updates on the CPU are compiled by a C++ compiler; where there is none, the error says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.codecache import CppCodeCache
+from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+from chunkc.ir.errors import UnsupportedError
+from chunkc.kernels.cpp import load
+from chunkc.kernels.elementwise_cpu import warm_up_format
+from chunkc.kernels.formats import AdamFormat
+
+
+def fail_with(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every compilation fail."""
+
+    def failing(*_: Any, **__: Any) -> None:
+        raise failure
+
+    monkeypatch.setattr(CppCodeCache, "load", failing)
+
+
+@pytest.mark.parametrize("failure", [InvalidCxxCompiler(), CppCompileError(["g++"], "no such file")])
+def test_a_compiler_that_does_not_work_is_the_users_to_mend(
+    failure: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_with(failure, monkeypatch)
+    with pytest.raises(UnsupportedError, match="install a C") as caught:
+        load("")
+    assert caught.value.__cause__ is failure
+
+
+def test_an_update_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(InvalidCxxCompiler(), monkeypatch)
+    never_compiled = AdamFormat(torch.float64, torch.float16)
+    with pytest.raises(UnsupportedError, match="set CXX"):
+        warm_up_format(never_compiled, l2=True, scaled=True)
+
+
+def test_other_errors_are_raised_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = ValueError("a bug")
+    fail_with(failure, monkeypatch)
+    with pytest.raises(ValueError, match="a bug") as caught:
+        load("")
+    assert caught.value is failure
