@@ -35,16 +35,6 @@ static inline uint16_t round_bf16(float x) {  // to nearest even
   const uint32_t bits = x != x ? 0x7FC00000u : as_bits(x);
   return uint16_t((bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16);
 }
-static inline uint16_t round_fp16(float x) {  // to nearest even, by the rounding of a sum with a power of two
-  const uint32_t bits = as_bits(x), twice = bits + bits;
-  const uint32_t exponent = twice & 0xFF000000u;
-  const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
-  const float scaled = std::fabs(x) * 0x1p+112f * 0x1p-110f;
-  const uint32_t sum = as_bits(as_float((bias >> 1) + 0x07800000u) + scaled);
-  const uint32_t magnitude = ((sum >> 13) & 0x7C00u) + (sum & 0x0FFFu);
-  const uint32_t nan = 0u - uint32_t(x != x);
-  return uint16_t(((bits >> 16) & 0x8000u) | (nan & 0x7E00u) | (magnitude & ~nan));
-}
 static inline uint32_t mix32(uint32_t x) {
   x = (x ^ (x >> 16)) * ${mix_0}u;
   x = (x ^ (x >> 15)) * ${mix_1}u;
@@ -57,6 +47,34 @@ static inline uint16_t round_stochastic(float x, uint32_t random) {
 }
 """
 ).substitute(mix_0=MIX_FACTORS[0], mix_1=MIX_FACTORS[1])
+
+# Parameters in fp16 are converted block by block: gcc does not make vectors of the processor's conversion by itself.
+_FP16 = r"""
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+static inline uint16_t round_fp16(float x) {  // to nearest even, by the rounding of a sum with a power of two
+  const uint32_t bits = as_bits(x), twice = bits + bits;
+  const uint32_t exponent = twice & 0xFF000000u;
+  const uint32_t bias = exponent < 0x71000000u ? 0x71000000u : exponent;
+  const float scaled = std::fabs(x) * 0x1p+112f * 0x1p-110f;
+  const uint32_t sum = as_bits(as_float((bias >> 1) + 0x07800000u) + scaled);
+  const uint32_t magnitude = ((sum >> 13) & 0x7C00u) + (sum & 0x0FFFu);
+  const uint32_t nan = 0u - uint32_t(x != x);
+  return uint16_t(((bits >> 16) & 0x8000u) | (nan & 0x7E00u) | (magnitude & ~nan));
+}
+static inline void round_fp16(const float* values, int num_values, uint16_t* rounded) {
+  int i = 0;
+#ifdef __F16C__
+  for (; i + 8 <= num_values; i += 8) {
+    const __m128i eight = _mm256_cvtps_ph(_mm256_loadu_ps(values + i), _MM_FROUND_TO_NEAREST_INT);
+    _mm_storeu_si128((__m128i*)(rounded + i), eight);
+  }
+#endif
+  for (; i < num_values; ++i) rounded[i] = round_fp16(values[i]);
+}
+"""
 
 _ELEMENT = Template(
     """    $wide grad = $widen_grad(grad_data[i]);
@@ -90,17 +108,17 @@ $element
   }"""
 )
 
-# New moments stay in the cache until their block is quantised.
+# New moments stay in the cache until their block is quantised, and so do parameters until they are rounded to fp16.
 _BLOCKS = Template(
     r"""  #pragma omp parallel for schedule(static) num_threads(num_threads) if(num_threads > 1)
   for (int64_t start = 0; start < num_elements; start += $block) {
     const int64_t until = start + $block < num_elements ? start + $block : num_elements, at = start / $block;
-$scales
+$of_block
     #pragma omp simd
     for (int64_t i = start; i < until; ++i) {
 $element
     }
-$quantise
+$round_block
   }"""
 )
 
@@ -181,21 +199,13 @@ def library(fmt: UpdateFormat, *, l2: bool, scaled: bool) -> ctypes.CDLL:
         "num_sums": str(fmt.num_sums),
         "terms": "\n".join(f"    terms[{k}][i - start] = {term};" for k, term in enumerate(terms)),
         "block": str(QUANT_BLOCK),
-        "scales": "\n".join(
-            f"    const float {kind}_scale = {kind}_scale_data[at];\n    float {kind}_block[{QUANT_BLOCK}];"
-            for kind in fmt.kinds
-        ),
-        "quantise": "\n".join(
-            f"    quantise({kind}_block, int(until - start), {kind}_data + start, {kind}_scale_data + at, "
-            f"{kind}_buckets);"
-            for kind in fmt.kinds
-        ),
         "seed": _seed(fmt) if fmt.stochastic else "",
     }
     names["element"] = _ELEMENT.substitute(names)
-    names["loop"] = (_BLOCKS if fmt.quantised else _RUN).substitute(names)
-    helpers = WIDENING + _ROUNDING + (QUANTISING if fmt.quantised else "")
-    loaded = load(helpers + (_ROWS if fmt.num_sums else _UPDATE).substitute(names))
+    names["of_block"], names["round_block"] = _blocks(fmt)
+    names["loop"] = (_BLOCKS if names["of_block"] else _RUN).substitute(names)
+    helpers = _FP16 * (fmt.param_dtype == torch.float16) + QUANTISING * fmt.quantised
+    loaded = load(WIDENING + _ROUNDING + helpers + (_ROWS if fmt.num_sums else _UPDATE).substitute(names))
     pointers, integers = ctypes.c_void_p, ctypes.c_int64
     sizes = [pointers] * 2 + [integers] * 2 if fmt.num_sums else [integers] + [ctypes.c_uint64] + [ctypes.c_uint32] * 2
     loaded.update.argtypes = [*[pointers] * 4, *sizes, ctypes.c_int]
@@ -230,6 +240,20 @@ def _old_moment(fmt: UpdateFormat, kind: str) -> str:
     return f"{_element_of(fmt, kind).widen}({kind}_data[i])"
 
 
+def _blocks(fmt: UpdateFormat) -> tuple[str, str]:
+    """Print what a block of elements needs before and after the loop over them; "" where the format has no blocks."""
+    before, after = [], []
+    if fmt.quantised:
+        for kind in fmt.kinds:
+            scale, block = f"{kind}_scale_data + at", f"{kind}_block, int(until - start), {kind}_data + start"
+            before += [f"const float {kind}_scale = {kind}_scale_data[at];", f"float {kind}_block[{QUANT_BLOCK}];"]
+            after.append(f"quantise({block}, {scale}, {kind}_buckets);")
+    if fmt.param_dtype == torch.float16:
+        before.append(f"float param_block[{QUANT_BLOCK}];")
+        after.append("round_fp16(param_block, int(until - start), param_data + start);")
+    return "\n".join(f"    {line}" for line in before), "\n".join(f"    {line}" for line in after)
+
+
 def _stores(fmt: UpdateFormat) -> str:
     """Print the stores of the results that the rule does not keep."""
     lines = ["    const uint32_t scattered = mix32((first + uint32_t(i)) ^ key_low);"] if fmt.stochastic else []
@@ -247,7 +271,10 @@ def _stores(fmt: UpdateFormat) -> str:
         elif kind not in fmt.kept:
             store(kind, f"new_{kind}", stream)
     if PARAM not in fmt.kept:
-        store(PARAM, "new_target", PARAM_STREAM)
+        if fmt.param_dtype == torch.float16:
+            lines.append("    param_block[i - start] = new_target;")
+        else:
+            store(PARAM, "new_target", PARAM_STREAM)
         if fmt.split:
             lines.append(_WRITE_SPLIT)
         elif fmt.master:
