@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from chunkc.ir.items import Item, ItemId, SavedStorage
+from chunkc.ir.items import Item, SavedStorage
+from chunkc.ir.layout import Chunk
 from chunkc.ir.links import TO_DEVICE, TO_HOME
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Moment, PhasePlan, Position
 from chunkc.ir.program import FORWARD
@@ -52,19 +53,19 @@ iteration); least recently used."""
 class _Tier:
     """State of the slots while a policy goes through the positions."""
 
-    items: Mapping[ItemId, Item]
-    present: dict[ItemId, int] = field(default_factory=dict)  # with the position of its latest use
-    dirty: set[ItemId] = field(default_factory=set)
+    items: Mapping[Chunk, Item]
+    present: dict[Chunk, int] = field(default_factory=dict)  # with the position of its latest use
+    dirty: set[Chunk] = field(default_factory=set)
     nbytes: int = 0
     stop: list[Event] = field(default_factory=list)
 
-    def fetch(self, item: ItemId, at: int) -> None:
+    def fetch(self, item: Chunk, at: int) -> None:
         spec = self.items[item]
         self.stop.append(Event(PREFETCH, item, spec.nbytes, spec.way_back.link))
         self.present[item] = at
         self.nbytes += spec.nbytes
 
-    def leave(self, item: ItemId) -> None:
+    def leave(self, item: Chunk) -> None:
         spec = self.items[item]
         if item in self.dirty:
             self.dirty.remove(item)
@@ -143,7 +144,7 @@ def phase_plan(
     policy: Policy,
     phase: str,
     positions: Sequence[Position],
-    items: Mapping[ItemId, Item],
+    items: Mapping[Chunk, Item],
     capacity: Sequence[int],
     saved: Sequence[Saved] = (),
     links: tuple[str, str] = (TO_DEVICE, TO_HOME),
@@ -158,19 +159,19 @@ def phase_plan(
         ValueError: a position by itself needs more than its capacity.
     """
     away = _on_the_way(policy, phase, saved, links)
-    uses: dict[ItemId, list[int]] = {}
+    uses: dict[Chunk, list[int]] = {}
     for index, position in enumerate(positions):
         for item in position.items:
             uses.setdefault(item, []).append(index)
     tier, stops, moments = _Tier(items), [], []
     rooms = [have - sum(items[item].nbytes for item in at.items) for have, at in zip(capacity, positions, strict=True)]
 
-    def next_use(item: ItemId, at: int) -> int:
+    def next_use(item: Chunk, at: int) -> int:
         return next((use for use in uses[item] if use >= at), NEVER)
 
-    def first_to_leave(at: int, needed: Collection[ItemId]) -> ItemId | None:
+    def first_to_leave(at: int, needed: Collection[Chunk]) -> Chunk | None:
         found = [item for item in tier.present if item not in needed]
-        rank: Callable[[ItemId], tuple[int, str]] = (
+        rank: Callable[[Chunk], tuple[int, str]] = (
             (lambda item: (-next_use(item, at), str(item)))
             if policy.by_next_use
             else (lambda item: (tier.present[item], str(item)))

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkc.ir.errors import BudgetError
-from chunkc.ir.items import KEEP_ALL, ItemId
+from chunkc.ir.items import KEEP_ALL
 from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.ir.plan import PhasePlan, Position
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
@@ -146,11 +146,8 @@ class Seams:
         tiles = update_tiles(layout, self.update.groups, room_nbytes - left_nbytes, self.update.num_stages)
         positions = update_positions(layout, tiles, external_nbytes, self.hardware)
 
-        def whole(chunks: frozenset[ItemId]) -> frozenset[ItemId]:
-            return frozenset(
-                chunk.whole if isinstance(chunk, Chunk) and chunk.group in left and chunk.kind in kinds else chunk
-                for chunk in chunks
-            )
+        def whole(chunks: frozenset[Chunk]) -> frozenset[Chunk]:
+            return frozenset(chunk.whole if chunk.group in left and chunk.kind in kinds else chunk for chunk in chunks)
 
         return [
             replace(position, reads=whole(position.reads), writes=whole(position.writes), tile=tile)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from chunkc.ir.explanation import ExplainedMoment, Peak, TimedEvent
-from chunkc.ir.items import ItemId
 from chunkc.ir.layout import Chunk, ChunkLayout
 from chunkc.ir.plan import EVICT, PREFETCH, Moment, PhasePlan, Plan, Tile
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
@@ -34,7 +33,7 @@ class PlannedRun:
     captured: Captured
     plan: Plan
     graph: fx.GraphModule
-    present: frozenset[ItemId] = frozenset()
+    present: frozenset[Chunk] = frozenset()
     freed: frozenset[str] = frozenset()
 
     @property
@@ -235,11 +234,11 @@ def _by_module(step: StepPlans, nbytes_of: Callable[[Captured], Mapping[str, int
     return by_module
 
 
-def _slots_at(step: StepPlans, peak: Moment) -> list[ItemId]:
+def _slots_at(step: StepPlans, peak: Moment) -> list[Chunk]:
     """Return the chunks that have a slot at a moment."""
     starts = [*(run.present for run in step.runs), *([frozenset()] if step.update else [])]
     for phase, start in zip(step.phases, starts, strict=True):
-        present: set[ItemId] = set(start)
+        present: set[Chunk] = set(start)
         for index, stop in enumerate(phase.stops):
             for event in stop:
                 if event.kind == PREFETCH and isinstance(event.item, Chunk):

@@ -15,8 +15,8 @@ from chunkc.explaining.updates import DEFAULT_UPDATES, Updates
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.explanation import TimedEvent
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import KEEP_ALL, ItemId
-from chunkc.ir.layout import PARAM
+from chunkc.ir.items import KEEP_ALL
+from chunkc.ir.layout import PARAM, Chunk
 from chunkc.ir.plan import Plan, Tile
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.simulate import RESIDENT_UPDATE, simulate
@@ -86,12 +86,12 @@ class PredictedStep:
         several = len(self.step.calls) > 1
         runs: list[PlannedRun] = []
         plans: Plans = {}
-        present, gradients = frozenset[ItemId](), set[str]()
+        present, gradients = frozenset[Chunk](), set[str]()
         for run in dry_run.runs:
             request = run.request
             captured = dry_run.captured[run.graph].following(request.context.activation_plan or KEEP_ALL)
             if run.phase == FORWARD:
-                present = frozenset[ItemId]()
+                present = frozenset[Chunk]()
             made = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
             if (
                 run.phase == BACKWARD
@@ -111,7 +111,7 @@ class PredictedStep:
             if several:
                 plan = _of_one_run(plan, run, name, captured)
             runs.append(PlannedRun(name, run.phase, captured, plan, made.graphs[run.phase], present, run.freed))
-            present = plan.kept if run.phase == FORWARD else frozenset[ItemId]()
+            present = plan.kept if run.phase == FORWARD else frozenset[Chunk]()
             if run.phase == BACKWARD:
                 gradients |= captured.trained.difference(*(moment.consumed for moment in plan.moments))
         planner_state = dry_run.planner_state

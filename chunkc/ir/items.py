@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import Chunk
 
-ItemId = Chunk
-"""Identity of an item that a call needs in a slot: hashable, ordered by its name and printed as it; never parsed."""
-
 
 @dataclass(frozen=True)
 class SavedStorage:
@@ -51,7 +48,7 @@ KEEP_ALL = ActivationPlan()
 """Every saved storage stays on the compute tier."""
 
 MovedId = Chunk | SavedStorage
-"""Identity of any item."""
+"""Identity of any item: hashable, ordered by its name and printed as it; never parsed."""
 
 
 @dataclass(frozen=True)

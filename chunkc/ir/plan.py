@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from chunkc.ir.items import ItemId, MovedId
+from chunkc.ir.items import MovedId
 from chunkc.ir.layout import GRAD, Chunk
 from chunkc.ir.program import UPDATE
 
@@ -89,8 +89,8 @@ class Position:
     non_model_nbytes: int
     op: str
     module: str
-    reads: frozenset[ItemId]
-    writes: frozenset[ItemId]
+    reads: frozenset[Chunk]
+    writes: frozenset[Chunk]
     cost_s: float
     sunk: tuple[tuple[str, bool], ...] = ()
     left_nbytes: int = 0
@@ -104,7 +104,7 @@ class Position:
         return sum(nbytes for group, nbytes in self.waiting if group in resident) if self.waiting else 0
 
     @cached_property
-    def items(self) -> frozenset[ItemId]:
+    def items(self) -> frozenset[Chunk]:
         return self.reads | self.writes
 
     def with_less(self, non_model_nbytes: int, left_nbytes: int) -> Position:
@@ -229,7 +229,7 @@ class Plan:
     minimum_nbytes: int
     resident: frozenset[int]
     phases: tuple[PhasePlan, ...]
-    kept: frozenset[ItemId]
+    kept: frozenset[Chunk]
     gradients: Mapping[str, int] = field(default_factory=dict)
 
     def beginning_with(self, present: Collection[str]) -> Plan:
@@ -271,7 +271,7 @@ class Plan:
         phases = tuple(replace(phase, moments=tuple(map(changed, phase.moments))) for phase in self.phases)
         return replace(self, phases=phases)
 
-    def begins_cold(self, present: Collection[ItemId]) -> bool:
+    def begins_cold(self, present: Collection[Chunk]) -> bool:
         """Whether this plan cannot run a backward that begins with these chunks in slots: its forward left others."""
         return present != self.kept or len(self.phases) < 2
 

@@ -12,8 +12,7 @@ from torch import fx
 
 from chunkc.ir.errors import VerificationError
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import ItemId
-from chunkc.ir.layout import ChunkLayout
+from chunkc.ir.layout import Chunk, ChunkLayout
 from chunkc.ir.plan import Plan, Position, Tile
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.verify.recompute import RecomputeSpec, verify_recompute
@@ -128,7 +127,7 @@ def verify(
     Raises:
         VerificationError: a bug in the planner; nothing has run.
     """
-    present: frozenset[ItemId] = frozenset()
+    present: frozenset[Chunk] = frozenset()
     dropped = RecomputeSpec(captured.forward.remade, captured.extra, captured.forward.copied.keys())
     if violations := verify_recompute(graphs, source.programs, source.modules, dropped):
         raise VerificationError(violations)
@@ -137,7 +136,7 @@ def verify(
         elsewhere = program.held - set(program.inputs.values())  # held by the caller, not passed in
         extra = sum(program.storages[storage] for storage in elsewhere)
         extra += captured.output_nbytes if phase.phase == FORWARD else 0
-        kept = plan.kept if phase is not plan.phases[-1] else frozenset[ItemId]()
+        kept = plan.kept if phase is not plan.phases[-1] else frozenset[Chunk]()
         violations = verify_phase(
             graphs[phase.phase].graph,
             layout=layout,

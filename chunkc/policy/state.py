@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator, Set
 from dataclasses import dataclass, field, replace
 
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import KEEP_ALL, ActivationPlan, ItemId
-from chunkc.ir.layout import ChunkLayout
+from chunkc.ir.items import KEEP_ALL, ActivationPlan
+from chunkc.ir.layout import Chunk, ChunkLayout
 from chunkc.ir.plan import Plan
 from chunkc.options import Activations
 from chunkc.passes.planning.layout import EMPTY_LAYOUT
@@ -120,7 +120,7 @@ class PhaseContext:
         form = captured.following(self.activation_plan or KEEP_ALL)
         return form.returning(self.hooked).leaving_out(self.left_out).holding(self.kept_inputs)
 
-    def with_present(self, plan: Plan, present: Collection[ItemId]) -> PhaseContext:
+    def with_present(self, plan: Plan, present: Collection[Chunk]) -> PhaseContext:
         """Return the context of a backward that finds these chunks in slots; `plan` was made for this context."""
         return replace(self, cold_backward=True) if plan.begins_cold(present) else self
 

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import Item, ItemId, MovedId
+from chunkc.ir.items import Item, MovedId
+from chunkc.ir.layout import Chunk
 from chunkc.ir.plan import EVICT, PREFETCH, WAIT, WRITE_BACK, Event, Position
 from chunkc.passes.planning.copy_scheduling import Interval, schedule_copies
 
@@ -56,7 +57,7 @@ def schedule(
     hardware: Hardware,
     barriers: Sequence[int] = (),
     saved: Sequence[Interval] = (),
-    consumed: Collection[ItemId] = (),
+    consumed: Collection[Chunk] = (),
     most_s: float = math.inf,
 ) -> Schedule:
     """Schedule the slots of all items.

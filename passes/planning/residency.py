@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import accumulate
 
 from chunkc.ir.errors import BudgetError
-from chunkc.ir.items import Copy, Item, ItemId, MovedId
+from chunkc.ir.items import Copy, Item, MovedId
 from chunkc.ir.layout import CASTS, GRAD, Chunk, ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.passes.planning.offload import Saved, choose
@@ -107,7 +107,7 @@ def moving_only(position: Position, resident: frozenset[int]) -> Position:
     if all(chunk.has_own_slot(resident) for chunk in position.items):
         return position
 
-    def keep(chunks: frozenset[ItemId]) -> frozenset[ItemId]:
+    def keep(chunks: frozenset[Chunk]) -> frozenset[Chunk]:
         return frozenset(chunk for chunk in chunks if chunk.has_own_slot(resident))
 
     return replace(position, reads=keep(position.reads), writes=keep(position.writes))

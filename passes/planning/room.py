@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from chunkc.ir.errors import VALUES, BudgetError
-from chunkc.ir.items import ItemId
 from chunkc.ir.layout import Chunk, ChunkLayout
 from chunkc.ir.plan import Position
 
@@ -39,7 +38,7 @@ def everything(layout: ChunkLayout) -> frozenset[int]:
 
 def tightest(positions: Sequence[Position]) -> list[Position]:
     """Keep, of positions that need the same chunks, the one with the most other bytes: if it fits, all of them do."""
-    found: dict[tuple[frozenset[ItemId], tuple[tuple[int, int], ...]], Position] = {}
+    found: dict[tuple[frozenset[Chunk], tuple[tuple[int, int], ...]], Position] = {}
     for position in positions:
         key = position.items, position.waiting
         if position.non_model_nbytes > found.setdefault(key, position).non_model_nbytes:

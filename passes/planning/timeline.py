@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunkc.ir.hardware import Hardware
-from chunkc.ir.items import Copy, Item, ItemId, SavedStorage
+from chunkc.ir.items import Copy, Item, SavedStorage
 from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, gradients_at
 from chunkc.ir.program import BACKWARD, FORWARD
@@ -108,7 +108,7 @@ def plan_phases(
         if name in sunk or group_of.get(name) not in layout.transient
     }
     gradients = gradients_at(line, resident_gradients)
-    phase_plans, kept = [], frozenset[ItemId]()
+    phase_plans, kept = [], frozenset[Chunk]()
     for index, (name, begin, end) in enumerate(spans):
         moments = tuple(
             Moment(
@@ -142,9 +142,9 @@ def _between(non_model_nbytes: int) -> Position:
     return Position(BETWEEN, BETWEEN, non_model_nbytes, "user code", "", frozenset(), frozenset(), 0.0)
 
 
-def _present_after(stops: Sequence[tuple[Event, ...]]) -> frozenset[ItemId]:
+def _present_after(stops: Sequence[tuple[Event, ...]]) -> frozenset[Chunk]:
     """Return the chunks with a slot after these stops."""
-    present: set[ItemId] = set()
+    present: set[Chunk] = set()
     for stop in stops:
         for event in stop:
             if event.kind == PREFETCH and isinstance(event.item, Chunk):
