@@ -9,7 +9,7 @@ from torch import fx
 
 from chunkc.ir.explanation import ExplainedMoment, Peak, TimedEvent
 from chunkc.ir.layout import Chunk, ChunkLayout
-from chunkc.ir.plan import EVICT, PREFETCH, Moment, PhasePlan, Plan, Tile
+from chunkc.ir.plan import Moment, PhasePlan, Plan, Tile, chunks_after
 from chunkc.ir.program import BACKWARD, FORWARD, PhaseProgram
 from chunkc.passes.memory.profile import call_steps
 from chunkc.policy.captured_step import Captured
@@ -238,13 +238,7 @@ def _slots_at(step: StepPlans, peak: Moment) -> list[Chunk]:
     """Return the chunks that have a slot at a moment."""
     starts = [*(run.present for run in step.runs), *([frozenset()] if step.update else [])]
     for phase, start in zip(step.phases, starts, strict=True):
-        present: set[Chunk] = set(start)
-        for index, stop in enumerate(phase.stops):
-            for event in stop:
-                if event.kind == PREFETCH and isinstance(event.item, Chunk):
-                    present.add(event.item)
-                elif event.kind == EVICT and isinstance(event.item, Chunk):
-                    present.discard(event.item)
-            if index < len(phase.moments) and phase.moments[index] is peak:
-                return sorted(present)
+        for at, moment in enumerate(phase.moments):
+            if moment is peak:
+                return sorted(chunks_after(phase.stops[: at + 1], start))
     return []

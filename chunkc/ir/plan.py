@@ -38,6 +38,17 @@ class Event:
         return f"{self.kind}({self.item}, {self.link})" if self.link else f"{self.kind}({self.item})"
 
 
+def chunks_after(stops: Iterable[Sequence[Event]], present: Iterable[Chunk] = ()) -> frozenset[Chunk]:
+    """Return the chunks that have a slot after these stops, of a phase that begins with those `present`."""
+    chunks = set(present)
+    for event in (event for stop in stops for event in stop):
+        if event.kind == PREFETCH and isinstance(event.item, Chunk):
+            chunks.add(event.item)
+        elif event.kind == EVICT and isinstance(event.item, Chunk):
+            chunks.remove(event.item)
+    return frozenset(chunks)
+
+
 @dataclass(frozen=True)
 class Tile:
     """Elements `begin` to `end` of a chunk group: the range of one optimizer update.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.items import Copy, Item, SavedStorage
 from chunkc.ir.layout import GRAD, PARAM, Chunk
-from chunkc.ir.plan import EVICT, PREFETCH, Event, Moment, PhasePlan, Plan, Position, gradients_at
+from chunkc.ir.plan import Moment, PhasePlan, Plan, Position, chunks_after, gradients_at
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.passes.planning.eviction import Schedule, schedule
 from chunkc.passes.planning.offload import Saved, copies
@@ -132,7 +132,7 @@ def plan_phases(
         tiles = {at: tile for at, position in enumerate(line[begin:end]) if (tile := position.tile) is not None}
         phase_plans.append(PhasePlan(name, (*stops[begin:end], tail), moments, tiles))
         if index + 1 < len(spans):
-            kept = _present_after([*stops[: end + 1]])
+            kept = chunks_after(stops[: end + 1])
     minimum_nbytes, resident = planned.minimum_nbytes, room.resident
     return Plan(room.budget_nbytes, minimum_nbytes, resident, tuple(phase_plans), kept, resident_gradients)
 
@@ -140,15 +140,3 @@ def plan_phases(
 def _between(non_model_nbytes: int) -> Position:
     """Represent user code between phases as a call that needs no chunk: the room it leaves is for slots."""
     return Position(BETWEEN, BETWEEN, non_model_nbytes, "user code", "", frozenset(), frozenset(), 0.0)
-
-
-def _present_after(stops: Sequence[tuple[Event, ...]]) -> frozenset[Chunk]:
-    """Return the chunks with a slot after these stops."""
-    present: set[Chunk] = set()
-    for stop in stops:
-        for event in stop:
-            if event.kind == PREFETCH and isinstance(event.item, Chunk):
-                present.add(event.item)
-            elif event.kind == EVICT and isinstance(event.item, Chunk):
-                present.remove(event.item)
-    return frozenset(present)
