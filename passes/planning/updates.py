@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import Chunk, ChunkGroup, ChunkLayout
@@ -30,16 +30,22 @@ def update_tiles(
     """Cut the groups into tiles, such that one can be fetched and one written back while one is updated.
 
     An update is elementwise, and sums are cut where all tiles may end, so tiles may depend on the budget; results do
-    not. Of two stages the second goes backwards: it begins with the data that the first has left in slots.
+    not.
     """
     tiles = []
-    for index in groups:
-        group = layout.groups[index]
-        numel = tile_numel(layout, group, capacity_nbytes)
-        parts = [(at, min(at + numel, group.numel)) for at in range(0, group.numel, numel)]
-        for stage in range(num_stages):
-            tiles += [Tile(index, *part, stage, num_stages) for part in (reversed(parts) if stage else parts)]
+    for group in (layout.groups[index] for index in groups):
+        tiles += group_tiles(group.index, tile_numel(layout, group, capacity_nbytes), group.numel, num_stages)
     return tuple(tiles)
+
+
+def group_tiles(index: int, numel: int, end: int, num_stages: int) -> list[Tile]:
+    """Cut the first `end` elements of a group into tiles of `numel`, in the order of their updates.
+
+    Of two stages the second goes backwards: it begins with the data that the first has left in slots.
+    """
+    parts = [(at, min(at + numel, end)) for at in range(0, end, numel)]
+    stages = [reversed(parts) if stage else parts for stage in range(num_stages)]
+    return [Tile(index, *part, stage, num_stages) for stage, in_order in enumerate(stages) for part in in_order]
 
 
 def tile_numel(layout: ChunkLayout, group: ChunkGroup, capacity_nbytes: int, most_numel: int = MAX_TILE_NUMEL) -> int:
@@ -85,24 +91,63 @@ def update_positions(
     positions = []
     for tile in tiles:
         group = layout.groups[tile.group]
-        stage = update_stages(group.update_kinds, tile.num_stages)[tile.stage]
-        reads, writes = (
-            frozenset(Chunk(kind, tile.group, (tile.begin, tile.end)) for kind in kinds)
-            for kinds in (stage.reads, stage.writes)
-        )
-        positions.append(
-            Position(
-                name=f"{UPDATE}.{tile}",
-                phase=UPDATE,
-                non_model_nbytes=external_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
-                op="optimizer update",
-                module=group.slices[0].spec.name.rpartition(".")[0],
-                reads=reads,
-                writes=writes,
-                cost_s=0.0 if hardware is None else pace_s(layout, tile, hardware),
-            )
-        )
+        part = TilePart.of(tile, group.update_kinds)
+        cost_s = 0.0 if hardware is None else pace_s(layout, tile, hardware)
+        positions.append(update_position(group, part, UPDATE, external_nbytes, cost_s))
     return tuple(positions)
+
+
+@dataclass(frozen=True)
+class TilePart:
+    """A tile of an update, and the chunks that its stage needs."""
+
+    tile: Tile
+    reads: frozenset[Chunk]
+    writes: frozenset[Chunk]
+
+    @staticmethod
+    def of(tile: Tile, kinds: tuple[str, ...], whole: Collection[str] = ()) -> TilePart:
+        """Return a tile with its chunks: of the `whole` kinds the group's whole chunk, of others the tile's part."""
+        stage = update_stages(kinds, tile.num_stages)[tile.stage]
+
+        def chunks(kinds: Sequence[str]) -> frozenset[Chunk]:
+            return frozenset(
+                Chunk(kind, tile.group, None if kind in whole else (tile.begin, tile.end)) for kind in kinds
+            )
+
+        return TilePart(tile, chunks(stage.reads), chunks(stage.writes))
+
+
+def update_position(
+    group: ChunkGroup,
+    part: TilePart,
+    phase: str,
+    held_nbytes: int,
+    cost_s: float,
+    waiting: tuple[tuple[int, int], ...] = (),
+    consumed: tuple[str, ...] = (),
+) -> Position:
+    """Return the position of a tile's update, in the optimizer's step or between two calls of a backward.
+
+    Args:
+        held_nbytes: of values that are alive meanwhile.
+        waiting, consumed: as of a `Position`.
+    """
+    tile = part.tile
+    return Position(
+        name=f"{UPDATE}.{tile}",
+        phase=phase,
+        non_model_nbytes=held_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
+        op="optimizer update",
+        module=group.slices[0].spec.name.rpartition(".")[0],
+        reads=part.reads,
+        writes=part.writes,
+        cost_s=cost_s,
+        left_nbytes=held_nbytes,
+        tile=None if phase == UPDATE else tile,
+        waiting=waiting,
+        consumed=consumed,
+    )
 
 
 def plan_update(

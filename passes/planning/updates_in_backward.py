@@ -19,10 +19,9 @@ from functools import lru_cache
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Position, Tile
-from chunkc.ir.updates import update_stages
 from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.update_seconds import tile_s
-from chunkc.passes.planning.updates import MIN_TILE_NUMEL, tile_numel
+from chunkc.passes.planning.updates import MIN_TILE_NUMEL, TilePart, group_tiles, tile_numel, update_position
 
 MAX_TILE_NUMEL = 1 << 22
 """Most elements of a tile. Tiles of an optimizer's step may be larger: here tiles run between calls that need the room,
@@ -133,21 +132,10 @@ def _last_uses(backward: Sequence[Position], layout: ChunkLayout, groups: set[in
 
 def _in_place(group: ChunkGroup, waiting: tuple[tuple[int, int], ...], after: Position, hardware: Hardware) -> Position:
     """Return the update of a resident group, after a call: nothing moves for it."""
-    tile = Tile(group.index, 0, group.numel)
-    return Position(
-        name=f"update.{tile}",
-        phase=after.phase,
-        non_model_nbytes=after.left_nbytes,
-        op="optimizer update",
-        module=group.slices[0].spec.name.rpartition(".")[0],
-        reads=frozenset(),
-        writes=frozenset(),
-        cost_s=tile_s(group, tile, hardware),
-        left_nbytes=after.left_nbytes,
-        tile=tile,
-        waiting=waiting,
-        consumed=tuple(s.spec.name for s in group.slices),
-    )
+    part = TilePart(Tile(group.index, 0, group.numel), frozenset(), frozenset())
+    consumed = tuple(s.spec.name for s in group.slices)
+    cost_s = tile_s(group, part.tile, hardware)
+    return update_position(group, part, after.phase, after.left_nbytes, cost_s, waiting, consumed)
 
 
 def _update(room: Room, index: int, num_stages: int, after: Position, hardware: Hardware) -> list[Position]:
@@ -157,10 +145,14 @@ def _update(room: Room, index: int, num_stages: int, after: Position, hardware: 
     """
 
     def positions(numel: int, end: int) -> list[Position]:
-        return [_position(group, part, after, hardware) for part in _parts(index, kinds, numel, end, num_stages)]
+        phase, held_nbytes, waiting = after.phase, after.left_nbytes, after.waiting
+        return [
+            update_position(group, part, phase, held_nbytes, tile_s(group, part.tile, hardware), waiting)
+            for part in _parts(index, group.update_kinds, numel, end, num_stages)
+        ]
 
     group = room.layout.groups[index]
-    kinds, smallest = group.update_kinds, min(MIN_TILE_NUMEL, group.numel)
+    smallest = min(MIN_TILE_NUMEL, group.numel)
     if not room.fits(positions(smallest, smallest)):
         return []
     whole_nbytes = sum(group.slot_nbytes(Chunk(kind, index)) for kind in (PARAM, GRAD))
@@ -168,43 +160,10 @@ def _update(room: Room, index: int, num_stages: int, after: Position, hardware: 
     return positions(tile_numel(room.layout, group, spare_nbytes, MAX_TILE_NUMEL), group.numel)
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A tile of an update, and the chunks that it needs: parameters and gradients whole, as the backward has them."""
-
-    tile: Tile
-    reads: frozenset[Chunk]
-    writes: frozenset[Chunk]
-
-
 @lru_cache(maxsize=1 << 10)
-def _parts(index: int, kinds: tuple[str, ...], numel: int, end: int, num_stages: int) -> tuple[_Part, ...]:
-    """Cut a group's update into tiles of so many elements, in order. A search repeats the same arguments many times."""
+def _parts(index: int, kinds: tuple[str, ...], numel: int, end: int, num_stages: int) -> tuple[TilePart, ...]:
+    """Cut a group's update into tiles; parameters and gradients are whole, as the backward has them.
 
-    def chunks(kinds: Iterable[str], part: tuple[int, int]) -> frozenset[Chunk]:
-        return frozenset(Chunk(kind, index, None if kind in (PARAM, GRAD) else part) for kind in kinds)
-
-    ranges, parts = [(at, min(at + numel, end)) for at in range(0, end, numel)], []
-    for number, stage in enumerate(update_stages(kinds, num_stages)):
-        for part in reversed(ranges) if number else ranges:
-            tile = Tile(index, *part, number, num_stages)
-            parts.append(_Part(tile, chunks(stage.reads, part), chunks(stage.writes, part)))
-    return tuple(parts)
-
-
-def _position(group: ChunkGroup, part: _Part, after: Position, hardware: Hardware) -> Position:
-    """Return one tile's position, after a call."""
-    tile = part.tile
-    return Position(
-        name=f"update.{tile}",
-        phase=after.phase,
-        non_model_nbytes=after.left_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
-        op="optimizer update",
-        module=group.slices[0].spec.name.rpartition(".")[0],
-        reads=part.reads,
-        writes=part.writes,
-        cost_s=tile_s(group, tile, hardware),
-        left_nbytes=after.left_nbytes,
-        tile=tile,
-        waiting=after.waiting,
-    )
+    A search repeats the same arguments many times.
+    """
+    return tuple(TilePart.of(tile, kinds, (PARAM, GRAD)) for tile in group_tiles(index, numel, end, num_stages))
