@@ -243,42 +243,35 @@ Decided = TypeVar("Decided")
 
 def first_or_quickest(
     plans: Sequence[ActivationPlan],
-    space: SearchSpace | None,
+    space: SearchSpace,
     decision_for: Callable[[ActivationPlan], Decided],
     seconds: Callable[[Decided, float], float],
-    resident: Callable[[Decided], frozenset[int]],
 ) -> Decided:
-    """Return the decision for the first activation plan that fits; with `space`, for the quickest of all.
+    """Return the decision for the quickest activation plan; if values may not be kept, for the first that fits.
 
     Args:
         plans: to try in order; one that keeps all values comes first.
+        decision_for: raises `BudgetError` for a plan that does not fit, and `HostFull` where the host lacks room.
         seconds: of a decision, exact where they are no more than the given number.
-        resident: a decision's resident groups.
 
     Raises:
         BudgetError: see `first_that_fits`.
     """
 
-    def checked(activation_plan: ActivationPlan) -> Decided:
-        decision = decision_for(activation_plan)
-        if space is not None:
-            space.check_host(activation_plan, resident(decision))
-        return decision
-
     def timed(activation_plan: ActivationPlan, most_s: float) -> tuple[float, tuple[ActivationPlan, Decided]] | None:
         with suppress(BudgetError, HostFull):
-            decision = checked(activation_plan)
+            decision = decision_for(activation_plan)
             return seconds(decision, most_s), (activation_plan, decision)
         return None
 
-    tried = plans if space is None or space.may_keep else tuple(filter(None, plans)) or plans
+    tried = plans if space.may_keep else tuple(filter(None, plans)) or plans
     try:
-        first = first_that_fits(tried, checked)
+        first = first_that_fits(tried, decision_for)
     except BudgetError as error:
-        if space is None or not error.elsewhere or (best := quickest(space, timed)) is None:
+        if not error.elsewhere or (best := quickest(space, timed)) is None:
             raise
         return best[1][1]  # fewer copies, for which the host has room
-    if space is None or not space.may_keep or not any(plans):
+    if not space.may_keep or not any(plans):
         return first
     if (earlier := space.earlier_search) is not None:
         repeated = timed(earlier.activation_plan, most_s := earlier.seconds * BARELY_MORE)

@@ -175,8 +175,7 @@ def _choose_activations(
     if context.activation_plan is not None:
         return decision(context)
     step_fits, context = context.step_fits, replace(context, step_fits=False)
-    layout, hardware, space = replace(now.layout, transient=context.transient), now.hardware, None
-    room = Room.of(layout, now.budget_nbytes, external_nbytes)
+    layout, hardware = replace(now.layout, transient=context.transient), now.hardware
     kept: StepDecision | None = None
     keeps = now.activations == "auto" and (step_fits or may_keep(captured, Room.of(layout, now.budget_nbytes)))
     if keeps:
@@ -184,40 +183,40 @@ def _choose_activations(
             kept = decision(replace(context, activation_plan=KEEP_ALL))
             if kept.planner_state.resident == allowed:  # no other plan can be quicker: none is made
                 return kept
-    if now.activations == "auto" and hardware is not None:
-        if shadow_copied := context.undoable:  # then groups that other graphs train are taken to have them, too
-            trained = layout.groups_of(captured.trained)
-            shadow_copied |= {group.index for group in layout.trainable_groups} - trained
-        consumed = frozenset(group for group, _ in context.updates) - context.undoable - layout.cut
-        space = SearchSpace(
-            captured,
-            room,
-            allowed,
-            hardware,
-            consumed=consumed,
-            shadow_copied=shadow_copied,
-            may_keep=keeps,
-            num_stages=now.num_stages,
-        )
 
     def decided(activation_plan: ActivationPlan) -> StepDecision:
         if kept is not None and not activation_plan:
             return kept
         return decision(replace(context, activation_plan=activation_plan))
 
+    plans = activation_plans(captured, now.activations, layout)
+    if now.activations != "auto" or hardware is None:
+        return first_that_fits(plans, decided)
+    if shadow_copied := context.undoable:  # then groups that other graphs train are taken to have them, too
+        trained = layout.groups_of(captured.trained)
+        shadow_copied |= {group.index for group in layout.trainable_groups} - trained
+    space = SearchSpace(
+        captured,
+        Room.of(layout, now.budget_nbytes, external_nbytes),
+        allowed,
+        hardware,
+        consumed=frozenset(group for group, _ in context.updates) - context.undoable - layout.cut,
+        shadow_copied=shadow_copied,
+        may_keep=keeps,
+        num_stages=now.num_stages,
+    )
+
+    def checked(activation_plan: ActivationPlan) -> StepDecision:
+        found = decided(activation_plan)
+        space.check_host(activation_plan, found.planner_state.resident)
+        return found
+
     def seconds(found: StepDecision, most_s: float) -> float:
-        assert hardware is not None
         form, room = found.request.context.applied_to(captured), found.request.room
         updates, undoable = dict(context.updates), context.undoable
         return step_s(form, room, hardware, updates, most_s, undoable=undoable, num_stages=now.num_stages)
 
-    return first_or_quickest(
-        activation_plans(captured, now.activations, layout),
-        space,
-        decided,
-        seconds,
-        lambda found: found.planner_state.resident,
-    )
+    return first_or_quickest(plans, space, checked, seconds)
 
 
 def _with_room(now: PlannerState, needs: Sequence[Position], external_nbytes: int) -> int:

@@ -297,7 +297,7 @@ def test_a_part_of_a_model_keeps_values_only_where_the_others_could_too() -> Non
 def test_where_values_may_not_stay_nothing_is_searched_for() -> None:
     """Of the ways, the first one that fits in which something is absent."""
     ways = ActivationPlan(), ActivationPlan(frozenset({"a"})), ActivationPlan(recomputed=frozenset({"b"}))
-    mixes: Any = SimpleNamespace(may_keep=False, check_host=lambda absent, resident: None)
+    mixes: Any = SimpleNamespace(may_keep=False)
 
     def seconds(found: ActivationPlan, most_s: float) -> float:
         raise AssertionError("nobody asks how long it takes")
@@ -305,8 +305,8 @@ def test_where_values_may_not_stay_nothing_is_searched_for() -> None:
     def decided(absent: ActivationPlan) -> ActivationPlan:
         return absent
 
-    assert first_or_quickest(ways, mixes, decided, seconds, lambda found: frozenset()) == ways[1]
-    assert first_or_quickest(ways[:1], mixes, decided, seconds, lambda found: frozenset()) == ways[0]
+    assert first_or_quickest(ways, mixes, decided, seconds) == ways[1]
+    assert first_or_quickest(ways[:1], mixes, decided, seconds) == ways[0]
 
 
 @pytest.mark.parametrize("staying", range(NUM_LAYERS + 1))
