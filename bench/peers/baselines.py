@@ -35,6 +35,7 @@ from chunkc.optim.update_mode import NONE, UpdateMode
 from chunkc.options import parse_options
 from chunkc.passes.planning.residency import chunk_items
 from chunkc.passes.planning.room import Room, fixed_nbytes
+from chunkc.passes.planning.update_seconds import traffic_s
 from chunkc.passes.planning.updates import update_positions
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.decide import decide
@@ -170,15 +171,13 @@ def plan(case: Case, overlap: str, activations: str, treatment: Treatment = TREA
 def timed(planned: Planned, step: StepPlans, phases: Sequence[PhasePlan]) -> tuple[float, int]:
     """Seconds of a step by the simulator, and the bytes it copies, both ways."""
     costs = {name: cost for run in step.runs for name, cost in run.costs_s().items()}
-    nbytes, rate = planned.updates.nbytes(step), planned.hardware.update_bytes_per_s
-    in_slots = [*(name for run in step.runs for name in run.updates)]
-    in_slots += [moment.name for moment in (step.update.moments if step.update else ())]
-    costs |= {name: nbytes[name] / rate for name in in_slots}
+    nbytes = planned.updates.nbytes(step)
+    costs |= {name: traffic_s(nbytes[name], planned.hardware) for name in step.updates}
     events = simulate(
         phases,
         costs,
         planned.hardware,
-        resident_update_s=nbytes[RESIDENT_UPDATE] / rate,
+        resident_update_s=traffic_s(nbytes[RESIDENT_UPDATE], planned.hardware),
         checksums_s=planned.updates.checksums_s(step, planned.hardware),
         host_updates=planned.updates.simulated(step.cpu_updated, step.layout, planned.hardware),
     )

@@ -15,6 +15,7 @@ from chunkc.ir.plan import Position
 from chunkc.ir.states import MASTER
 from chunkc.ir.updates import update_traffic
 from chunkc.passes.planning.room import fixed_nbytes
+from chunkc.passes.planning.update_seconds import traffic_s
 from chunkc.policy.captured_step import Captured, profile
 from plans.optimality_bound import Call, Gap, Problem, UpdateWork
 
@@ -58,7 +59,7 @@ def problem_of(
         num_forward=num_forward,
         gaps=tuple(gap for gap in gaps if gap.begin != gap.end or gap.begin >= num_calls),
         update=UpdateWork(
-            update_nbytes / hardware.update_bytes_per_s, states, tuple(last[group.index] for group in trained), early
+            traffic_s(update_nbytes, hardware), states, tuple(last[group.index] for group in trained), early
         ),
         capacity_nbytes=budget_nbytes - fixed_nbytes(layout, frozenset()),
         inward=rates[TO_DEVICE],

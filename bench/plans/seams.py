@@ -29,10 +29,10 @@ from chunkc.ir.layout import GRAD, PARAM, Chunk
 from chunkc.ir.plan import PhasePlan, Position
 from chunkc.ir.program import BACKWARD, FORWARD, UPDATE
 from chunkc.ir.simulate import RESIDENT_UPDATE, simulate, step_time
-from chunkc.ir.updates import tile_traffic
 from chunkc.optim.update_mode import NONE
 from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import plan_phases
+from chunkc.passes.planning.update_seconds import tile_s, traffic_s
 from chunkc.passes.planning.updates import update_positions, update_tiles
 from chunkc.policy.captured_step import profile
 
@@ -90,7 +90,7 @@ class Seams:
         )
         self.captured = now.captured[0].following(request.context.activation_plan or KEEP_ALL)
         self.step = profile(self.captured, self.layout)
-        self.resident_s = planned.updates.nbytes(planned.step)[RESIDENT_UPDATE] / self.hardware.update_bytes_per_s
+        self.resident_s = traffic_s(planned.updates.nbytes(planned.step)[RESIDENT_UPDATE], self.hardware)
         self.costs_s = {name: cost for run in planned.step.runs for name, cost in run.costs_s().items()}
         self.passes = self._planned(FORWARD, BACKWARD)
         self.passes_s = self._total(self.passes)
@@ -122,8 +122,7 @@ class Seams:
         positions = {FORWARD: self.step.forward, BACKWARD: self.step.backward, UPDATE: update}
         calls = [replace(one, tile=None) for one in update]  # for a plan; in a backward they would be its updates
         self.costs_s |= {
-            one.name: tile_traffic(self.layout.groups[one.tile.group], one.tile).nbytes
-            / self.hardware.update_bytes_per_s
+            one.name: tile_s(self.layout.groups[one.tile.group], one.tile, self.hardware)
             for one in update
             if one.tile is not None
         }

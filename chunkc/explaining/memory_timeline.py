@@ -91,6 +91,13 @@ class StepPlans:
         return (*(run.planned for run in self.runs), *(self.update.phases if self.update else ()))
 
     @property
+    def updates(self) -> dict[str, Tile]:
+        """Tiles that are updated in slots, and by a backward in place, by the name of the moment."""
+        moments = self.update.moments if self.update else ()
+        in_step = {moment.name: tile for moment, tile in zip(moments, self.tiles, strict=True)}
+        return {name: tile for run in self.runs for name, tile in run.updates.items()} | in_step
+
+    @property
     def trained(self) -> frozenset[str]:
         """Parameters that get a gradient."""
         return frozenset(name for run in self.runs for name in run.captured.trained)
@@ -108,7 +115,7 @@ class StepPlans:
     @property
     def updated_in_backward(self) -> frozenset[int]:
         """Groups that a backward updates."""
-        return frozenset(tile.group for run in self.runs for tile in run.updates.values())
+        return frozenset(group for run in self.runs for group in run.planned.updated)
 
 
 def explained_moments(

@@ -22,6 +22,7 @@ from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.ir.simulate import RESIDENT_UPDATE, simulate
 from chunkc.options import Options
 from chunkc.passes.planning.layout import EMPTY_LAYOUT, extended
+from chunkc.passes.planning.update_seconds import tile_s, traffic_s
 from chunkc.policy.captured_step import Captured
 from chunkc.policy.decide import decide
 from chunkc.policy.plans import StepPlan, step_plan, update_plan
@@ -122,15 +123,12 @@ class PredictedStep:
         hardware, updates = self.hardware, self.training.updates
         costs = {name: cost_s for run in step.runs for name, cost_s in run.costs_s().items()}
         nbytes = updates.nbytes(step)
-        rate = hardware.update_bytes_per_s
-        in_slots = [*(name for run in step.runs for name in run.updates)]
-        in_slots += [moment.name for moment in (step.update.moments if step.update else ())]
-        costs |= {name: nbytes[name] / rate for name in in_slots}
+        costs |= {name: tile_s(step.layout.groups[tile.group], tile, hardware) for name, tile in step.updates.items()}
         return simulate(
             step.phases,
             costs,
             hardware,
-            resident_update_s=nbytes[RESIDENT_UPDATE] / rate,
+            resident_update_s=traffic_s(nbytes[RESIDENT_UPDATE], hardware),
             checksums_s=updates.checksums_s(step, hardware),
             host_updates=updates.simulated(step.cpu_updated, step.layout, hardware),
             update_nbytes=nbytes,

@@ -16,7 +16,7 @@ from chunkc.ir.states import ELEMENTS_PER_SCALE, INT8, MASTER, MASTER_LOW, State
 from chunkc.ir.units import format_nbytes
 from chunkc.ir.updates import tile_traffic, update_traffic
 from chunkc.optim.update_mode import AUTO, CPU, NONE, UpdateMode, resolved
-from chunkc.passes.planning.update_seconds import cpu_update_s, group_update_nbytes
+from chunkc.passes.planning.update_seconds import cpu_update_s, group_update_nbytes, traffic_s
 from chunkc.policy.host_memory import home_nbytes, shadow_copies_nbytes
 from chunkc.runtime.store.checksums import SAMPLED
 from chunkc.session.declared_states import state_format_of
@@ -75,9 +75,7 @@ class Updates:
         found = {
             str(Chunk(PARAM, index)): self._of_group(step.layout.groups[index]) for index in sorted(step.cpu_updated)
         }
-        tiles = {name: tile for run in step.runs for name, tile in run.updates.items()}
-        tiles |= {m.name: tile for m, tile in zip(step.update.moments if step.update else (), step.tiles, strict=True)}
-        for name, tile in tiles.items():
+        for name, tile in step.updates.items():
             found[name] = tile_traffic(step.layout.groups[tile.group], tile).nbytes
         found[RESIDENT_UPDATE] = sum(
             stage.nbytes
@@ -99,7 +97,7 @@ class Updates:
         for index in sorted(at_home):
             group = layout.groups[index]
             known = cpu_update_s([group], hardware, self.num_stages)
-            seconds[index] = self._of_group(group) / hardware.update_bytes_per_s if known is None else known
+            seconds[index] = traffic_s(self._of_group(group), hardware) if known is None else known
         mode = self.mode if hardware.kind == "cuda" else UpdateMode()
         return HostUpdateTimes(seconds, mode.in_forward, mode.in_backward)
 

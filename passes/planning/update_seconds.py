@@ -19,14 +19,19 @@ def group_update_nbytes(group: ChunkGroup, num_stages: int = 1) -> int:
     return sum(stage.nbytes for stage in update_traffic(group.dtype, group.states, group.numel, num_stages))
 
 
+def traffic_s(nbytes: int, hardware: Hardware) -> float:
+    """Return the seconds in which updates read and write so many bytes on the compute tier."""
+    return nbytes / hardware.update_bytes_per_s
+
+
 def arithmetic_s(groups: Iterable[ChunkGroup], hardware: Hardware, num_stages: int = 1) -> float:
     """Return the seconds to update whole groups that are on the compute tier."""
-    return sum(group_update_nbytes(group, num_stages) for group in groups) / hardware.update_bytes_per_s
+    return traffic_s(sum(group_update_nbytes(group, num_stages) for group in groups), hardware)
 
 
 def tile_s(group: ChunkGroup, tile: Tile, hardware: Hardware) -> float:
     """Return the seconds to update a tile of a group that is on the compute tier."""
-    return tile_traffic(group, tile).nbytes / hardware.update_bytes_per_s
+    return traffic_s(tile_traffic(group, tile).nbytes, hardware)
 
 
 def cpu_update_s(groups: Iterable[ChunkGroup], hardware: Hardware, num_stages: int = 1) -> float | None:
