@@ -212,9 +212,7 @@ def _choose_activations(
         return found
 
     def seconds(found: StepDecision, most_s: float) -> float:
-        form, room = found.request.context.applied_to(captured), found.request.room
-        updates, undoable = dict(context.updates), context.undoable
-        return step_s(form, room, hardware, updates, most_s, undoable=undoable, num_stages=now.num_stages)
+        return step_s(found.request.context.applied_to(captured), found.request, hardware, most_s)
 
     return first_or_quickest(plans, space, checked, seconds)
 

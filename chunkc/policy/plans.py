@@ -52,7 +52,13 @@ def step_plan(captured: Captured, request: StepRequest, hardware: Hardware, *, v
         VerificationError: a bug in the planner; nothing has run.
     """
     source, captured, layout = captured, request.context.applied_to(captured), request.planner_state.layout
-    plan = _planned(captured, request, hardware)
+    step = profile(captured, layout)
+    phases = [] if request.context.cold_backward else [(FORWARD, step.forward)]
+    if captured.backward is not None:  # also where it computes nothing, as that of an addition
+        phases.append((BACKWARD, backward_positions(captured, request, hardware)))
+    plan = plan_phases(
+        phases, request.room, hardware=hardware, boundary_nbytes=step.boundary_nbytes, saved=captured.offloaded
+    )
     graphs = rewrite(captured, plan, layout, marks_complete=request.context.marks_complete)
     if verified:
         undoable = request.context.undoable
@@ -64,31 +70,8 @@ def step_plan(captured: Captured, request: StepRequest, hardware: Hardware, *, v
 
 def backward_positions(captured: Captured, request: StepRequest, hardware: Hardware) -> tuple[Position, ...]:
     """Return the positions of the backward, with its updates in slots between the calls."""
-    planner_state, backward = request.planner_state, profile(captured, request.planner_state.layout).backward
-    if not request.context.updates and not planner_state.layout.transient:
-        return backward
-    return with_updates(
-        backward,
-        request.room,
-        dict(request.context.updates),
-        undoable=request.context.undoable,
-        hardware=hardware,
-    )
-
-
-def _planned(captured: Captured, request: StepRequest, hardware: Hardware) -> Plan:
-    """Plan forward and backward, or a cold backward alone."""
-    step = profile(captured, request.planner_state.layout)
-    phases = [] if request.context.cold_backward else [(FORWARD, step.forward)]
-    if captured.backward is not None:  # also where it computes nothing, as that of an addition
-        phases.append((BACKWARD, backward_positions(captured, request, hardware)))
-    return plan_phases(
-        phases,
-        request.room,
-        hardware=hardware,
-        boundary_nbytes=step.boundary_nbytes,
-        saved=captured.offloaded,
-    )
+    backward, context = profile(captured, request.planner_state.layout).backward, request.context
+    return with_updates(backward, request.room, dict(context.updates), undoable=context.undoable, hardware=hardware)
 
 
 def rewrite(

@@ -3,53 +3,39 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.program import BACKWARD, FORWARD
 from chunkc.passes.planning.copy_scheduling import TooSlow
-from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.timeline import passes_s
 from chunkc.passes.planning.update_seconds import arithmetic_s, update_seconds
-from chunkc.passes.planning.updates_in_backward import updated_in, with_updates
+from chunkc.passes.planning.updates_in_backward import updated_in
 from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.plans import backward_positions
+from chunkc.policy.state import StepRequest
 
 
-def step_s(
-    form: Captured,
-    room: Room,
-    hardware: Hardware,
-    updates: Mapping[int, int],
-    most_s: float = math.inf,
-    *,
-    undoable: Collection[int] = (),
-    num_stages: int = 1,
-) -> float:
-    """Return the seconds of a step with the plan that its graph would get; `inf` may stand for more than `most_s`.
+def step_s(form: Captured, request: StepRequest, hardware: Hardware, most_s: float = math.inf) -> float:
+    """Return the seconds of a step with the requested plan of a graph; `inf` may stand for more than `most_s`.
 
     The optimizer's step is assumed to fetch all groups that move and are not updated in the backward, at the rate of
     the links, and to update groups that have arrived meanwhile.
 
-    Args:
-        updates, undoable: groups that the backward may update (see `with_updates`).
-        num_stages: of an update in the optimizer's step (see `chunkc.ir.updates`).
-
     Raises:
         BudgetError: there is no plan.
     """
-    layout, resident = room.layout, room.resident
+    planner_state = request.planner_state
+    layout, num_stages = planner_state.layout, planner_state.num_stages
     needs, trained = profile(form, layout), layout.groups_of(form.trained)
     if least_s(form, layout, hardware, num_stages) > most_s:
         return math.inf
-    backward = needs.backward
-    if updates or layout.transient:
-        backward = with_updates(backward, room, updates, undoable=undoable, hardware=hardware)
-    update_s = _update_s(layout, trained - updated_in(backward), resident, hardware, num_stages)
+    backward = backward_positions(form, request, hardware)
+    update_s = _update_s(layout, trained - updated_in(backward), planner_state.resident, hardware, num_stages)
     try:
         seconds = passes_s(
             [(FORWARD, needs.forward), (BACKWARD, backward)],
-            room,
+            request.room,
             hardware=hardware,
             boundary_nbytes=needs.boundary_nbytes,
             saved=form.offloaded,

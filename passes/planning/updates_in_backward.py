@@ -97,6 +97,8 @@ def with_updates(
         undoable: those of them that keep their gradients.
     """
     layout, resident = room.layout, room.resident
+    if not updates and not layout.transient:
+        return tuple(backward)
     last = _last_uses(backward, layout, {*updates} - resident - layout.cut)
     waiting = [group for group in _waiting(backward, layout) if group.index in resident] if layout.transient else []
     positions: list[Position] = []

@@ -295,7 +295,7 @@ COUNTING = {"external_in_forward", "saved_nbytes"}
 HOMES = [
     (DECIDING, {"policy.decide", "policy.needs"}),  # `needs` says what an error names, and decides nothing
     ({"begins_cold"}, {"policy.state"}),
-    (PLANNING, {"policy.plans", "policy.step_seconds"}),  # `step_seconds` times plans for `policy`, and hands out none
+    (PLANNING, {"policy.plans"}),
     (COUNTING, {"policy.live_values", "policy.captured_step", "policy.needs"}),
 ]
 """Who may use which functions, above the rooms where they are defined."""

@@ -30,8 +30,9 @@ from chunkc.passes.planning.residency import evenly_spread
 from chunkc.passes.planning.room import SLACK_CHUNKS, Room
 from chunkc.policy import activation_search as activation_plans
 from chunkc.policy.activation_search import SearchSpace, first_or_quickest, may_keep, quickest
-from chunkc.policy.captured_step import profile
+from chunkc.policy.captured_step import Captured, profile
 from chunkc.policy.host_memory import HostFull, check_copies
+from chunkc.policy.state import StepRequest
 from chunkc.policy.step_seconds import step_s
 
 WIDTH, ROWS = 256, 4096
@@ -332,9 +333,11 @@ def test_a_search_times_all_stages_of_an_update(optimizer: str, monkeypatch: pyt
     budget_nbytes, num_stages = tight_budget(), 2 if optimizer == "lamb" else 1
     asked, timed = [], []
 
-    def step_seconds(*args: Any, num_stages: int, **more: Any) -> float:
-        asked.append(num_stages)
-        timed.append([step_s(*args[:4], num_stages=stages, **more) for stages in (1, num_stages)])
+    def step_seconds(form: Captured, request: StepRequest, hardware: Hardware, most_s: float) -> float:
+        state = request.planner_state
+        requests = [replace(request, planner_state=replace(state, num_stages=n)) for n in (1, state.num_stages)]
+        asked.append(state.num_stages)
+        timed.append([step_s(form, each, hardware) for each in requests])
         return timed[-1][1]
 
     monkeypatch.setattr("chunkc.policy.decide.step_s", step_seconds)
