@@ -119,17 +119,11 @@ class Position:
         return self.reads | self.writes
 
     def with_less(self, non_model_nbytes: int, left_nbytes: int) -> Position:
-        """Return the call with fewer bytes alive, at its peak and once it is over. A search calls this often."""
+        """Return the call with fewer bytes alive, at its peak and once it is over."""
         if not (non_model_nbytes or left_nbytes):
             return self
-        # Not `replace`, which takes 14 microseconds instead of 2, with `items` computed anew.
-        smaller = object.__new__(Position)
-        changes = {
-            "non_model_nbytes": self.non_model_nbytes - non_model_nbytes,
-            "left_nbytes": self.left_nbytes - left_nbytes,
-        }
-        smaller.__dict__.update(self.__dict__, **changes)
-        return smaller
+        non_model_nbytes, left_nbytes = self.non_model_nbytes - non_model_nbytes, self.left_nbytes - left_nbytes
+        return replace(self, non_model_nbytes=non_model_nbytes, left_nbytes=left_nbytes)
 
 
 @dataclass(frozen=True)
