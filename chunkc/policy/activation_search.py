@@ -371,19 +371,11 @@ def _needed_nbytes(captured: Captured, activation_plan: ActivationPlan, layout: 
     return Room.of(layout).needed_nbytes(profile(form, layout).passes) + form.other_graphs_nbytes
 
 
-MOST_LAYOUTS = 4
-"""Layouts for which a graph remembers its recompute regions: a search goes back and forth between two."""
-
-
 def _recompute_regions(captured: Captured, layout: ChunkLayout) -> RecomputeRegions | None:
     """Return the forward's regions such that the graph needs the fewest bytes with all of them recomputed."""
-    for known_layout, regions in captured.cache.regions:
-        if known_layout == layout:
-            return regions
-    regions = leanest(
-        captured.repeatable,
-        lambda dropped: _needed_nbytes(captured, ActivationPlan(recomputed=dropped), layout),
-        is_part=captured.graph_fraction < 1,
-    )
-    captured.cache.regions = [*captured.cache.regions[-MOST_LAYOUTS + 1 :], (layout, regions)]
-    return regions
+
+    def needed_nbytes(dropped: frozenset[str]) -> int:
+        return _needed_nbytes(captured, ActivationPlan(recomputed=dropped), layout)
+
+    is_part = captured.graph_fraction < 1
+    return captured.cache.regions.find(layout, lambda: leanest(captured.repeatable, needed_nbytes, is_part=is_part))

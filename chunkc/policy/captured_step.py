@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
+from typing import Generic, TypeVar
 
 import torch
 from torch import fx, nn
 
 from chunkc.ir.estimates import EstimatedOperator, unknown_operators
 from chunkc.ir.items import KEEP_ALL, ActivationPlan
-from chunkc.ir.layout import ChunkGroup, ChunkLayout
+from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.ir.program import PhaseProgram, SegmentMemory
 from chunkc.passes.codegen import CompiledSegment
@@ -22,15 +22,21 @@ from chunkc.passes.memory.profile import positions
 from chunkc.passes.planning.offload import Saved, candidates, with_offloaded
 from chunkc.passes.planning.recompute import Recomputable, may_recompute, with_recompute
 from chunkc.passes.planning.recompute_search import RecomputeRegions
-from chunkc.passes.planning.residency import StepProfile
+from chunkc.passes.planning.step_profile import CallNeeds, StepProfile, at_least
 from chunkc.passes.planning.updates import smallest_update
 from chunkc.passes.planning.updates_in_backward import with_waiting
+from chunkc.utils.recent import Recent
+
+V = TypeVar("V")
 
 ROOM_FOR_LOSS = 3
 """User code between the phases may need this many times the outputs' bytes, for a loss."""
 
 MAX_FORMS = 32
 """Forms of a graph that are remembered: with offloaded values, returned gradients, held tangents."""
+
+MAX_LAYOUTS = 4
+"""Layouts for which a graph remembers its profile, and its recompute regions."""
 
 LARGEST_NUMBER_NBYTES = 512
 """The most bytes that an allocator takes for a single number."""
@@ -66,49 +72,6 @@ class OwnMemory:
 
 
 @dataclass(frozen=True)
-class CallNeeds:
-    """Bytes and seconds of a step's calls, as far as plans depend on them.
-
-    Attributes:
-        calls: of both phases: bytes at the call's peak, bytes once it is over, seconds, and the operation at the peak.
-        boundary_nbytes: between the phases (see `StepProfile`).
-        caller_nbytes: held by the forward's caller when the optimizer steps.
-    """
-
-    calls: tuple[tuple[int, int, float, str], ...]
-    boundary_nbytes: int
-    caller_nbytes: int
-
-    @staticmethod
-    def of(captured: Captured, layout: ChunkLayout) -> CallNeeds:
-        """Return the needs of a graph; the latest are remembered."""
-        step, cache = profile(captured, layout), captured.cache
-        if cache.call_needs is None or cache.call_needs[0] is not step:
-            calls = tuple((p.non_model_nbytes, p.left_nbytes, p.cost_s, p.op) for p in step.passes)
-            cache.call_needs = step, CallNeeds(calls, step.boundary_nbytes, captured.caller_nbytes)
-        return cache.call_needs[1]
-
-    @cached_property
-    def digest(self) -> str:
-        """A hash that equal needs have in common, on every rank."""
-        return hashlib.blake2b(repr(self).encode(), digest_size=16).hexdigest()
-
-    @staticmethod
-    def most(needs_of_ranks: Sequence[CallNeeds]) -> CallNeeds:
-        """Return the elementwise maximum; each call's operation is that of a rank with the largest peak there."""
-        calls = []
-        for call_of_ranks in zip(*(needs.calls for needs in needs_of_ranks), strict=True):
-            peak_nbytes, left_nbytes, cost_s, _ = (max(values) for values in zip(*call_of_ranks, strict=True))
-            op = next(op for nbytes, _, _, op in call_of_ranks if nbytes == peak_nbytes)
-            calls.append((peak_nbytes, left_nbytes, cost_s, op))
-        return CallNeeds(
-            tuple(calls),
-            max(needs.boundary_nbytes for needs in needs_of_ranks),
-            max(needs.caller_nbytes for needs in needs_of_ranks),
-        )
-
-
-@dataclass(frozen=True)
 class EarlierSearch:
     """The quickest activation plan that a search has found for a graph.
 
@@ -125,8 +88,24 @@ class EarlierSearch:
     seconds: float
 
 
-UpdatePositions = dict[tuple[tuple[int, ...], int], tuple[tuple[ChunkGroup, ...], tuple[Position, ...]]]
-"""(trained groups, bytes of the caller) -> the layout's groups, and the positions of the update."""
+class ByLayout(Generic[V]):
+    """Results for the latest layouts, found by equality: a search goes back and forth between few."""
+
+    def __init__(self) -> None:
+        self._latest: list[tuple[ChunkLayout, V]] = []
+
+    def __len__(self) -> int:
+        return len(self._latest)
+
+    def find(self, layout: ChunkLayout, make: Callable[[], V]) -> V:
+        """Return the result for a layout, from the cache or made."""
+        for at, (known, value) in enumerate(self._latest):
+            if known == layout:
+                self._latest.append(self._latest.pop(at))
+                return value
+        value = make()
+        self._latest = [*self._latest[1 - MAX_LAYOUTS :], (layout, value)]
+        return value
 
 
 @dataclass
@@ -134,20 +113,15 @@ class _Cache:
     """Results computed once per captured graph, of which they are a pure function.
 
     Attributes:
-        forms: the graph's forms by how they were made (see `MAX_FORMS`).
-        nothing_offloaded: the form that this one was made of by offloading values; None: this one offloads none.
-        profile: the layout's groups, the profile for them, and the latest one with transient groups.
-        updates: shared by forms that differ in activation plans alone.
-        regions: of the latest layouts.
+        forms: the graph's forms by how they were made.
+        profiles: with and without transient groups.
+        regions: of the forward (see `activation_search`).
+        earlier_search: the latest one.
     """
 
-    forms: dict[tuple[str, Hashable], Captured] = field(default_factory=dict)
-    nothing_offloaded: Captured | None = None
-    profile: tuple[tuple[ChunkGroup, ...], StepProfile, dict[frozenset[int], StepProfile]] | None = None
-    call_needs: tuple[StepProfile, CallNeeds] | None = None
-    memories: Mapping[str, SegmentMemory] | None = None
-    updates: UpdatePositions = field(default_factory=dict)
-    regions: list[tuple[ChunkLayout, RecomputeRegions | None]] = field(default_factory=list)
+    forms: Recent[tuple[str, Hashable], Captured] = field(default_factory=lambda: Recent(MAX_FORMS))
+    profiles: ByLayout[StepProfile] = field(default_factory=ByLayout)
+    regions: ByLayout[RecomputeRegions | None] = field(default_factory=ByLayout)
     earlier_search: EarlierSearch | None = None
 
 
@@ -161,6 +135,8 @@ class Captured:
         activation_plan: values that are offloaded or recomputed.
         at_least: lower bounds that plans use in place of the graph's own smaller needs.
         graph_fraction: the graph's fraction of the model (see `policy.graph_fraction`).
+        nothing_offloaded: the form that this one was made of by offloading values; None: this one offloads none, or
+            its backward has changed since.
         cache: no part of the value: `dataclasses.replace` begins an empty one.
     """
 
@@ -173,6 +149,7 @@ class Captured:
     activation_plan: ActivationPlan = KEEP_ALL
     at_least: CallNeeds | None = None
     graph_fraction: float = 1.0
+    nothing_offloaded: Captured | None = field(default=None, compare=False, repr=False)
     cache: _Cache = field(default_factory=_Cache, init=False, compare=False, repr=False)
 
     @property
@@ -230,16 +207,16 @@ class Captured:
         backward = self.backward
         if not names or backward is None:
             return self
-        return self._remembered((changed.__name__, names), lambda: replace(self, backward=changed(backward, names)))
+
+        def form() -> Captured:
+            return replace(self, backward=changed(backward, names), nothing_offloaded=None)
+
+        return self._remembered((changed.__name__, names), form)
 
     def _remembered(self, form: tuple[str, Hashable], make: Callable[[], Captured]) -> Captured:
         """Return a form of the graph from the cache, or make it."""
         forms = self.cache.forms
-        if form not in forms:
-            if len(forms) >= MAX_FORMS:
-                forms.clear()
-            forms[form] = make()
-        return forms[form]
+        return forms.find(form) or forms.keep(form, make())
 
     @cached_property
     def offloadable(self) -> tuple[Saved, ...]:
@@ -276,29 +253,22 @@ class Captured:
         if not storages:
             return self
         assert self.repeatable is not None
-        return self._with(*with_recompute(self.repeatable, storages), ActivationPlan(recomputed=storages))
+        forward, backward = with_recompute(self.repeatable, storages)
+        return replace(self, forward=forward, backward=backward, activation_plan=ActivationPlan(recomputed=storages))
 
     def _offloading(self, storages: frozenset[str]) -> Captured:
         if not storages:
             return self
         assert self.backward is not None
         forward, backward = with_offloaded(self.forward, storages), with_offloaded(self.backward, storages)
-        offloaded = tuple(saved for saved in self.offloadable if saved.storage in storages)
-        form = self._with(forward, backward, replace(self.activation_plan, offloaded=storages), offloaded)
-        form.cache.nothing_offloaded = self
-        return form
-
-    def _with(
-        self,
-        forward: PhaseProgram,
-        backward: PhaseProgram,
-        activation_plan: ActivationPlan,
-        offloaded: tuple[Saved, ...] = (),
-    ) -> Captured:
-        """Return the graph with other phases, sharing the cached results that do not depend on them."""
-        form = replace(self, forward=forward, backward=backward, offloaded=offloaded, activation_plan=activation_plan)
-        form.cache.memories, form.cache.updates = self.memories, self.cache.updates
-        return form
+        return replace(
+            self,
+            forward=forward,
+            backward=backward,
+            offloaded=tuple(saved for saved in self.offloadable if saved.storage in storages),
+            activation_plan=replace(self.activation_plan, offloaded=storages),
+            nothing_offloaded=self,
+        )
 
     @cached_property
     def offloadable_inputs(self) -> tuple[int, ...]:
@@ -329,12 +299,10 @@ class Captured:
             return 0
         return sum(self.backward.storages[self.backward.inputs[name]] for name in self.tangents)
 
-    @property
+    @cached_property
     def memories(self) -> Mapping[str, SegmentMemory]:
-        """Segment -> its memory; one mapping for all forms."""
-        if self.cache.memories is None:
-            self.cache.memories = {name: segment.memory for name, segment in self.segments.items()}
-        return self.cache.memories
+        """Segment -> its memory."""
+        return {name: segment.memory for name, segment in self.segments.items()}
 
     @property
     def programs(self) -> Mapping[str, PhaseProgram]:
@@ -409,55 +377,32 @@ class Captured:
 def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
     """Return the positions of every phase. In the forward, the caller still has the previous call's outputs.
 
-    The captured graph remembers the latest profile, and the latest with transient groups: decisions and plans ask for
-    the same ones.
+    The captured graph remembers the latest ones: decisions and plans ask for the same.
     """
-    cache = captured.cache
-    if cache.profile is None or cache.profile[0] is not layout.groups:
-        step = _profile(captured, replace(layout, transient=frozenset()))
-        cache.profile = layout.groups, step, {}
-    _, step, with_transient = cache.profile
     if not layout.transient:
-        return step
-    if layout.transient not in with_transient:
-        with_transient.clear()
-        with_transient[layout.transient] = replace(step, backward=with_waiting(step.backward, layout))
-    return with_transient[layout.transient]
+        return captured.cache.profiles.find(layout, lambda: _profile(captured, layout))
+    step = profile(captured, replace(layout, transient=frozenset()))
+    with_transient = partial(replace, step, backward=with_waiting(step.backward, layout))
+    return captured.cache.profiles.find(layout, with_transient)
 
 
 def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
-    cache, least = captured.cache, captured.at_least
-    if cache.nothing_offloaded is not None and least is None:
-        return profile(cache.nothing_offloaded, layout).with_offloaded(captured.offloaded)
+    least = captured.at_least
+    if captured.nothing_offloaded is not None and least is None:
+        return profile(captured.nothing_offloaded, layout).with_offloaded(captured.offloaded)
     group_of = layout.group_of()
     memories = captured.memories
     forward = positions(captured.forward, memories, group_of=group_of, external_nbytes=captured.output_nbytes)
+    boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
+    caller_nbytes = captured.caller_nbytes
     if least is not None:
-        forward = _at_least(forward, least.calls[: len(forward)])
+        forward = at_least(forward, least.calls[: len(forward)])
+        boundary_nbytes, caller_nbytes = least.boundary_nbytes, least.caller_nbytes
     if captured.backward is None:
-        return StepProfile(forward, (), (), 0)
+        return StepProfile(forward, (), (), 0, caller_nbytes)
     backward: tuple[Position, ...] = positions(captured.backward, memories, group_of=group_of)
     if least is not None:
-        backward = _at_least(backward, least.calls[len(forward) :])
-    trained = tuple(sorted(layout.groups_of(p for c in captured.backward.calls for _, p in c.gradients)))
-    caller_nbytes = captured.caller_nbytes if least is None else least.caller_nbytes
-    updates, key = cache.updates, (trained, caller_nbytes)
-    if key not in updates or updates[key][0] is not layout.groups:
-        updates[key] = layout.groups, smallest_update(layout, trained, caller_nbytes)
-    update = updates[key][1]
-    boundary_nbytes = captured.between_nbytes + ROOM_FOR_LOSS * captured.output_nbytes
-    return StepProfile(forward, backward, update, boundary_nbytes if least is None else least.boundary_nbytes)
-
-
-def _at_least(positions: Sequence[Position], calls: Sequence[tuple[int, int, float, str]]) -> tuple[Position, ...]:
-    """Raise positions to the bounds of their calls, where they need less."""
-    return tuple(
-        replace(
-            position,
-            non_model_nbytes=max(position.non_model_nbytes, nbytes),
-            left_nbytes=max(position.left_nbytes, left_nbytes),
-            cost_s=max(position.cost_s, cost_s),
-            op=op,
-        )
-        for position, (nbytes, left_nbytes, cost_s, op) in zip(positions, calls, strict=True)
-    )
+        backward = at_least(backward, least.calls[len(forward) :])
+    trained = sorted(layout.groups_of(p for c in captured.backward.calls for _, p in c.gradients))
+    update = smallest_update(layout, trained, caller_nbytes)
+    return StepProfile(forward, backward, update, boundary_nbytes, caller_nbytes)

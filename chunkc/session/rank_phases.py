@@ -16,7 +16,8 @@ from chunkc.distributed.agreement import Here, agree, begin_phase, refuse, toget
 from chunkc.ir.errors import BudgetError, DistributedError, UnsupportedError
 from chunkc.ir.layout import ChunkLayout
 from chunkc.ir.program import BACKWARD
-from chunkc.policy.captured_step import CallNeeds
+from chunkc.passes.planning.step_profile import CallNeeds
+from chunkc.policy.captured_step import profile
 from chunkc.policy.state import Forms, PhaseContext
 from chunkc.runtime.distributed.transport import Transport
 from chunkc.runtime.store.consumed_gradients import gradient_of
@@ -64,7 +65,7 @@ class PhaseOfRanks:
 
     def __post_init__(self) -> None:
         self._own = self.step
-        self._needed = CallNeeds.of(self.context.applied_to(self._own.captured), self.session.store.layout)
+        self._needed = profile(self.context.applied_to(self._own.captured), self.session.store.layout).call_needs
 
     def max_external_nbytes(self) -> int:
         """Return the most external bytes of any rank.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import accumulate
 
 from chunkc.ir.errors import BudgetError
 from chunkc.ir.items import Copy, Item, MovedId
@@ -13,47 +11,7 @@ from chunkc.ir.layout import CASTS, GRAD, Chunk, ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.passes.planning.offload import Saved, choose
 from chunkc.passes.planning.room import Room, everything, replicated_nbytes, tightest
-
-
-@dataclass(frozen=True)
-class StepProfile:
-    """Needs of a graph's step, before any budget is known.
-
-    Attributes:
-        forward, backward: positions of the phases (backward empty in inference).
-        update: one position per trainable group: the smallest part of its update (empty in inference).
-        boundary_nbytes: held between forward and backward: inputs, saved values, outputs with room for a loss.
-    """
-
-    forward: tuple[Position, ...]
-    backward: tuple[Position, ...]
-    update: tuple[Position, ...]
-    boundary_nbytes: int
-
-    @cached_property
-    def passes(self) -> tuple[Position, ...]:
-        return self.forward + self.backward
-
-    @cached_property
-    def all(self) -> tuple[Position, ...]:
-        return self.passes + self.update
-
-    def with_offloaded(self, saved: Sequence[Saved]) -> StepProfile:
-        """Offload saved storages between the phases: equal to a new `profile`, without another liveness analysis."""
-        away, left = [0] * (len(self.forward) + 1), [0] * (len(self.forward) + 1)
-        back = [0] * (len(self.backward) + 1)
-        for storage in saved:
-            left[storage.last] += storage.nbytes
-            away[storage.last + 1] += storage.nbytes
-            back[storage.first] += storage.nbytes
-        forward = zip(self.forward, accumulate(away), accumulate(left))
-        gone = list(accumulate(reversed(back)))[::-1]  # of each call, the bytes that come back at it or later
-        return StepProfile(
-            tuple(call.with_less(nbytes, left_nbytes) for call, nbytes, left_nbytes in forward),
-            tuple(call.with_less(nbytes, nbytes) for call, nbytes in zip(self.backward, gone[1:])),
-            self.update,
-            self.boundary_nbytes - sum(storage.nbytes for storage in saved),
-        )
+from chunkc.passes.planning.step_profile import StepProfile
 
 
 def chunk_items(layout: ChunkLayout, positions: Sequence[Position], resident: frozenset[int]) -> dict[MovedId, Item]:

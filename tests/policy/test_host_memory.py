@@ -30,7 +30,7 @@ from chunkc.passes.planning.residency import evenly_spread
 from chunkc.passes.planning.room import SLACK_CHUNKS, Room
 from chunkc.policy import activation_search as activation_plans
 from chunkc.policy.activation_search import SearchSpace, first_or_quickest, may_keep, quickest
-from chunkc.policy.captured_step import Captured, profile
+from chunkc.policy.captured_step import MAX_LAYOUTS, Captured, profile
 from chunkc.policy.host_memory import HostFull, check_copies
 from chunkc.policy.state import StepRequest
 from chunkc.policy.step_seconds import step_s
@@ -282,7 +282,7 @@ def test_stretches_are_looked_for_once_for_each_layout(monkeypatch: pytest.Monke
     assert len(searched) == 2
     for chunk_nbytes in range(1, 9):
         activation_plans._recompute_regions(captured, replace(LAYOUT, chunk_nbytes=chunk_nbytes))
-    assert len(captured.cache.regions) == activation_plans.MOST_LAYOUTS
+    assert len(captured.cache.regions) == MAX_LAYOUTS
 
 
 def test_a_part_of_a_model_keeps_values_only_where_the_others_could_too() -> None:

@@ -19,7 +19,7 @@ from chunkc.ir.errors import UnsupportedError
 from chunkc.machines.presets import load_hardware
 from chunkc.options import parse_options
 from chunkc.passes.graphs.shapes import ShapesAt
-from chunkc.passes.planning.residency import StepProfile
+from chunkc.passes.planning.step_profile import StepProfile
 from chunkc.policy.captured_step import Captured, profile
 from chunkc.tracing.build import Builder
 from chunkc.tracing.dynamic_shapes import Templates

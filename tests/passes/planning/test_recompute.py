@@ -28,7 +28,7 @@ from chunkc.passes.planning.recompute_search import (
     needed_before_region,
     ways_to_cut,
 )
-from chunkc.passes.planning.residency import StepProfile
+from chunkc.passes.planning.step_profile import StepProfile
 
 BIG = SMALL_NBYTES
 aten = torch.ops.aten

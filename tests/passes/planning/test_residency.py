@@ -22,7 +22,6 @@ from chunkc.ir.verify.resident import resident_data_nbytes
 from chunkc.passes.codegen import CompiledSegment
 from chunkc.passes.planning.layout import lay_out
 from chunkc.passes.planning.residency import (
-    StepProfile,
     choose_replicated,
     choose_resident,
     evenly_spread,
@@ -30,6 +29,7 @@ from chunkc.passes.planning.residency import (
     remaining_residents,
 )
 from chunkc.passes.planning.room import Room, fixed_nbytes
+from chunkc.passes.planning.step_profile import StepProfile
 from chunkc.passes.planning.timeline import plan_phases
 from chunkc.passes.planning.updates import update_positions, update_tiles
 from chunkc.policy.captured_step import Captured, profile
