@@ -164,8 +164,8 @@ class Moment:
 
 def gradients_at(
     line: Sequence[Position | Moment], gradients: Mapping[str, int], present: Collection[str] = ()
-) -> list[int]:
-    """Return the bytes of resident gradients (parameter -> bytes) while each position runs.
+) -> list[tuple[int, int]]:
+    """Return the bytes of resident gradients (parameter -> bytes) while each position runs, and once it is over.
 
     They are the gradients `present` from the beginning, those complete before the position and not consumed, and copies
     that the position makes of its own. In the optimizer's step all are there. Adding to a gradient that is there takes
@@ -176,8 +176,9 @@ def gradients_at(
         if position.phase == UPDATE:
             complete = sum(gradients.values())
         own = [(gradients[name], kept) for name, kept in position.sunk if name in gradients and name not in present]
-        nbytes_at.append(complete + sum(nbytes for nbytes, handed_over in own if not handed_over))
+        during = complete + sum(nbytes for nbytes, handed_over in own if not handed_over)
         complete += sum(nbytes for nbytes, _ in own) - sum(gradients.get(name, 0) for name in position.consumed)
+        nbytes_at.append((during, complete))
     return nbytes_at
 
 
@@ -245,7 +246,7 @@ class Plan:
         if not present:
             return self
         nbytes = iter(gradients_at(self.moments, self.gradients, present))
-        return self._with_moments(lambda moment: replace(moment, gradient_nbytes=next(nbytes)))
+        return self._with_moments(lambda moment: replace(moment, gradient_nbytes=next(nbytes)[0]))
 
     def with_gradients(self, present: Collection[str]) -> Plan:
         """Return the plan of an optimizer's step in which, of residents, only these parameters have a gradient."""

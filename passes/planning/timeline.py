@@ -107,7 +107,7 @@ def plan_phases(
         for name, nbytes in resident_data.gradients.items()
         if name in sunk or group_of.get(name) not in layout.transient
     }
-    gradients = gradients_at(line, resident_gradients)
+    gradients = [nbytes for nbytes, _ in gradients_at(line, resident_gradients)]
     phase_plans, kept = [], frozenset[Chunk]()
     for index, (name, begin, end) in enumerate(spans):
         moments = tuple(

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import GRAD, PARAM, Chunk, ChunkGroup, ChunkLayout
-from chunkc.ir.plan import Position, Tile
+from chunkc.ir.plan import Position, Tile, gradients_at
 from chunkc.passes.planning.room import Room
 from chunkc.passes.planning.update_seconds import tile_s
 from chunkc.passes.planning.updates import MIN_TILE_NUMEL, TilePart, group_tiles, tile_numel, update_position
@@ -29,10 +29,7 @@ and a smaller tile is gone, and the next one there, sooner."""
 
 
 def with_waiting(backward: Sequence[Position], layout: ChunkLayout) -> tuple[Position, ...]:
-    """Add to each call of a backward the gradients of transient groups that wait for their update.
-
-    A gradient that may not stay in its call's own storage is copied: the copy counts during that call, too.
-    """
+    """Add to each call of a backward the gradients of transient groups that wait for their update."""
     if not layout.transient:
         return tuple(backward)
     waiting_at: list[list[tuple[int, int]]] = [[] for _ in backward]
@@ -61,22 +58,17 @@ class _Waiting:
 
 def _waiting(backward: Sequence[Position], layout: ChunkLayout) -> Iterator[_Waiting]:
     """Yield the transient groups that get all their gradients here."""
-    sunk: dict[int, list[tuple[int, int, bool]]] = {}  # group -> (call, bytes, handed over) of each gradient
-    specs, group_of = layout.specs(), layout.group_of()
+    group_of = layout.group_of()
+    first: dict[int, int] = {}
     for at, position in enumerate(backward):
-        for name, handed_over in position.sunk:
+        for name, _ in position.sunk:
             if (index := group_of.get(name)) in layout.transient:
-                sunk.setdefault(index, []).append((at, specs[name].gradient_nbytes, handed_over))
+                first.setdefault(index, at)
     for last, groups in _last_uses(backward, layout, {*layout.transient}).items():
         for index in groups:
-            first = min(at for at, _, _ in sunk[index])
-            during, after, complete = [], [], 0
-            for at in range(first, last + 1):
-                own = [(nbytes, handed_over) for call, nbytes, handed_over in sunk[index] if call == at]
-                during.append(complete + sum(nbytes for nbytes, handed_over in own if not handed_over))
-                complete += sum(nbytes for nbytes, _ in own)
-                after.append(complete)
-            yield _Waiting(index, first, last, tuple(during), tuple(after))
+            gradients = {s.spec.name: s.spec.gradient_nbytes for s in layout.groups[index].slices}
+            during, after = zip(*gradients_at(backward[first[index] : last + 1], gradients))
+            yield _Waiting(index, first[index], last, during, after)
 
 
 def with_updates(

@@ -173,10 +173,12 @@ def test_a_staying_gradient_counts_once_it_is_complete() -> None:
         replace(position("backward", 0), sunk=((names[1], False), ("elsewhere", False))),
         position("backward", 0),
     ]
-    assert gradients_at(line, gradients) == [0, 110, 110]
-    assert gradients_at([position("update", 0)], gradients) == [110]
-    assert gradients_at(line, gradients, {names[1]}) == [10, 110, 110], "added to where it is, without a copy"
-    assert gradients_at(line, gradients, names) == [110, 110, 110]
+    all_nbytes = (110, 110)
+    assert gradients_at(line, gradients) == [(0, 100), all_nbytes, all_nbytes]
+    assert gradients_at([position("update", 0)], gradients) == [all_nbytes]
+    added = gradients_at(line, gradients, {names[1]})
+    assert added == [(10, 110), all_nbytes, all_nbytes], "added to where it is, without a copy"
+    assert gradients_at(line, gradients, names) == [all_nbytes] * 3
 
 
 def test_what_is_kept_for_the_backward_fits_beside_the_boundary() -> None:

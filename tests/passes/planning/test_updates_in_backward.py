@@ -217,7 +217,9 @@ def test_what_waits_is_what_moments_count(drawn: tuple[ChunkLayout, tuple[Positi
     room = Room.of(layout, HUGE, resident=resident)
     line = with_updates(with_waiting(backward, layout), room, {}, hardware=HARDWARE)
     names = {s.spec.name: s.spec.gradient_nbytes for i in resident for s in layout.groups[i].slices}
-    assert [position.waiting_nbytes(resident) for position in line] == gradients_at(line, names)
+    assert [position.waiting_nbytes(resident) for position in line] == [
+        during for during, _ in gradients_at(line, names)
+    ]
     updated = [position.tile.group for position in line if position.tile is not None]
     assert sorted(updated) == sorted(resident)
     for at, position in enumerate(line):
