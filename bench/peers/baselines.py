@@ -210,7 +210,7 @@ def _offloading(planned: Planned) -> StepPlans | None:
     try:
         for run in planned.dry_run.runs:
             context = replace(run.request.context, activation_plan=activation_plan)
-            external_nbytes = run.request.external_nbytes - run.request.spare_nbytes
+            external_nbytes = run.request.in_use_nbytes
             found = decide(every, PhaseCalled(Forms(captured), external_nbytes, context))
             every = found.planner_state
             runs.append(replace(run, request=found.request))

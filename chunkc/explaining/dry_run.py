@@ -237,8 +237,7 @@ class _DryRunState:
                 activation_plan = request.context.activation_plan or KEEP_ALL
                 own, layout = self.captured[call.graph], self.planner_state.layout
                 if self._is_seen:
-                    external_nbytes = request.external_nbytes - request.spare_nbytes
-                    self._seen.forward_ran(own, activation_plan, layout, external_nbytes)
+                    self._seen.forward_ran(own, activation_plan, layout, request.in_use_nbytes)
                 own = own.following(activation_plan)
                 in_flight.update(groups if own.backward is not None else ())
                 yield PredictedRun(call.graph, FORWARD, num_forwards, request)
@@ -251,7 +250,7 @@ class _DryRunState:
                 external_nbytes = self.values.external_to_backward(own.following(activation_plan), call.arguments)
                 context = replace(self._phase_context(own, in_flight), activation_plan=activation_plan)
                 request = self._planned(call.graph, external_nbytes, context)
-                self._seen.backward_ran(self.captured[call.graph], request.external_nbytes - request.spare_nbytes)
+                self._seen.backward_ran(self.captured[call.graph], request.in_use_nbytes)
                 own = self.captured[call.graph].following(activation_plan)
                 positions = backward_positions(own, request, self.training.hardware)
                 self.updated |= updated_in(positions)

@@ -99,9 +99,8 @@ class PredictedStep:
                 and (context := request.context.with_present(made.plan, present)) != request.context
             ):
                 present = frozenset()
-                external_nbytes = request.external_nbytes - request.spare_nbytes
-                forms = Forms(dry_run.captured[run.graph])
-                request = decide(dry_run.planner_state, PhaseCalled(forms, external_nbytes, context)).request
+                event = PhaseCalled(Forms(dry_run.captured[run.graph]), request.in_use_nbytes, context)
+                request = decide(dry_run.planner_state, event).request
                 made = self._plan(dry_run.captured[run.graph], run.graph, request, plans)
             name = f"{run.phase}.{run.number}" if several else run.phase
             plan = (

@@ -162,6 +162,11 @@ class StepRequest:
     context: PhaseContext = EMPTY_CONTEXT
 
     @property
+    def in_use_nbytes(self) -> int:
+        """External bytes without those to spare."""
+        return self.external_nbytes - self.spare_nbytes
+
+    @property
     def room(self) -> Room:
         """Room for the plan."""
         return self.planner_state.room(self.external_nbytes)

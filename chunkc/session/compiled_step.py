@@ -61,22 +61,15 @@ def _leave_alone(group: int) -> None:
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step under the requested plan, with `external_nbytes` of external values, and each phase's instructions."""
+    """A step under the requested plan, and each phase's instructions."""
 
     request: StepRequest
     plan: Plan
     phases: Mapping[str, Executable]
-    external_nbytes: int
 
     def without_spare(self, request: StepRequest) -> PlannedStep:
         """Return the step under the plan, which was made for an equal request, without what this one has to spare."""
-        plan, external_nbytes = self.plan, request.external_nbytes - request.spare_nbytes
-        return replace(
-            self,
-            request=request,
-            plan=plan.with_less_external(request.spare_nbytes),
-            external_nbytes=external_nbytes,
-        )
+        return replace(self, request=request, plan=self.plan.with_less_external(request.spare_nbytes))
 
 
 def planned_step(session: Session, captured: Captured, request: StepRequest) -> PlannedStep:
@@ -89,7 +82,7 @@ def planned_step(session: Session, captured: Captured, request: StepRequest) -> 
     log_plan(made.plan, made.graphs)
     runs = {name: segment.run for name, segment in captured.segments.items()}
     phases = {name: lower(graph.graph, runs) for name, graph in made.graphs.items()}
-    return PlannedStep(request, made.plan, phases, request.external_nbytes)
+    return PlannedStep(request, made.plan, phases)
 
 
 @dataclass
@@ -194,7 +187,7 @@ class CompiledGraph:
             if shared is not None:
                 agree(shared.transport, {"the plan": str(made.plan)})
         found = made.without_spare(request)
-        again = replace(asked, planner_state=session.planner_state, external_nbytes=found.external_nbytes)
+        again = replace(asked, planner_state=session.planner_state, external_nbytes=request.in_use_nbytes)
         return step.planned.keep(again.key, found)
 
     def _title(self, phase: str) -> str:
@@ -304,7 +297,7 @@ class CompiledGraph:
         self.captured = captured = step.captured
         activation_plan = planned.request.context.activation_plan or KEEP_ALL
         if is_seen:
-            session.seen.forward_ran(captured, activation_plan, session.store.layout, planned.external_nbytes)
+            session.seen.forward_ran(captured, activation_plan, session.store.layout, planned.request.in_use_nbytes)
         saved = SavedValues(session.saved_room, activation_plan) if activation_plan else None
         own_nbytes = captured.forward.external_nbytes + captured.output_nbytes  # the previous call's outputs
         outputs = self._run(FORWARD, step, planned, arguments, saved, own_nbytes)
@@ -403,7 +396,7 @@ class CompiledGraph:
             return planned
 
         planned = self._until_residents_stay(BACKWARD, plan)
-        session.seen.backward_ran(step.captured, planned.external_nbytes)
+        session.seen.backward_ran(step.captured, planned.request.in_use_nbytes)
         hooked = planned.request.context.hooked
         gone_nbytes = session.planner_state.freed_nbytes(session.live.net_external_to_backward(captured, arguments))
         session.live.backward_begins(step.captured, arguments)
@@ -475,9 +468,9 @@ class CompiledGraph:
             gradients_complete: called with each group, once its gradients are complete.
         """
         session = self.session
+        request = planned.request
         for due in (FORWARD, BACKWARD) if phase == FORWARD else (BACKWARD,):  # a forward runs where its backward fits
-            request = planned.request
-            step.noted.ran(due, request.context, request.planner_state.layout.transient, planned.external_nbytes)
+            step.noted.ran(due, request.context, request.planner_state.layout.transient, request.in_use_nbytes)
         session.known.note(step.noted)
         present = session.resident_gradients()
         plan = planned.plan.beginning_with(present).with_less_external(gone_nbytes)
@@ -485,8 +478,8 @@ class CompiledGraph:
         measurement = Measurement.beginning(session.store, plan.begin_nbytes(phase, present) + own_nbytes)
         tiles = part.tiles
         if phase == BACKWARD:
-            consumed = part.consumes - planned.request.context.undoable
-            sunk = {name for _, _, name in self._sunk()} - planned.request.context.left_out
+            consumed = part.consumes - request.context.undoable
+            sunk = {name for _, _, name in self._sunk()} - request.context.left_out
             session.store.reserve_gradients(session.store.layout.groups_of(sunk) - consumed)
         update = session.in_backward.updating(tiles.values()) if tiles else None
         run = Run(session.store, measurement, update, gradients_complete, saved)
