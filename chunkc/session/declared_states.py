@@ -54,6 +54,12 @@ def declared(parameter: torch.Tensor) -> Declared | None:
     return _states.get(parameter)
 
 
+def keeper_of(parameter: torch.Tensor | None) -> StateKeeper | None:
+    """Return the optimizer that has declared states of a parameter, while it lives."""
+    declaration = None if parameter is None else declared(parameter)
+    return None if declaration is None or declaration.keeper is None else declaration.keeper()
+
+
 def declared_states(parameter: torch.Tensor) -> StateFormat | None:
     """Return the declared format of a parameter's states."""
     declaration = declared(parameter)

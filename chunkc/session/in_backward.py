@@ -19,8 +19,8 @@ from chunkc.ir.layout import ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Tile, tiles_by_group
 from chunkc.policy.state import PhaseContext, transient_in
 from chunkc.runtime.store.store import ChunkStore
-from chunkc.session.declared_states import declared
-from chunkc.session.protocols import Starter, StateKeeper
+from chunkc.session.declared_states import keeper_of
+from chunkc.session.protocols import Starter
 
 
 class UpdatesInBackward:
@@ -113,7 +113,7 @@ class UpdatesInBackward:
         """Predict `phase_context` from optimizers' declarations. The optimizers join from now on."""
         by_starter: dict[Starter, list[ChunkGroup]] = {}
         for group in layout.groups:
-            keepers = [_keeper_of(parameters.get(s.spec.name)) for s in group.slices]
+            keepers = [keeper_of(parameters.get(s.spec.name)) for s in group.slices]
             keeper = keepers[0] if all(other is keepers[0] for other in keepers) else None
             starter = None if keeper is None else keeper.starter_in(self._store)
             if starter is not None and group.trainable:
@@ -171,9 +171,3 @@ class UpdatesInBackward:
                 "backward() inside `with optimizer.accumulating():`; with undoable=True as well, the update is undone "
                 "instead, and a GradScaler may skip a step"
             )
-
-
-def _keeper_of(parameter: torch.Tensor | None) -> StateKeeper | None:
-    """Return the optimizer that has declared states of a parameter, while it lives."""
-    declaration = None if parameter is None else declared(parameter)
-    return None if declaration is None or declaration.keeper is None else declaration.keeper()

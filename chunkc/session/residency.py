@@ -11,7 +11,7 @@ from torch import nn
 from chunkc.ir.layout import Chunk, ChunkGroup, ChunkLayout
 from chunkc.policy.state import PlannerState
 from chunkc.runtime.storage.unassigned import unassigned_memory_of
-from chunkc.session.declared_states import declared
+from chunkc.session.declared_states import keeper_of
 from chunkc.session.movable import shares_memory
 from chunkc.session.pending_readers import await_readers
 from chunkc.session.protocols import StateKeeper
@@ -63,9 +63,7 @@ def _kept(session: Session, group: ChunkGroup) -> Kept:
     found = {}
     for of_group in group.slices:
         parameter = session.store.views.parameters().get(of_group.spec.name)
-        known = None if parameter is None else declared(parameter)
-        keeper = None if known is None or known.keeper is None else known.keeper()
-        if parameter is None or keeper is None:
+        if parameter is None or (keeper := keeper_of(parameter)) is None:
             continue
         state = keeper.kept_states_of(parameter)
         if all(kind in state for kind in group.state_kinds):
