@@ -265,8 +265,8 @@ def fits_whole(layout: ChunkLayout, budget_nbytes: int, captured: Captured | Non
         return False
     other_graphs_nbytes = 0 if captured is None else captured.other_graphs_nbytes
     room = Room.of(layout, budget_nbytes, other_graphs_nbytes, everything(layout))
-    positions = () if captured is None else profile(captured, layout).all
-    return max((position.non_model_nbytes for position in positions), default=0) <= room.left_nbytes
+    most_nbytes = 0 if captured is None else profile(captured, layout).most_nbytes
+    return most_nbytes <= room.left_nbytes
 
 
 def smallest_budget(captured: Captured, layout: ChunkLayout) -> int:

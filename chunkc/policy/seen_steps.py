@@ -45,12 +45,11 @@ class SeenForward:
         captured: Captured, activation_plan: ActivationPlan, layout: ChunkLayout, external_nbytes: int
     ) -> SeenForward:
         kept_nbytes = captured.following(activation_plan).kept_nbytes
-        most_nbytes = max((position.non_model_nbytes for position in profile(captured, layout).all), default=0)
         return SeenForward(
             weakref.ref(captured),
             captured.trained,
             captured.graph_fraction,
-            most_nbytes,
+            profile(captured, layout).most_nbytes,
             external_nbytes,
             max(0, captured.kept_nbytes - kept_nbytes),
         )

@@ -73,6 +73,11 @@ class StepProfile:
     def all(self) -> tuple[Position, ...]:
         return self.passes + self.update
 
+    @property
+    def most_nbytes(self) -> int:
+        """Non-model bytes at the fullest position."""
+        return max((position.non_model_nbytes for position in self.all), default=0)
+
     @cached_property
     def call_needs(self) -> CallNeeds:
         """Bytes and seconds of the calls, for other ranks."""
