@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from operator import attrgetter
 from typing import Generic, TypeVar
 
@@ -14,7 +14,7 @@ from torch import fx, nn
 
 from chunkc.ir.estimates import EstimatedOperator, unknown_operators
 from chunkc.ir.items import KEEP_ALL, ActivationPlan
-from chunkc.ir.layout import ChunkLayout
+from chunkc.ir.layout import ChunkGroup, ChunkLayout
 from chunkc.ir.plan import Position
 from chunkc.ir.program import PhaseProgram, SegmentMemory
 from chunkc.passes.codegen import CompiledSegment
@@ -27,6 +27,7 @@ from chunkc.passes.planning.updates import smallest_update
 from chunkc.passes.planning.updates_in_backward import with_waiting
 from chunkc.utils.recent import Recent
 
+K = TypeVar("K")
 V = TypeVar("V")
 
 ROOM_FOR_LOSS = 3
@@ -88,23 +89,23 @@ class EarlierSearch:
     seconds: float
 
 
-class ByLayout(Generic[V]):
-    """Results for the latest layouts, found by equality: a search goes back and forth between few."""
+class Latest(Generic[K, V]):
+    """Results for the latest few keys, found by equality: a layout takes longer to hash than to compare."""
 
     def __init__(self) -> None:
-        self._latest: list[tuple[ChunkLayout, V]] = []
+        self._entries: list[tuple[K, V]] = []
 
     def __len__(self) -> int:
-        return len(self._latest)
+        return len(self._entries)
 
-    def find(self, layout: ChunkLayout, make: Callable[[], V]) -> V:
-        """Return the result for a layout, from the cache or made."""
-        for at, (known, value) in enumerate(self._latest):
-            if known == layout:
-                self._latest.append(self._latest.pop(at))
+    def find(self, key: K, make: Callable[[], V]) -> V:
+        """Return the result for a key, from the cache or made."""
+        for at, (known, value) in enumerate(self._entries):
+            if known == key:
+                self._entries.append(self._entries.pop(at))
                 return value
         value = make()
-        self._latest = [*self._latest[1 - MAX_LAYOUTS :], (layout, value)]
+        self._entries = [*self._entries[1 - MAX_LAYOUTS :], (key, value)]
         return value
 
 
@@ -114,14 +115,14 @@ class _Cache:
 
     Attributes:
         forms: the graph's forms by how they were made.
-        profiles: with and without transient groups.
-        regions: of the forward (see `activation_search`).
+        profiles: by a layout's groups, and the transient ones.
+        regions: of the forward (see `activation_search`), by layout.
         earlier_search: the latest one.
     """
 
     forms: Recent[tuple[str, Hashable], Captured] = field(default_factory=lambda: Recent(MAX_FORMS))
-    profiles: ByLayout[StepProfile] = field(default_factory=ByLayout)
-    regions: ByLayout[RecomputeRegions | None] = field(default_factory=ByLayout)
+    profiles: Latest[tuple[tuple[ChunkGroup, ...], frozenset[int]], StepProfile] = field(default_factory=Latest)
+    regions: Latest[ChunkLayout, RecomputeRegions | None] = field(default_factory=Latest)
     earlier_search: EarlierSearch | None = None
 
 
@@ -379,11 +380,13 @@ def profile(captured: Captured, layout: ChunkLayout) -> StepProfile:
 
     The captured graph remembers the latest ones: decisions and plans ask for the same.
     """
-    if not layout.transient:
-        return captured.cache.profiles.find(layout, lambda: _profile(captured, layout))
+    make = _with_transient if layout.transient else _profile
+    return captured.cache.profiles.find((layout.groups, layout.transient), lambda: make(captured, layout))
+
+
+def _with_transient(captured: Captured, layout: ChunkLayout) -> StepProfile:
     step = profile(captured, replace(layout, transient=frozenset()))
-    with_transient = partial(replace, step, backward=with_waiting(step.backward, layout))
-    return captured.cache.profiles.find(layout, with_transient)
+    return replace(step, backward=with_waiting(step.backward, layout))
 
 
 def _profile(captured: Captured, layout: ChunkLayout) -> StepProfile:

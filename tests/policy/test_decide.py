@@ -588,10 +588,10 @@ def test_a_profile_is_made_once_for_a_layout() -> None:
     captured = replace(WHOLE)
     found = profile(captured, LAYOUT)
     assert profile(captured, LAYOUT) is found
-    other = replace(LAYOUT, groups=(*LAYOUT.groups,))
     assert profile(captured, replace(LAYOUT, overhead_nbytes=1)) is found
-    assert profile(captured, other) == found
-    assert profile(captured, other) is not found
+    assert profile(captured, replace(LAYOUT, groups=(*LAYOUT.groups,))) is found
+    assert profile(captured, replace(LAYOUT, transient=EVERYTHING)) is not found
+    assert profile(captured, LAYOUT) is found
 
 
 # ---------------------------------------------------------------- graph fraction
