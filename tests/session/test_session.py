@@ -25,8 +25,7 @@ from chunkc.ir.errors import HomeError
 from chunkc.policy.live_values import RealValues
 from chunkc.runtime.device import cpu_allocator
 from chunkc.session import compiled_step as graph
-from chunkc.session import residency as moving
-from chunkc.session.declared_states import declared_states
+from chunkc.session.declared_states import declared_states, keeper_of
 from chunkc.session.residency import stay
 from chunkc.session.session import owner, sessions_of
 from chunkc.torch_private import engine
@@ -248,7 +247,7 @@ def test_nobody_s_states() -> None:
     del optimizer
     gc.collect()
     stay(session, replace(session.planner_state, resident=frozenset()))
-    assert not moving.declared(next(model.parameters())).keeper()
+    assert keeper_of(next(model.parameters())) is None
     call(rows(4)).backward()
 
 
