@@ -1,6 +1,6 @@
 """Compile loops in C++ by Inductor's own compiler front end, and define the elements of tensors in them.
 
-So they need no more than models that are compiled for the CPU do. The code does not depend on the user's settings for
+So they need no more than models that are compiled for the CPU do. Results do not depend on the user's settings for
 models.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from chunkc.ir.errors import UnsupportedError
-from chunkc.torch_private.inductor import CppCodeCache, CppCompileError, InvalidCxxCompiler, patched
+from chunkc.torch_private.inductor import CppCodeCache, CppCompileError, InvalidCxxCompiler, is_gcc, patched
 
 SERIAL_NUM_ELEMENTS = 1 << 15
 """Shorter tensors are not worth waking threads for; torch's own grain size."""
@@ -21,8 +21,10 @@ _OPTIONS: dict[str, Any] = {
     "cpp.enable_floating_point_contract_flag": "off",
     "cpp.enable_unsafe_math_opt_flag": False,
 }
-# Inductor's flags leave loops alone, since its own kernels are vectorised by hand, and let a root set errno.
-_FLAGS = ("-ftree-loop-vectorize", "-fno-math-errno")
+# Inductor's flags let a root set errno.
+_FLAGS = ("-fno-math-errno",)
+# For GCC they also leave loops alone, since its own kernels are vectorised by hand; clang does not know this one.
+_FLAGS_OF_GCC = ("-ftree-loop-vectorize",)
 
 
 class ElementType(NamedTuple):
@@ -67,7 +69,7 @@ static inline float widen_fp16(uint16_t x) {
   return as_float((subnormal & uint32_t(tiny)) | (normal & ~uint32_t(tiny)) | (uint32_t(x & 0x8000u) << 16));
 }
 """
-"""C++ that converts elements to numbers, and chooses between numbers by a mask."""
+"""C++ that widens elements to numbers, and chooses between numbers by a mask."""
 
 
 def load(source: str) -> ctypes.CDLL:
@@ -78,7 +80,8 @@ def load(source: str) -> ctypes.CDLL:
     """
     try:
         with patched(_OPTIONS):
-            loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=_FLAGS)
+            flags = _FLAGS + _FLAGS_OF_GCC * is_gcc()
+            loaded: ctypes.CDLL = CppCodeCache.load(source, extra_flags=flags)
     except (InvalidCxxCompiler, CppCompileError) as error:
         raise UnsupportedError(
             "updates on the CPU cannot be compiled: install a C++ compiler such as g++, or set CXX to one"

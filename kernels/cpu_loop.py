@@ -1,7 +1,7 @@
 """Generate the CPU's update in a format as a loop in C++, in one pass over memory, which the compiler vectorises.
 
 Every element goes through the same operations in the same order, in vectors or not, without contraction to fused
-multiply-adds: bits depend neither on the number of threads nor on how a run of elements was cut.
+multiply-adds: bits depend neither on the number of threads nor on how a run of elements was cut, but for NaNs' in fp16.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ def _blocks(fmt: UpdateFormat) -> tuple[str, str]:
             scale, block = f"{kind}_scale_data + at", f"{kind}_block, int(until - start), {kind}_data + start"
             before += [f"const float {kind}_scale = {kind}_scale_data[at];", f"float {kind}_block[{QUANT_BLOCK}];"]
             after.append(f"quantise({block}, {scale}, {kind}_buckets);")
-    if fmt.param_dtype == torch.float16:
+    if fmt.param_dtype == torch.float16 and PARAM not in fmt.kept:
         before.append(f"float param_block[{QUANT_BLOCK}];")
         after.append("round_fp16(param_block, int(until - start), param_data + start);")
     return "\n".join(f"    {line}" for line in before), "\n".join(f"    {line}" for line in after)

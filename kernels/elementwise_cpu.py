@@ -52,7 +52,7 @@ def prepare(fmt: UpdateFormat, hyper: Any) -> Callable[[Sequence[Tensor]], None]
     loop = library(fmt, l2=fmt.needs_l2(hyper.scalars()), scaled=False).update
 
     def update(tensors: Sequence[Tensor]) -> None:
-        data = _pointers([tensor.data_ptr() for tensor in tensors])
+        data = _pointers(fmt, tensors)
         num_elements = tensors[0].numel()
         loop(data, scalars.data_ptr(), None, None, num_elements, 0, *_NO_KEY, _num_threads(num_elements))
 
@@ -151,11 +151,15 @@ def _data(fmt: UpdateFormat, slots: Slots) -> Any:
         for kind in fmt.kinds:
             signed = kind not in UNSIGNED
             buffers += [value_table(signed=signed), bucket_table(signed=signed)]
-    return _pointers([None if buffer is None else buffer.data_ptr() for buffer in buffers])
+    return _pointers(fmt, buffers)
 
 
-def _pointers(addresses: Sequence[int | None]) -> Any:
-    return (ctypes.c_void_p * len(addresses))(*addresses)
+def _pointers(fmt: UpdateFormat, buffers: Sequence[Tensor | None]) -> Any:
+    """Make an array of the buffers' addresses, for each kind of data one: the loop declares them all."""
+    addresses = [None if buffer is None else buffer.data_ptr() for buffer in buffers]
+    pointers: Any = (ctypes.c_void_p * max(len(addresses), len(kinds_of(fmt))))(*addresses)
+    pointers.buffers = buffers  # alive as long as addresses: of tables that two threads make at once, one is kept
+    return pointers
 
 
 def _scaled(scale: GradScale) -> bool:

@@ -38,7 +38,7 @@ TEMPORARIES_NBYTES = 1 << 20
 
 
 def computes_by_triton(device: torch.device) -> bool:
-    """Whether updates on a device are Triton's; on the CPU they are passes that Inductor or a C++ compiler made."""
+    """Whether updates on a device are Triton's; on the CPU they are loops in C++."""
     return device.type == "cuda"
 
 

@@ -47,7 +47,7 @@ class ChunkedOptimizer(SteppingOptimizer):
     """The base of all of chunkc's optimizers: everything except the rule.
 
     Attributes:
-        scheduler: updates that begin before a step, or go on after it.
+        scheduler: updates that begin before a step, run at home, or go on after it.
         grad_scale, found_inf: set by a `GradScaler`: the divisor of gradients; no step is made if not 0.
     """
 
@@ -428,7 +428,8 @@ class ChunkedOptimizer(SteppingOptimizer):
         """Update every parameter that has a gradient.
 
         Raises:
-            HomeError, StreamError: the home tier failed; parameters stay readable.
+            HomeError, StreamError: the home tier failed, or an update at home, after which the parameters that it names
+                may be half updated; parameters stay readable.
             BudgetError: not even one tile of a chunk fits with what the caller holds; nothing is updated.
             OptionsError: options of a parameter group are invalid, or chunks are not where `update_on` needs them.
             UnsupportedError: a gradient is sparse or has no memory, has a dtype that no kernel takes, or overlaps a
@@ -464,11 +465,13 @@ class ChunkedOptimizer(SteppingOptimizer):
             self.pending_steps.resolve(wait=True)  # the CPU is about to wait for this step's gradients anyway
         for updater in self._updaters.values():
             updater.begin_step()
-        with self._gradients_apart(due):
+        with self._gradients_apart(due), contextlib.ExitStack() as waits:
+            for part in prepared:  # also after an error: nothing may be written once `step` has raised it
+                waits.callback(part.elsewhere.wait_after_step, part.at_home)
             update_in_place(self, due.in_place, scale)
             for part in prepared:
                 update_chunks(part, scale)
-        self.contents.end(due.changing)
+            self.contents.end(due.changing)  # before the waits: an update that was waited for in vain has begun
         if scale.found_inf is not None and not must_know and pending_steps.is_remote(scale.found_inf):
             self.pending_steps.add(
                 scale.found_inf, {parameter: self.states_of(parameter) for parameter in due.changing}

@@ -227,7 +227,7 @@ def _prepare(elsewhere: SessionUpdates, by_group: Mapping[int, list[Task]]) -> S
 
 
 def update_chunks(part: SessionStep, scale: GradScale) -> None:
-    """Update a session's groups: begin the CPU's updates, run the device's, and wait for those that may not go on.
+    """Begin the CPU's updates of a session's groups, and run the device's; `wait_after_step` is left to the caller.
 
     The CPU begins when all that was computed before the step has arrived at home.
     """
@@ -243,4 +243,3 @@ def update_chunks(part: SessionStep, scale: GradScale) -> None:
     if part.in_slots is not None:
         tiles_of = tiles_by_group(part.in_slots.planned.tiles)
         part.in_slots.run({i: slot_update(optimizer, store, updates[i], tiles_of[i], scale) for i in tiles_of})
-    part.elsewhere.wait_after_step(at_home)

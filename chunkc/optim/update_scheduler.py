@@ -1,4 +1,4 @@
-"""Schedule an optimizer's updates outside of `step()`: in the backward before it, and during the forward after it.
+"""Schedule an optimizer's updates at home, in the backward before `step()`, and during the forward after it.
 
 In the backward, a chunk group is updated as soon as its gradients are complete:
 - in slots: the update is part of the backward's plan, so eligibility is decided before the backward runs;
@@ -93,6 +93,7 @@ class SessionUpdates(BoundToSession):
         self._eligibility = Eligibility(optimizer, session)
         self._hooked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.begun: dict[int, UpdateTask] = {}
+        self._to_wait_for = set[int]()  # groups with updates at home that have begun since the last wait for them
         self.states_were_read = False
         self._mode: tuple[object, UpdateMode] | None = None  # with the version of the layout that it is for
         self._without_room = set[int]()  # groups that found no room for shadow copies
@@ -323,10 +324,11 @@ class SessionUpdates(BoundToSession):
         self._watch_modules()
         for update in updates:
             assert update.at_home is not None
+            self._to_wait_for.add(update.group)  # before it begins: it may be interrupted
             session.store.updates.begin(update.group, update.at_home)
 
     def wait_after_step(self, updates: Sequence[UpdateTask]) -> None:
-        """Wait for updates at home, the step's and the backward's, that may not go on after the step.
+        """Wait for this optimizer's updates at home, the step's and the backward's, that may not go on after the step.
 
         These are all, or the step's of groups that uncompiled code reads.
 
@@ -335,8 +337,8 @@ class SessionUpdates(BoundToSession):
         """
         session, running = self.session, self.session.store.updates
         if not self.optimizer.overlap.in_forward:
-            if updates or self.in_backward:
-                running.finish()
+            running.finish(self._to_wait_for)
+            self._to_wait_for.clear()  # not if interrupted
             return
         for update in updates:
             names = {s.spec.name for s in session.store.layout.groups[update.group].slices}

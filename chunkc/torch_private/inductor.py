@@ -28,6 +28,7 @@ from torch._inductor.compile_fx import (
     fake_tensor_prop,
     maybe_disable_comprehensive_padding,
 )
+from torch._inductor.cpp_builder import is_gcc
 from torch._inductor.cpu_vec_isa import VecISA, pick_vec_isa, supported_vec_isa_list, x86_isa_checker
 from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
@@ -48,6 +49,7 @@ __all__ = [
     "CppCompileError",
     "InvalidCxxCompiler",
     "compile_fx_inner",
+    "is_gcc",
     "pick_vec_isa",
     "select_decomp_table",
 ]

@@ -1,4 +1,4 @@
-"""Run updates of chunk groups in home memory on a CPU thread, while their caller goes on.
+"""Run updates of chunk groups in home memory on a CPU thread, while their caller goes on or waits.
 
     store.updates.begin(3, HomeUpdate(job, "...", after=marks))  # returns at once
     store.tier.links["to_device"].submit(read, after=[*mark, *store.updates.before(3)])
@@ -12,7 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -120,24 +120,33 @@ class HomeUpdates:
         for event in self.before(group):
             event.wait()
 
-    def finish(self) -> None:
-        """Block the caller until every update has ended, and drop them; raises as `finish_all`."""
-        finish_all([self])
+    def finish(self, groups: Collection[int] | None = None) -> None:
+        """Block the caller until the updates of these groups (None: all) have ended, and drop them unless interrupted.
+
+        Raises:
+            StreamError, HomeError: as `finish_all`.
+        """
+        groups, failures = [*(self._pending if groups is None else groups)], list[StreamError | HomeError]()
+        self._wait_for(groups, failures)
+        self._forget(groups)
+        _raise_first(failures)
 
     def end_soon(self) -> None:
         """End the thread behind the updates under way; no other may begin. Never blocks."""
         self._stream.end_soon()
 
-    def _wait_for_all(self, failures: list[StreamError | HomeError]) -> None:
-        """Block the caller until every update has ended, and collect the errors of those that failed."""
-        for update in list(self._pending.values()):
+    def _wait_for(self, groups: Iterable[int], failures: list[StreamError | HomeError]) -> None:
+        """Block the caller until these groups' updates have ended, and collect the errors of those that failed."""
+        for group in groups:
             try:
-                update.submitted(self._stream).wait()
+                if (update := self._pending.get(group)) is not None:
+                    update.submitted(self._stream).wait()
             except (StreamError, HomeError) as error:
                 failures.append(error)
 
-    def _forget_all(self) -> None:
-        self._pending.clear()
+    def _forget(self, groups: Iterable[int]) -> None:
+        for group in groups:
+            self._pending.pop(group, None)
 
     # --- the order in which groups are needed ---
 
@@ -159,12 +168,17 @@ def finish_all(models: Iterable[HomeUpdates]) -> None:
         StreamError, HomeError: an update failed: the parameters it names may be half updated. The first error, with a
             note for each of the others.
     """
-    models = list(models)
+    pending = [(updates, [*updates._pending]) for updates in models]
     failures: list[StreamError | HomeError] = []
-    for updates in models:
-        updates._wait_for_all(failures)
-    for updates in models:
-        updates._forget_all()
+    for updates, groups in pending:
+        updates._wait_for(groups, failures)
+    for updates, groups in pending:
+        updates._forget(groups)
+    _raise_first(failures)
+
+
+def _raise_first(failures: Sequence[StreamError | HomeError]) -> None:
+    """Raise the first error, if there is one, with a note for each of the others."""
     if failures:
         texts = dict.fromkeys(str(failure) for failure in failures)  # many may have waited for one copy that failed
         for text in list(texts)[1:]:

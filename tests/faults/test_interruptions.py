@@ -9,17 +9,21 @@ from __future__ import annotations
 import functools
 import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from harness import HUGE, adamw, array, compile_case, differences, weights
-from overlap_cases import Late, Subject
+from overlap_cases import Late, Subject, case
 from scripts import CASE, compile_small, train_steps
 from store_cases import ctrl_c_in_a_wait
 
 import chunkc
+from chunkc.ir.layout import ChunkGroup
+from chunkc.optim.step import PreparedUpdate
+from chunkc.optim.update_mode import UpdateMode
 
 
 def _interrupt_after(num_calls: int, submit: Callable) -> Callable:
@@ -70,9 +74,9 @@ LATE_S = 0.1
 class InterruptedSteps(Subject):
     """A model with one step behind it; from then on copies and updates are late when they are told to be."""
 
-    def __init__(self, overlap: str) -> None:
+    def __init__(self, overlap: str, dtype: torch.dtype = torch.float32) -> None:
         self.copies, self.updates = Late(), Late()
-        super().__init__(overlap, self.copies, self.updates)
+        super().__init__(overlap, self.copies, self.updates, of=case(dtype))
         self.train(range(1), reading=False)
         self.optimizer.synchronize()
 
@@ -85,9 +89,9 @@ class InterruptedSteps(Subject):
 
 
 @functools.cache
-def expected(num_updates: int = 1) -> list[Any]:
+def expected(num_updates: int = 1, dtype: torch.dtype = torch.float32) -> list[Any]:
     """Nothing overlaps and nobody interrupts; the first step is made so many times on its gradient."""
-    made = InterruptedSteps("none")
+    made = InterruptedSteps("none", dtype)
     made.backward(1)
     for _ in range(num_updates):
         made.optimizer.step()
@@ -121,11 +125,17 @@ def test_a_wait_behind_a_step_is_interrupted(wait: str, overlap: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("overlap", "num_before", "wait"), [("backward", 0, "wait_after_step"), ("forward", 1, "_prepare")]
+    ("overlap", "num_before", "wait", "dtype"),
+    [
+        ("backward", 0, "wait_after_step", torch.float32),
+        ("none", 0, "wait_after_step", torch.bfloat16),
+        ("forward", 1, "_prepare", torch.float32),
+    ],
 )
-def test_a_wait_of_a_step_is_interrupted(overlap: str, num_before: int, wait: str) -> None:
-    """At its end, when all of it has begun; or for the step before, when nothing of it has: then it is made again."""
-    made = InterruptedSteps(overlap)
+def test_a_wait_of_a_step_is_interrupted(overlap: str, num_before: int, wait: str, dtype: torch.dtype) -> None:
+    """At its end, when all of it has begun, and masters keep their lower bits; or for the step before, when nothing of
+    it has: then it is made again."""
+    made = InterruptedSteps(overlap, dtype)
     made.updates.fixed_s = LATE_S
     made.backward(1)
     for _ in range(num_before):
@@ -136,7 +146,51 @@ def test_a_wait_of_a_step_is_interrupted(overlap: str, num_before: int, wait: st
     for _ in range(num_before):
         made.optimizer.step()
     made.optimizer.zero_grad()
-    assert not differences(made.ends(), expected(1 + num_before))
+    assert not differences(made.ends(), expected(1 + num_before, dtype))
+
+
+def test_an_error_in_slots_leaves_no_update_at_home_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written to parameters once `step` has raised it."""
+
+    def at_home(mode: UpdateMode, groups: Sequence[ChunkGroup], *_: Any, **__: Any) -> frozenset[int]:
+        return frozenset(group.index for group in groups if group.index < 2)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in slots")
+
+    monkeypatch.setattr(UpdateMode, "at_home", at_home)
+    made = InterruptedSteps("none")
+    made.updates.fixed_s = LATE_S
+    made.backward(1)
+    monkeypatch.setattr(PreparedUpdate, "run", fail)
+    begun = []
+    monkeypatch.setattr(
+        made.store.updates, "begin", lambda *update, begin=made.store.updates.begin: begun.append(begin(*update))
+    )
+    with pytest.raises(RuntimeError, match="in slots"):
+        made.optimizer.step()
+    assert len(begun) == 2
+    assert made.num_under_way == 0
+
+
+def test_a_step_waits_for_its_own_updates_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another optimizer's failed one is told where that optimizer's chunks are needed."""
+    made = Subject("none", Late(), Late())
+    of_first = [*made.model.layers[:2].parameters()]
+    of_second = [*made.model.layers[2:].parameters()]
+    first = chunkc.optim.AdamW(of_first, update_on="cpu", overlap="forward")
+    second = chunkc.optim.AdamW(of_second, update_on="cpu", overlap="none")
+    made.backward(1)
+    with monkeypatch.context() as patch:
+        patch.setattr("chunkc.optim.elementwise.chunk_update", lambda *_, **__: 1 / 0)
+        first.step()
+        for update in made.store.updates._pending.values():
+            assert update.event is not None
+            while not update.event.done():
+                time.sleep(0.001)
+    second.step()
+    with pytest.raises(chunkc.StreamError, match="division by zero"):
+        first.synchronize()
 
 
 @pytest.mark.parametrize("overlap", ["backward", "both"])

@@ -163,7 +163,7 @@ def what_is_not_compiled_reads(made: Gated) -> list[Any]:
 
 DOORS = [
     Door("synchronize", synchronize),
-    Door("chunkc.synchronize", synchronize_the_model, ("store.updates._wait_for_all", "store.updates._forget_all")),
+    Door("chunkc.synchronize", synchronize_the_model, ("store.updates._wait_for", "store.updates._forget")),
     Door("state", state),
     Door("state_dict", state_dict),
     Door("deepcopy", deepcopy),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import mmap
+import platform
 import re
 import shutil
 import subprocess
 import time
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +21,16 @@ from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch._subclasses import FakeTensorMode
 
-from chunkc.kernels import reference
+from chunkc.kernels import cpp, elementwise_cpu, reference
 from chunkc.kernels.arithmetic import Arithmetic, Value
 from chunkc.kernels.cpp import SERIAL_NUM_ELEMENTS
 from chunkc.kernels.cpu_loop import library
 from chunkc.kernels.elementwise_cpu import chunk_update, prepare, warm_up_format
 from chunkc.kernels.formats import AdamSlots, Span, UpdateFormat, num_quant_blocks, rounding_key
 from chunkc.kernels.hyperparameters import AdamHyper, AdamScalars, scalar_table
+from chunkc.kernels.pointer_offsets import kinds_of
 from chunkc.kernels.quant import midpoints, quantise
+from chunkc.kernels.quant_cpu import value_table
 from chunkc.runtime.device import cpu_allocator
 from chunkc.torch_private.fake import disable_current_modes
 
@@ -81,6 +86,34 @@ def test_slices_of_one_mapped_buffer(num_elements: int, offset_nbytes: int) -> N
     update(expected)
     assert_same_bits(AdamSlots(*views), expected)
     assert (buffer[untouched] == 0xA5).all()
+
+
+def test_without_the_processors_conversion_fp16_rounds_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on other processors than x86: all elements, and not only the last few."""
+    if platform.machine() not in ("x86_64", "AMD64"):
+        pytest.skip("this processor's code is the one that is tested everywhere")
+    fmt, flags = FORMATS["fp16-master"], (*cpp._FLAGS, "-mno-f16c", "-mno-avx512f")
+    expected = adam_cases.with_special_values(make_slots(fmt, 100_003))
+    with monkeypatch.context() as patch:
+        patch.setattr(cpp, "_FLAGS", flags)
+        patch.setattr(elementwise_cpu, "library", library.__wrapped__)
+        run = on(expected, "cpu")
+        chunk_update(fmt, run, [Span(0, 100_003, 0)], SCALARS)
+    reference.chunk_update(fmt, expected, [Span(0, 100_003, 0)], SCALARS)
+    assert_same_bits(run, expected)
+
+
+def test_the_loop_gets_an_address_for_all_that_it_declares_and_tables_live_as_long() -> None:
+    """Even if another thread, which makes a table at the same time, replaces it in the cache."""
+    fp32 = make_slots(FP32, 10)
+    assert len(elementwise_cpu._pointers(FP32, [fp32.param, fp32.grad])) == len(kinds_of(FP32))
+    fmt = FORMATS["fp32-int8-moments"]
+    pointers = elementwise_cpu._data(fmt, make_slots(fmt, 10))
+    table = weakref.ref(value_table(signed=True))
+    value_table.cache_clear()
+    gc.collect()
+    assert table() is not None
+    del pointers
 
 
 def test_compiles_once_for_all_lengths_and_hyper_parameters() -> None:

@@ -34,6 +34,16 @@ def test_a_compiler_that_does_not_work_is_the_users_to_mend(
     assert caught.value.__cause__ is failure
 
 
+def test_only_gcc_gets_flags_that_clang_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[tuple[str, ...]] = []
+    monkeypatch.setattr(CppCodeCache, "load", lambda source, extra_flags: found.append(extra_flags))
+    for is_gcc in (True, False):
+        monkeypatch.setattr("chunkc.kernels.cpp.is_gcc", lambda is_gcc=is_gcc: is_gcc)
+        load("")
+    of_gcc, of_clang = found
+    assert {*of_gcc} - {*of_clang} == {"-ftree-loop-vectorize"}
+
+
 def test_an_update_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(InvalidCxxCompiler(), monkeypatch)
     never_compiled = AdamFormat(torch.float64, torch.float16)
