@@ -324,7 +324,7 @@ class ChunkGroup:
         return math.ceil(sum(self.nbytes(kind) for kind in self.update_kinds) / self.numel) if self.numel else 0
 
     def update_workspace_nbytes(self, num_elements: int) -> int:
-        """Return the bytes that an update allocates itself: with 8-bit moments a number per block."""
+        """Return the bytes set aside for an update: with 8-bit moments a number per block, which none takes."""
         return 4 * -(-num_elements // ELEMENTS_PER_SCALE) if self.states.moments == INT8 else 0
 
     @cached_property

@@ -254,8 +254,10 @@ class Captured:
         if not storages:
             return self
         assert self.repeatable is not None
+        assert not self.offloaded, "regions are chosen before values are offloaded"
         forward, backward = with_recompute(self.repeatable, storages)
-        return replace(self, forward=forward, backward=backward, activation_plan=ActivationPlan(recomputed=storages))
+        plan = ActivationPlan(recomputed=storages)
+        return replace(self, forward=forward, backward=backward, activation_plan=plan)
 
     def _offloading(self, storages: frozenset[str]) -> Captured:
         if not storages:

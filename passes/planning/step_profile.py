@@ -63,7 +63,7 @@ class StepProfile:
     backward: tuple[Position, ...]
     update: tuple[Position, ...]
     boundary_nbytes: int
-    caller_nbytes: int = 0
+    caller_nbytes: int
 
     @cached_property
     def passes(self) -> tuple[Position, ...]:

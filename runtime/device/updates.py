@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class HomeUpdate:
-    """Update of one chunk group: runs once, however often it is submitted.
+    """Update of one chunk group: runs once, however often it is submitted, with the number of threads of its maker.
 
     Args:
         job: reads and writes the group's home memory.
@@ -37,6 +37,7 @@ class HomeUpdate:
         self._job: Callable[[], object] | None = job
         self._label = label
         self._after = tuple(after)
+        self._num_threads = torch.get_num_threads()
         self._problem: StreamError | None = None
         self.event: JobMark | None = None
 
@@ -59,6 +60,8 @@ class HomeUpdate:
         if job is None:
             return
         try:
+            if torch.get_num_threads() != self._num_threads:  # each thread has its own
+                torch.set_num_threads(self._num_threads)
             with torch.no_grad():
                 job()
         except Exception as error:

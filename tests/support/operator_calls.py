@@ -472,6 +472,13 @@ def losses(dtype: torch.dtype) -> Iterator[Call]:
     yield call(
         aten.binary_cross_entropy_backward.default, torch.ones(()).to(dtype), maps.sigmoid(), maps.sigmoid(), None, 1
     )
+    scores = torch.randn(6000).to(dtype)
+    for other in (torch.randint(2, (6000,), dtype=torch.uint8), torch.rand(6000).half(), torch.rand(6000).to(dtype)):
+        for loss in (aten.mse_loss, aten.huber_loss, aten.smooth_l1_loss, aten.soft_margin_loss):
+            yield call(loss.default, scores, other, 0)  # the result of a mean keeps the memory of all elements' losses
+        if other.dtype != torch.uint8:
+            yield call(aten.soft_margin_loss_backward.default, torch.ones(()).to(dtype), scores, other, 1)
+    yield call(aten.soft_margin_loss_backward.default, torch.ones(()).to(dtype), scores[:300, None], scores[:300], 1)
     wide = maps.double().sigmoid()
     yield call(aten.binary_cross_entropy_backward.default, torch.ones(()).double(), wide, wide, None, 1)
     yield call(aten.binary_cross_entropy_with_logits.default, wide, maps, None, None, 1)
@@ -551,6 +558,8 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
                     yield call(aten.native_batch_norm_backward.default, *args)
     for x in layouts(dtype, 24, 40):
         yield call(aten._fused_rms_norm.default, x, [40], torch.ones(40).to(dtype), 1e-5)
+    for x in (torch.randn(1, 6000), torch.randn(100, 60).t()):
+        yield call(aten._fused_rms_norm.default, x.to(dtype), [x.shape[1]], torch.ones(x.shape[1]).to(dtype), 1e-5)
 
 
 @family
@@ -786,7 +795,9 @@ def random_numbers(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten._standard_gamma_grad.default, positive + 0.1, positive + 0.1)
             yield call(aten._dirichlet_grad.default, positive + 0.1, positive + 0.1, positive + 0.1)
             yield call(aten.binomial.default, positive.round(), positive.sigmoid())
-    for rows in (torch.rand(8, 300).to(dtype), torch.rand(300, 8).to(dtype).t(), torch.rand(300).to(dtype)):
+    means = torch.randn(6000).to(dtype)
+    yield call(aten.normal.Tensor_Tensor, means, torch.rand(6000).to(torch.float16))
+    for rows in (torch.rand(8, 300).to(dtype), torch.rand(300, 8).to(dtype).t(), torch.rand(5000).to(dtype)):
         yield from (
             call(aten.multinomial.default, rows, num, replacement) for num, replacement in ((1, False), (3, True))
         )
@@ -833,6 +844,8 @@ def bilinear_forms(dtype: torch.dtype) -> Iterator[Call]:
 @family
 def rare(dtype: torch.dtype) -> Iterator[Call]:
     """Yield calls of operators that are only bounded; samples of PyTorch's own have more (`bench/conformance.py`)."""
+    for d, x in enumerate((torch.randn(6000, 1).to(dtype), torch.randn(6000, 1).to(dtype).t())):
+        yield call(aten.renorm.default, x, 2, d, 1.0)
     for x in layouts(dtype, 80, 90):
         for d in (0, 1):
             yield call(aten.median.dim, x, d)
@@ -842,6 +855,7 @@ def rare(dtype: torch.dtype) -> Iterator[Call]:
             yield call(aten.renorm_.default, x.clone(), float("inf"), d, 1.0)
         yield call(aten.median.default, x)
         yield call(aten.narrow_copy.default, x, 0, 3, 20)
+        yield call(aten.dist.default, x.to(torch.complex64), x.double(), 2.0)
         yield call(aten.dist.default, x, torch.rand(90).to(dtype), 1.0)
         yield call(aten.allclose.default, x, x[:1], equal_nan=True)
         yield from (call(target.default, abs(x.clone()) + 5, 3) for target in (aten.mvlgamma, aten.mvlgamma_))

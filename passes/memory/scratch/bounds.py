@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, nbytes_of
+from chunkc.passes.memory.scratch.iterator import common_dtype
 from chunkc.passes.memory.scratch.products import gemm_nbytes
-from chunkc.passes.memory.scratch.rules import Call
+from chunkc.passes.memory.scratch.rules import Call, pointwise
 
 _SLACK_NBYTES = 1024
 _BLOCKED = 32
@@ -35,7 +36,9 @@ class Bound:
         results: copies of all.
         thread_results: copies of all for each thread.
         sums: float32 copies of results in low precision.
-        together: copies of the widest operand, of 4 bytes an element at least, broadcast with all others.
+        broadcast: copies of all operands broadcast together, in the dtype of their promotion.
+        together: the same, of 4 bytes an element at least.
+        casts: copies of operands and results that have another dtype than the arithmetic.
         integers: 64-bit integers for each element of operands of integers.
         positions: 64-bit integers for each element of the largest operand.
         rows: bytes for each row of its matrices.
@@ -50,7 +53,9 @@ class Bound:
     results: int = 0
     thread_results: int = 0
     sums: int = 0
+    broadcast: int = 0
     together: int = 0
+    casts: int = 0
     integers: int = 0
     positions: int = 0
     rows: int = 0
@@ -67,7 +72,8 @@ class Bound:
         nbytes = self.copies * nbytes_of(largest) + self.strided * contiguous_copy_nbytes(*given)
         nbytes += self.operands * sum(map(nbytes_of, given)) + num_results * sum(map(nbytes_of, call.outputs))
         nbytes += self.sums * sum(nbytes_of(result, 4) for result in call.outputs if result.dtype in LOW_PRECISION)
-        nbytes += self.together * _together_nbytes(given)
+        nbytes += self.broadcast * _broadcast_nbytes(given) + self.together * _broadcast_nbytes(given, least_itemsize=4)
+        nbytes += self.casts * pointwise(call)
         nbytes += 8 * self.integers * sum(tensor.numel() for tensor in given if _is_integral(tensor))
         nbytes += 8 * self.positions * most + self.rows * prod(largest.shape[:-1])
         return nbytes + numbers * largest.itemsize + 8 * call.num_threads + _SLACK_NBYTES
@@ -77,9 +83,9 @@ def _is_integral(tensor: Tensor) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
 
 
-def _together_nbytes(tensors: Sequence[Tensor]) -> int:
+def _broadcast_nbytes(tensors: Sequence[Tensor], *, least_itemsize: int = 1) -> int:
     sizes = zip_longest(*(reversed(tensor.shape) for tensor in tensors), fillvalue=1)
-    return max((4, *(tensor.itemsize for tensor in tensors))) * prod(max(together) for together in sizes)
+    return max(least_itemsize, common_dtype(tensors, (), ()).itemsize) * prod(max(together) for together in sizes)
 
 
 def matrix_powers(call: Call) -> int:

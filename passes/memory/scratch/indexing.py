@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from chunkc.passes.memory.scratch.bounds import Bound
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import number_nbytes
 from chunkc.passes.memory.scratch.rules import Call, cast_nbytes, contiguous, copies
@@ -57,6 +58,11 @@ def index_add(call: Call) -> int:
         elif dim in (0, source.dim() - 1):
             nbytes += nbytes_of(source, 4)
     return max(nbytes, copy_block_nbytes(source))
+
+
+def index_reduce(call: Call) -> int:
+    """Bound `index_reduce`: a mean adds up the counts by `index_add`."""
+    return index_add(call) + Bound(operands=4, sums=1, integers=2)(call)
 
 
 def search(call: Call) -> list[int]:

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from chunkc.passes.memory.scratch.bounds import Bound
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, contiguous_copy_nbytes, copy_block_nbytes, nbytes_of
 from chunkc.passes.memory.scratch.iterator import reduces_two_inner_dimensions
 from chunkc.passes.memory.scratch.products import gemm_nbytes, operand_copy_nbytes
@@ -141,6 +142,13 @@ def safe_softmax(call: Call) -> int:
     rows = math.prod(size for number, size in enumerate(result.shape) if number != dim)
     copies = contiguous_copy_nbytes(source) + cast_nbytes(source, result.dtype)
     return max(result.numel() + rows + result.itemsize, copies)
+
+
+def rms_norm(call: Call) -> int:
+    """Bound `_fused_rms_norm`: temporaries, numbers of each row, and in low precision a cast of the weight."""
+    weight = call["weight"]
+    weight_nbytes = nbytes_of(weight, 4) if weight is not None and weight.dtype in LOW_PRECISION else 0
+    return weight_nbytes + Bound(copies=2, sums=2, rows=40)(call)
 
 
 def logits_loss(call: Call) -> int:

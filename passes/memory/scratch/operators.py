@@ -217,7 +217,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(Bound(together=4), cuda.difference, inexact=RARE), "dist"),
     (Operator(Bound(together=4), inexact=RARE), "allclose"),
     (Operator(Bound(copies=2, positions=1), cuda_sorting.median, inexact=RARE), "median nanmedian kthvalue"),
-    (Operator(Bound(copies=4), inexact=RARE), "renorm"),
+    (Operator(Bound(copies=5), inexact=RARE), "renorm"),
     (replace(_HISTOGRAM, cuda=cuda.histogram), "histc"),
     (_HISTOGRAM, "histogram _histogramdd_bin_edges _histogramdd_from_bin_cts _histogramdd_from_bin_tensors"),
     (Operator(Bound(strided=1, integers=2), inexact=RARE), "segment_reduce _segment_reduce_backward"),
@@ -245,7 +245,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
         Operator(norms.group_norm_backward, cuda.group_norm, norms.group_norm_backward_outputs),
         "native_group_norm_backward",
     ),
-    (Operator(Bound(copies=2, sums=2, rows=4), rules.contiguous, inexact=STEPS), "_fused_rms_norm"),
+    (Operator(norms.rms_norm, rules.contiguous, inexact=STEPS), "_fused_rms_norm"),
     (Operator(cuda=cuda.layer_norm_backward), "_fused_rms_norm_backward"),
     (Operator(norms.weight_norm), "_weight_norm_interface _weight_norm_interface_backward"),
     (
@@ -259,10 +259,10 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(norms.nll_loss, rules.contiguous), "nll_loss_forward nll_loss2d_forward"),
     (Operator(norms.nll_loss_backward, rules.contiguous), "nll_loss_backward nll_loss2d_backward"),
     (
-        Operator(Bound(copies=3), cuda.loss, inexact=STEPS),
+        Operator(Bound(broadcast=3, casts=2), cuda.loss, inexact=RARE),
         "mse_loss huber_loss smooth_l1_loss soft_margin_loss binary_cross_entropy",
     ),
-    (Operator(Bound(copies=3), cuda.results_twice, inexact=STEPS), "soft_margin_loss_backward"),
+    (Operator(Bound(broadcast=2, casts=1), cuda.results_twice, inexact=STEPS), "soft_margin_loss_backward"),
     (Operator(norms.logits_loss, cuda.logits_loss, inexact=STEPS), "binary_cross_entropy_with_logits"),
     (Operator(norms.cross_entropy_backward, rules.contiguous), "binary_cross_entropy_backward"),
     (
@@ -294,7 +294,7 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     (Operator(indexing.index_add, cuda_indexing.index_add), "index_add"),
     (Operator(rules.nothing, cuda_indexing.index_add), "index_copy"),
     (Operator(rules.nothing, rules.contiguous), "index_fill"),
-    (Operator(Bound(operands=4, sums=1, integers=2), cuda_indexing.index_reduce, inexact=RARE), "index_reduce"),
+    (Operator(indexing.index_reduce, cuda_indexing.index_reduce, inexact=RARE), "index_reduce"),
     (
         Operator(indexing.masked_index, cuda_indexing.masked_index, inexact=MASK),
         "_unsafe_masked_index _unsafe_masked_index_put_accumulate",
@@ -356,8 +356,8 @@ _GROUPS: tuple[tuple[Operator, str], ...] = (
     ),
     # --- random numbers ---
     (Operator(Bound(), cuda_sorting.permutation, inexact=RARE), "randperm"),
-    (Operator(Bound(copies=1, strided=1, results=1, rows=9), cuda_sorting.sample, inexact=RARE), "multinomial"),
-    (Operator(Bound(strided=1, together=1), cuda.normal, inexact=RARE), "normal"),
+    (Operator(Bound(copies=2, strided=1, results=1, rows=9), cuda_sorting.sample, inexact=RARE), "multinomial"),
+    (Operator(Bound(strided=1, together=1, casts=1), cuda.normal, inexact=RARE), "normal"),
     (Operator(rules.nothing, cuda.bernoulli), "bernoulli"),
     (Operator(Bound(strided=2), inexact=RARE), "rrelu_with_noise rrelu_with_noise_functional"),
     # --- linear algebra ---

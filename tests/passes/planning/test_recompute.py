@@ -184,7 +184,7 @@ def test_a_step_without_what_is_at_home_needs_what_its_own_profile_says(seed: in
 
     def step(forward: PhaseProgram, backward: PhaseProgram) -> StepProfile:
         calls = (positions(program, memories, group_of={"m.w": 0}) for program in (forward, backward))
-        return StepProfile(*calls, (), 0)
+        return StepProfile(*calls, (), 0, 0)
 
     saved = [one for one in candidates(*programs) if rng.random() < 0.6]
     names = {one.storage for one in saved}

@@ -66,7 +66,7 @@ def step_of(layout: ChunkLayout, activations: Sequence[int], external_nbytes: in
         for i, n in reversed(list(zip(groups, activations)))
     )
     update = update_positions(layout, update_tiles(layout, list(groups), 0), external_nbytes)
-    return StepProfile(forward, backward, update, sum(activations))
+    return StepProfile(forward, backward, update, sum(activations), 0)
 
 
 def plan_step(

@@ -114,6 +114,18 @@ def test_an_update_begins_when_copies_of_its_group_under_way_are_over(left_out: 
     assert torch.all(subject.home() == 2.0)
 
 
+def test_an_update_computes_with_its_makers_number_of_threads() -> None:
+    updates, found, before = HomeUpdates(), list[int](), torch.get_num_threads()
+    try:
+        for number in (before + 1, before):
+            torch.set_num_threads(number)
+            updates.begin(0, HomeUpdate(lambda: found.append(torch.get_num_threads()), "a"))
+            updates.finish()
+    finally:
+        torch.set_num_threads(before)
+    assert found == [before + 1, before]
+
+
 @pytest.mark.parametrize("left_out", [False, True], ids=["as it is", "without the wait"])
 def test_an_update_begins_when_enqueued_computation_is_over(left_out: bool) -> None:
     """Eager code on the device reads a home view before the update, however late it runs."""

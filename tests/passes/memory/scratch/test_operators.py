@@ -205,6 +205,15 @@ def test_threads_share_out_a_variance_of_everything(kind: torch.dtype) -> None:
     assert measured == cpu.scratch_nbytes(target, (x,), {}, result, 8)
 
 
+def test_threads_share_out_the_counts_of_a_mean_by_index() -> None:
+    """Each sums its part of a row in float32."""
+    row, at, added = torch.randn(1, 6000).bfloat16(), torch.zeros(3, dtype=torch.int64), torch.randn(3, 6000).bfloat16()
+    torch.set_num_threads(16)
+    target, arguments = torch.ops.aten.index_reduce.default, (row, 0, at, added, "mean")
+    measured, result = measure(target, arguments, {})
+    assert measured <= cpu.scratch_nbytes(target, arguments, {}, result, 16)
+
+
 def shrinkings(arguments: object, *, to_none: bool) -> Iterator[Callable[[Tensor], Tensor]]:
     """Functions of one operand each that make all operands of a call smaller alike. Indices become 0; where there are
     some, no size does, since not every kernel checks them."""
