@@ -467,7 +467,7 @@ class ChunkedOptimizer(SteppingOptimizer):
             updater.begin_step()
         with self._gradients_apart(due), contextlib.ExitStack() as waits:
             for part in prepared:  # also after an error: nothing may be written once `step` has raised it
-                waits.callback(part.elsewhere.wait_after_step, part.at_home)
+                waits.callback(part.session_updates.wait_after_step, part.at_home)
             update_in_place(self, due.in_place, scale)
             for part in prepared:
                 update_chunks(part, scale)

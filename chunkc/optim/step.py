@@ -149,12 +149,12 @@ class SessionStep:
     """A session's part of a step.
 
     Attributes:
-        elsewhere: the optimizer's updates in this session outside of the step, or at home.
+        session_updates: the optimizer's, in this session: those of the backward, and all at home.
         updates: at home, and in slots.
         in_slots: the plan of those in slots; None: there are none.
     """
 
-    elsewhere: SessionUpdates
+    session_updates: SessionUpdates
     updates: Sequence[UpdateTask]
     in_slots: PreparedUpdate | None
 
@@ -200,17 +200,21 @@ def _prepared(scheduler: UpdateScheduler) -> tuple[Due, list[SessionStep]]:
             continue
 
 
-def _prepare(elsewhere: SessionUpdates, by_group: Mapping[int, list[Task]]) -> SessionStep:
+def _prepare(session_updates: SessionUpdates, by_group: Mapping[int, list[Task]]) -> SessionStep:
     """Prepare a session's part. What the backward began counts: where a group is updated does not depend on when."""
-    optimizer, session, store = elsewhere.optimizer, elsewhere.session, elsewhere.session.store
-    groups, num_stages, begun = store.layout.groups, optimizer.rule.num_stages, elsewhere.begun.keys() - store.resident
+    optimizer, session, store = session_updates.optimizer, session_updates.session, session_updates.session.store
+    groups, num_stages, begun = (
+        store.layout.groups,
+        optimizer.rule.num_stages,
+        session_updates.begun.keys() - store.resident,
+    )
     session.unfreeze({task.name for index in by_group if not groups[index].trainable for task in by_group[index]})
     optimizer.lay_out([task.parameter for tasks in by_group.values() for task in tasks])
     groups, indices = store.layout.groups, sorted({*by_group, *begun})
     home = optimizer.overlap.at_home(
         [groups[index] for index in indices], session.hardware, home=session.options.home, num_stages=num_stages
     )
-    elsewhere.prepare(indices, home)
+    session_updates.prepare(indices, home)
     by_group = dict(sorted(by_group.items()))
     for index in by_group:
         store.updates.wait(index)
@@ -223,7 +227,7 @@ def _prepare(elsewhere: SessionUpdates, by_group: Mapping[int, list[Task]]) -> S
         UpdateTask.of(session, index, tasks, Where.HOME if index in home else Where.SLOTS)
         for index, tasks in by_group.items()
     ]
-    return SessionStep(elsewhere, updates, planned)
+    return SessionStep(session_updates, updates, planned)
 
 
 def update_chunks(part: SessionStep, scale: GradScale) -> None:
@@ -231,7 +235,7 @@ def update_chunks(part: SessionStep, scale: GradScale) -> None:
 
     The CPU begins when all that was computed before the step has arrived at home.
     """
-    optimizer, session, at_home = part.elsewhere.optimizer, part.elsewhere.session, part.at_home
+    optimizer, session, at_home = part.session_updates.optimizer, part.session_updates.session, part.at_home
     store, updates = session.store, {update.group: update for update in part.updates}
     for update in part.updates:
         update.spans = spans_of(optimizer, session, update)
@@ -239,7 +243,7 @@ def update_chunks(part: SessionStep, scale: GradScale) -> None:
         store.release_slots()
         for update in at_home:
             store.gradients.collect(update.group)
-        part.elsewhere.update_at_home(at_home, scale, store.tier.mark())
+        part.session_updates.update_at_home(at_home, scale, store.tier.mark())
     if part.in_slots is not None:
         tiles_of = tiles_by_group(part.in_slots.planned.tiles)
         part.in_slots.run({i: slot_update(optimizer, store, updates[i], tiles_of[i], scale) for i in tiles_of})
