@@ -72,7 +72,7 @@ class Bound:
         nbytes = self.copies * nbytes_of(largest) + self.strided * contiguous_copy_nbytes(*given)
         nbytes += self.operands * sum(map(nbytes_of, given)) + num_results * sum(map(nbytes_of, call.outputs))
         nbytes += self.sums * sum(nbytes_of(result, 4) for result in call.outputs if result.dtype in LOW_PRECISION)
-        nbytes += self.broadcast * _broadcast_nbytes(given) + self.together * _broadcast_nbytes(given, least_itemsize=4)
+        nbytes += self.broadcast * broadcast_nbytes(given) + self.together * broadcast_nbytes(given, least_itemsize=4)
         nbytes += self.casts * pointwise(call)
         nbytes += 8 * self.integers * sum(tensor.numel() for tensor in given if _is_integral(tensor))
         nbytes += 8 * self.positions * most + self.rows * prod(largest.shape[:-1])
@@ -83,7 +83,8 @@ def _is_integral(tensor: Tensor) -> bool:
     return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool)
 
 
-def _broadcast_nbytes(tensors: Sequence[Tensor], *, least_itemsize: int = 1) -> int:
+def broadcast_nbytes(tensors: Sequence[Tensor], *, least_itemsize: int = 1) -> int:
+    """Return the bytes of a tensor of all operands broadcast together, in the dtype of their promotion."""
     sizes = zip_longest(*(reversed(tensor.shape) for tensor in tensors), fillvalue=1)
     return max(least_itemsize, common_dtype(tensors, (), ()).itemsize) * prod(max(together) for together in sizes)
 

@@ -7,15 +7,15 @@ they are added up.
 
 from __future__ import annotations
 
-from math import prod
-
 import torch
 from torch import Tensor
 
 from chunkc.passes.graphs.cuda_memory import rounded_nbytes
+from chunkc.passes.memory.scratch.bounds import broadcast_nbytes
 from chunkc.passes.memory.scratch.copies import LOW_PRECISION, nbytes_of
 from chunkc.passes.memory.scratch.cuda_convolution import own_shards
 from chunkc.passes.memory.scratch.cuda_reduction import outputs_at_once, reduces_fastest, reduction_nbytes
+from chunkc.passes.memory.scratch.iterator import common_dtype
 from chunkc.passes.memory.scratch.rules import Call, bound_call, cast_nbytes, contiguous
 
 CONVOLUTION_NBYTES = 1 << 30
@@ -112,7 +112,7 @@ def logits_loss(call: Call) -> list[int]:
 
 def results_twice(call: Call) -> list[int]:
     """Count two factors of the gradient, and contiguous copies: `Loss.cpp`, `soft_margin_loss_backward`."""
-    return [*(2 * [nbytes_of(call.outputs[0])]), *contiguous(call)]
+    return [*(2 * [broadcast_nbytes(call.tensors)]), *contiguous(call)]
 
 
 def magnitude(call: Call) -> list[int]:
@@ -123,9 +123,9 @@ def magnitude(call: Call) -> list[int]:
 
 def difference(call: Call) -> list[int]:
     """Count the difference, and its reduction: `ATen/native/ReduceOps.cpp`, `dist`."""
-    numel, itemsize = prod(torch.broadcast_shapes(*(tensor.shape for tensor in call.tensors))), call.tensors[0].itemsize
-    summing = reduction_nbytes(1, max(1, numel), over_fastest=True, itemsize=max(4, itemsize))
-    return [numel * itemsize, *summing]
+    nbytes, itemsize = broadcast_nbytes(call.tensors), common_dtype(call.tensors, (), ()).itemsize
+    summing = reduction_nbytes(1, max(1, nbytes // itemsize), over_fastest=True, itemsize=max(4, itemsize))
+    return [nbytes, *summing]
 
 
 def one_number(call: Call) -> list[int]:
