@@ -16,7 +16,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from chunkc.passes.graphs.graphs import CLONES_OF_WHOLE_STORAGES
 from chunkc.passes.memory.scratch import cpu, cuda, operators
@@ -49,6 +49,16 @@ def describe(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(describe, value))}]"
     return str(value)
+
+
+def is_promoted(real: object, pretended: object) -> bool:
+    """Return whether a fake result has its operands' promotion, and the real one, smaller, the first operand's dtype.
+
+    So PyTorch's decompositions of losses and `normal` differ from ATen's kernels; plans count the larger of the two.
+    """
+    if not (isinstance(real, Tensor) and isinstance(pretended, Tensor)):
+        return False
+    return real.dtype in (torch.float16, torch.bfloat16) and pretended.dtype == torch.float32
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -109,7 +119,7 @@ def test_outputs_take_what_fake_tensors_say(name: str, dtype: torch.dtype) -> No
         leaves = [t for t in tree_leaves(fake) if isinstance(t, Tensor)]
         for position, (real, pretended) in enumerate(zip(outputs, leaves, strict=True)):
             nbytes = corrected.get(position, pretended.untyped_storage().nbytes())
-            if real.untyped_storage().nbytes() != nbytes:
+            if real.untyped_storage().nbytes() != nbytes and not is_promoted(real, pretended):
                 wrong.append(f"{target} {describe(args)}: {real.untyped_storage().nbytes()} not {nbytes}")
     assert not wrong, "\n".join(wrong[:20])
 
@@ -151,7 +161,10 @@ def test_symbolic_sizes_get_the_same_answer(name: str, dtype: torch.dtype, every
             except Exception as error:
                 wrong.append(f"{target} {describe(args)}: {type(error).__name__}: {error}")
                 continue
-        expected = cpu.scratch_nbytes(target, args, kwargs, target(*args, **kwargs), 2)
+        outputs = target(*args, **kwargs)
+        if any(map(is_promoted, tree_leaves(outputs), tree_leaves(fake))):
+            outputs = tree_map(lambda real, pretended: real.to(pretended.dtype), outputs, fake)
+        expected = cpu.scratch_nbytes(target, args, kwargs, outputs, 2)
         if found != expected:
             wrong.append(f"{target} {describe(args)}: {expected} not {found}")
     assert not wrong, "\n".join(wrong[:20])
