@@ -33,6 +33,7 @@ from chunkc.torch_private.aot import is_custom
 from chunkc.torch_private.inductor import (
     InvalidCxxCompiler,
     UnfinishedModule,
+    WaitingKernels,
     compile_fx_inner,
     own_output_strides,
     pick_vec_isa,
@@ -127,12 +128,12 @@ def compiled_together(show: Show) -> Iterator[Callable[..., CompiledSegment]]:
         UnsupportedError: kernels cannot be compiled; also raised at the end of the block.
     """
     unfinished: list[tuple[Segment, UnfinishedModule]] = []
-    is_over = threading.Event()
+    kernels = WaitingKernels()
 
     def compile_one(segment: Segment, codegen: str, num_threads: int, shapes: Shapes = AS_TRACED) -> CompiledSegment:
         if not _has_cpp_kernels(segment, codegen):
             return compile_segment(segment, codegen, num_threads, shapes)
-        with without_waiting(is_over) as modules:
+        with without_waiting(kernels) as modules:
             try:
                 return compile_segment(segment, codegen, num_threads, shapes)
             finally:
@@ -147,7 +148,7 @@ def compiled_together(show: Show) -> Iterator[Callable[..., CompiledSegment]]:
                 module.finish()
             num_finished += 1
     finally:
-        is_over.set()
+        kernels.give_up()
         for _, module in unfinished[num_finished:]:
             module.forget()
 

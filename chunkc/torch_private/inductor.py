@@ -19,7 +19,7 @@ from torch import fx
 from torch._dynamo.utils import preserve_rng_state
 from torch._inductor import config, cpu_vec_isa
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, PyCodeCache, _worker_compile_cpp
+from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, PyCodeCache
 from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 from torch._inductor.compile_fx import (
     _recursive_post_grad_passes,
@@ -42,12 +42,14 @@ from torch._inductor.utils import shape_env_from_inputs
 from torch._inductor.virtualized import V
 
 from chunkc.torch_private.fake import TracingContext, detect_fake_mode, disable_current_modes
+from chunkc.torch_private.kernel_batches import WaitingKernels, is_kernel_build
 from chunkc.torch_private.ownership import is_own
 
 __all__ = [
     "CppCodeCache",
     "CppCompileError",
     "InvalidCxxCompiler",
+    "WaitingKernels",
     "compile_fx_inner",
     "is_gcc",
     "pick_vec_isa",
@@ -234,44 +236,35 @@ class UnfinishedModule:
 
 
 @contextmanager
-def without_waiting(is_over: threading.Event) -> Iterator[list[UnfinishedModule]]:
+def without_waiting(kernels: WaitingKernels) -> Iterator[list[UnfinishedModule]]:
     """Let Inductor load the modules that this thread generates without waiting for their C++ kernels.
 
     Yields the list of these modules. Code that was compiled inside the block may not run before all of them are
-    finished; a module that never will be must be forgotten. Once `is_over` is set, no further kernel is begun.
+    finished; a module that never will be must be forgotten. C++ kernels that are not compiled yet join `kernels`.
     """
     unfinished: list[UnfinishedModule] = []
     here = threading.get_ident()
     wait, submit = AsyncCompile.wait, AsyncCompile.submit
 
-    def wait_later(kernels: AsyncCompile, scope: dict[str, Any]) -> None:
+    def wait_later(compilation: AsyncCompile, scope: dict[str, Any]) -> None:
         if threading.get_ident() == here:
-            unfinished.append(UnfinishedModule(kernels, scope))
+            unfinished.append(UnfinishedModule(compilation, scope))
         else:
-            wait(kernels, scope)
+            wait(compilation, scope)
 
-    def submit_while_wanted(task: Callable[[], None]) -> object:
-        if getattr(task, "func", None) is not _worker_compile_cpp:
-            return submit(task)
-        return submit(functools.partial(_compile_if_wanted, task, is_over))
+    def submit_kernel(task: Callable[[], None]) -> object:
+        is_here = threading.get_ident() == here
+        return kernels.add(task) if is_here and is_kernel_build(task) else submit(task)
 
     with _only_one:
         former = {name: vars(AsyncCompile)[name] for name in ("wait", "submit")}
-        for name, function in (("wait", wait_later), ("submit", staticmethod(submit_while_wanted))):
+        for name, function in (("wait", wait_later), ("submit", staticmethod(submit_kernel))):
             setattr(AsyncCompile, name, function)
         try:
             yield unfinished
         finally:
             for name, function in former.items():
                 setattr(AsyncCompile, name, function)
-
-
-def _compile_if_wanted(compile_kernel: Callable[[], None], is_over: threading.Event) -> None:
-    # Errors are dropped here. A caller that needs the kernel calls `compile_kernel` again, which does nothing if the
-    # kernel exists, and raises otherwise.
-    if not is_over.is_set():
-        with suppress(Exception):
-            compile_kernel()
 
 
 def precompile_header() -> None:

@@ -1,10 +1,12 @@
 """Inductor's code generation alone: the same wrapper and the same bytes as its compiler's, and no compiler started. C++
-kernels of several segments are compiled side by side: by Inductor's own cache, as often and with the same errors.
+kernels of several segments are compiled several in a file, found by Inductor as its own, and with the same errors.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 import torch
 from harness import HUGE, compile_case
 from torch._inductor import codecache, config, cpu_vec_isa
+from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.decomposition import select_decomp_table
@@ -44,7 +47,7 @@ from chunkc.passes.segments.cuts import cut
 from chunkc.passes.segments.segments import Segment, SegmentTable, canonical_text, extract
 from chunkc.torch_private import inductor
 from chunkc.torch_private.fake import detect_fake_mode
-from chunkc.torch_private.inductor import without_waiting
+from chunkc.torch_private.inductor import WaitingKernels, without_waiting
 from chunkc.tracing import build
 
 
@@ -235,34 +238,40 @@ def named_segment(name: str, function: Callable[[torch.Tensor], torch.Tensor]) -
 
 def segments() -> list[Segment]:
     functions = {"sine": torch.sin, "cosine": torch.cos, "exponential": torch.exp, "tangent": torch.tanh}
+    functions |= {"root": torch.sqrt, "magnitude": torch.abs, "floor": torch.floor, "ceiling": torch.ceil}
+    functions |= {"logarithm": torch.log, "negation": torch.neg}
     return [named_segment(name, function) for name, function in functions.items()]
 
 
-def kernel_of(builder: CppBuilder) -> str:
+def kernels_of(builder: CppBuilder) -> tuple[str, ...]:
     """Which of the segments a build is for."""
     with open(builder._sources_args.split()[0]) as source:
         text = source.read()
-    (name,) = [name for name in ("sin", "cos", "exp", "tanh") if f".{name}()" in text]
-    return name
+    names = ("sin", "cos", "exp", "tanh", "sqrt", "abs", "floor", "ceil", "log", "neg")
+    return tuple(name for name in names if f".{name}()" in text)
 
 
 class Builds:
     """Stands before the C++ compiler: notes what it is run for and by which thread, and may hold or fail it."""
 
-    def __init__(self, before: Callable[[str], None]) -> None:
-        self.kernels: list[str] = []
+    def __init__(self, before: Callable[[tuple[str, ...]], None]) -> None:
+        self.files: list[tuple[str, ...]] = []
         self.in_main: list[str] = []
         build = CppBuilder.build
 
         def counted(builder: CppBuilder) -> None:
-            name = kernel_of(builder)
-            self.kernels.append(name)
+            names = kernels_of(builder)
+            self.files.append(names)
             if threading.current_thread() is threading.main_thread():
-                self.in_main.append(name)
-            before(name)
+                self.in_main.extend(names)
+            before(names)
             build(builder)
 
         self.build = counted
+
+    @property
+    def kernels(self) -> list[str]:
+        return sorted(itertools.chain(*self.files))
 
 
 def test_vector_instructions_are_tried_until_some_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,8 +312,8 @@ def new_cache() -> Iterator[None]:
 
 
 @pytest.fixture
-def builds(new_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[str], None]], Builds]:
-    def counting(before: Callable[[str], None] = lambda name: None) -> Builds:
+def builds(new_cache: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Builds]:
+    def counting(before: Callable[[tuple[str, ...]], None] = lambda names: None) -> Builds:
         found = Builds(before)
         monkeypatch.setattr(CppBuilder, "build", found.build)
         return found
@@ -317,15 +326,50 @@ def compiled(given: list[Segment], show: Show = lambda what, done, of: None) -> 
         return [compile_one(segment, "inductor", 1) for segment in given]
 
 
-def test_kernels_of_different_segments_are_compiled_at_the_same_time_and_once(builds: Callable[..., Builds]) -> None:
+def test_kernels_of_different_segments_are_compiled_four_in_a_file_and_files_at_the_same_time(
+    builds: Callable[..., Builds],
+) -> None:
     two = threading.Barrier(2)
-    found = builds(lambda name: two.wait(WAIT_S))  # nobody compiles unless two do
-    x = torch.randn(64)
-    runs = compiled(segments()[:2])
-    assert sorted(found.kernels) == ["cos", "sin"]
+    found = builds(lambda names: two.wait(WAIT_S))  # no file is compiled unless two are
+    x = torch.rand(64)
+    runs = compiled(segments()[:8])
+    assert sorted(map(len, found.files)) == [4, 4]
+    assert len(set(found.kernels)) == 8
     assert not found.in_main
-    for run, function in zip(runs, (torch.sin, torch.cos), strict=True):
+    functions = (torch.sin, torch.cos, torch.exp, torch.tanh, torch.sqrt, torch.abs, torch.floor, torch.ceil)
+    for run, function in zip(runs, functions, strict=True):
         torch.testing.assert_close(run.run([x])[0], function(x))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_inductor_finds_each_kernel_of_a_file_as_its_own(
+    builds: Callable[..., Builds], monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """Also on file systems without hard links."""
+
+    def refuse(*args: object) -> None:
+        raise OSError("not here")
+
+    found = builds()
+    if not links:
+        monkeypatch.setattr(os, "link", refuse)
+    compiled(segments()[:2])
+    codecache.CppPythonBindingsCodeCache.cache_clear()
+    codecache.PyCodeCache.cache_clear()
+    for segment, expected in zip(segments()[:2], (0.0, 1.0), strict=True):
+        assert compile_segment(segment, "inductor", 1).run([torch.zeros(64)])[0].eq(expected).all()
+    assert found.files == [("sin", "cos")]
+
+
+def test_a_kernel_that_cannot_share_a_file_is_compiled_alone(
+    builds: Callable[..., Builds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = codecache.CppPythonBindingsCodeCache.suffix_template
+    monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "suffix_template", f"#define OTHER\n{template}")
+    found = builds()
+    (sine, _) = compiled(segments()[:2])
+    assert sorted(found.files) == [("cos",), ("sin",)]
+    assert sine.run([torch.zeros(64)])[0].eq(0).all()
 
 
 @pytest.mark.second_tier
@@ -341,7 +385,8 @@ def test_a_user_who_wants_one_compilation_at_a_time_has_that(builds: Callable[..
     found = builds()
     with config.patch(compile_threads=1):
         compiled(segments()[:2])
-    assert found.kernels == found.in_main == ["sin", "cos"]
+    assert found.files == [("sin",), ("cos",)]
+    assert found.in_main == ["sin", "cos"]
 
 
 def test_each_segment_is_lowered_once_and_while_others_compile(
@@ -349,18 +394,18 @@ def test_each_segment_is_lowered_once_and_while_others_compile(
 ) -> None:
     lowered: list[str] = []
     all_lowered = threading.Event()
-    found = builds(lambda name: all_lowered.wait(WAIT_S))  # no kernel is compiled before all segments are lowered
+    found = builds(lambda names: all_lowered.wait(WAIT_S))  # no kernel is compiled before all segments are lowered
 
     def counted(lowering: GraphLowering) -> object:
         lowered.append(str(lowering))
-        if len(lowered) == 3:
+        if len(lowered) == 5:
             all_lowered.set()
         return generate(lowering)
 
     generate = GraphLowering.codegen
     monkeypatch.setattr(GraphLowering, "codegen", counted)
-    compiled(segments()[:3])
-    assert len(lowered) == len(found.kernels) == 3
+    compiled(segments()[:5])
+    assert len(lowered) == len(found.kernels) == 5
 
 
 @pytest.mark.slow
@@ -370,7 +415,7 @@ def test_another_process_finds_what_was_compiled(builds: Callable[..., Builds]) 
     codecache.CppPythonBindingsCodeCache.cache_clear()
     codecache.PyCodeCache.cache_clear()
     runs = compiled(segments()[:3])
-    assert sorted(found.kernels) == ["cos", "exp", "sin"]
+    assert found.kernels == ["cos", "exp", "sin"]
     assert torch.equal(runs[1].run([torch.zeros(64)])[0], torch.ones(64))
 
 
@@ -399,7 +444,7 @@ def test_others_wait_for_their_kernels_meanwhile(builds: Callable[..., Builds]) 
             found.append(compile_fx_inner(cosine.module, cosine.example_inputs)([torch.zeros(64)])[0])
 
     cosine = segments()[1]
-    with without_waiting(threading.Event()) as modules:
+    with without_waiting(WaitingKernels()) as modules:
         thread = threading.Thread(target=elsewhere)
         thread.start()
         thread.join()
@@ -408,8 +453,8 @@ def test_others_wait_for_their_kernels_meanwhile(builds: Callable[..., Builds]) 
 
 
 def test_a_compilers_failure_is_the_one_that_is_raised_without_it(builds: Callable[..., Builds]) -> None:
-    def fail(name: str) -> None:
-        if name == "cos":
+    def fail(names: tuple[str, ...]) -> None:
+        if "cos" in names:
             raise CppCompileError(["g++"], "no room on the disk")
 
     builds(fail)
@@ -427,7 +472,7 @@ def test_a_compilers_failure_is_the_one_that_is_raised_without_it(builds: Callab
 def test_a_failure_that_passes_is_forgotten(builds: Callable[..., Builds]) -> None:
     """As where an interrupt of the terminal reaches the C++ compiler too."""
 
-    def fail_ahead(name: str) -> None:
+    def fail_ahead(names: tuple[str, ...]) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise CppCompileError(["g++"], "interrupted")
 
@@ -441,7 +486,7 @@ def test_a_failure_that_passes_is_forgotten(builds: Callable[..., Builds]) -> No
 @pytest.mark.second_tier
 def test_an_interrupt_leaves_nothing_behind_and_nothing_broken(builds: Callable[..., Builds]) -> None:
     may_go = threading.Event()
-    found = builds(lambda name: may_go.wait(WAIT_S))
+    found = builds(lambda names: may_go.wait(WAIT_S))
 
     def interrupt(what: str, done: int, of: int | None) -> None:
         raise KeyboardInterrupt
@@ -449,9 +494,10 @@ def test_an_interrupt_leaves_nothing_behind_and_nothing_broken(builds: Callable[
     with pytest.raises(KeyboardInterrupt):
         compiled(segments(), interrupt)
     may_go.set()
+    AsyncCompile.pool().submit(int).result()
+    assert not {"log", "neg"} & set(found.kernels)  # two files were under way at the interrupt, the third never begins
     runs = compiled(segments())
-    assert sorted(found.kernels) == ["cos", "exp", "sin", "tanh"]
-    assert {"exp", "tanh"} <= set(found.in_main)  # two were under way at the interrupt, the others were never begun
+    assert found.kernels == ["abs", "ceil", "cos", "exp", "floor", "log", "neg", "sin", "sqrt", "tanh"]
     assert torch.equal(runs[-1].run([torch.zeros(64)])[0], torch.zeros(64))
 
 
