@@ -12,7 +12,7 @@ import torch
 
 from chunkc.ir.links import FROM_DISK, GATHER, SCATTER, TO_DEVICE, TO_DISK, TO_HOME
 from chunkc.ir.shards import Shards, parcels
-from chunkc.ir.states import DEFAULT_STATES, ELEMENTS_PER_SCALE, INT8, StateFormat, num_entries
+from chunkc.ir.states import DEFAULT_STATES, StateFormat, num_entries
 
 STEP_NBYTES = 4
 """Size of an optimizer's step counter: one fp32 scalar per trainable parameter, always on the compute tier."""
@@ -322,10 +322,6 @@ class ChunkGroup:
     def update_nbytes_per_element(self) -> int:
         """Bytes of all kinds per element, rounded up."""
         return math.ceil(sum(self.nbytes(kind) for kind in self.update_kinds) / self.numel) if self.numel else 0
-
-    def update_workspace_nbytes(self, num_elements: int) -> int:
-        """Return the bytes set aside for an update: with 8-bit moments a number per block, which none takes."""
-        return 4 * -(-num_elements // ELEMENTS_PER_SCALE) if self.states.moments == INT8 else 0
 
     @cached_property
     def resident_nbytes(self) -> int:

@@ -134,7 +134,7 @@ class Eligibility(BoundToSession):
         """Whether a group is updated there, as far as that depends on steps before."""
         optimizer = self.optimizer
         if index in self.session.store.resident:
-            updates_residents = optimizer.overlap.updates_residents(optimizer.states, optimizer.rule.num_stages)
+            updates_residents = optimizer.overlap.updates_residents(optimizer.rule.num_stages)
             return where is Where.RESIDENT and index in self._in_place and updates_residents
         if where is Where.SLOTS:
             self._look_up()

@@ -9,9 +9,8 @@ from dataclasses import dataclass, replace
 from chunkc.ir.errors import OptionsError
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import PARAM, ChunkGroup, ChunkLayout
-from chunkc.ir.states import StateFormat
 from chunkc.passes.planning.residency import evenly_spread
-from chunkc.passes.planning.update_placement import can_update_resident, groups_for_cpu
+from chunkc.passes.planning.update_placement import groups_for_cpu
 from chunkc.policy.host_memory import home_nbytes, with_room_for_copies
 from chunkc.policy.state import EMPTY_CONTEXT, PhaseContext
 
@@ -80,9 +79,9 @@ class UpdateMode:
         """Whether an update in the backward cannot be undone, and consumes its gradients."""
         return self.in_backward and not self.undoable
 
-    def updates_residents(self, states: StateFormat, num_stages: int) -> bool:
-        """Whether the backward updates resident groups with states of a format, and so consumes their gradients."""
-        return self.is_final and can_update_resident(states, num_stages)
+    def updates_residents(self, num_stages: int) -> bool:
+        """Whether the backward updates resident groups, and so consumes their gradients."""
+        return self.is_final and num_stages == 1
 
     def at_home(
         self, groups: Sequence[ChunkGroup], hardware: Hardware, *, home: str, num_stages: int = 1
@@ -109,7 +108,7 @@ class UpdateMode:
 
     def consumed(self, groups: Sequence[ChunkGroup], num_stages: int) -> frozenset[int]:
         """Return the indices of those groups with gradients that a backward consumes if they are resident."""
-        return frozenset(group.index for group in groups if self.updates_residents(group.states, num_stages))
+        return frozenset(group.index for group in groups) if self.updates_residents(num_stages) else frozenset()
 
     def expected(self, groups: Sequence[ChunkGroup], hardware: Hardware, *, home: str, num_stages: int) -> PhaseContext:
         """Predict the context of calls of graphs with these groups: those in slots, and `transient` ones if resident.

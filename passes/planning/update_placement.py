@@ -12,13 +12,7 @@ from collections.abc import Sequence
 
 from chunkc.ir.hardware import Hardware
 from chunkc.ir.layout import ChunkGroup
-from chunkc.ir.states import INT8, StateFormat
 from chunkc.passes.planning.update_seconds import cpu_update_s, update_seconds
-
-
-def can_update_resident(states: StateFormat, num_stages: int) -> bool:
-    """Whether a backward can update a resident group: an update in one stage that takes no memory for itself."""
-    return num_stages == 1 and states.moments != INT8
 
 
 def groups_for_cpu(groups: Sequence[ChunkGroup], hardware: Hardware, num_stages: int = 1) -> frozenset[int]:

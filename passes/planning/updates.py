@@ -137,7 +137,7 @@ def update_position(
     return Position(
         name=f"{UPDATE}.{tile}",
         phase=phase,
-        non_model_nbytes=held_nbytes + group.update_workspace_nbytes(tile.end - tile.begin),
+        non_model_nbytes=held_nbytes,
         op="optimizer update",
         module=group.slices[0].spec.name.rpartition(".")[0],
         reads=part.reads,

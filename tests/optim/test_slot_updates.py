@@ -289,6 +289,7 @@ CASES: dict[str, dict[str, Any]] = {
     "9,000 bytes of room": {"spare_nbytes": 9_000},
     "some stays": {"spare_nbytes": WITHOUT_GRADIENTS},
     "rounded at random, some stays": {"arguments": AT_RANDOM, "dtype": BF16, "spare_nbytes": 120_000},
+    "8 bits, some stays": {"arguments": IN_ADAM, "dtype": BF16, "spare_nbytes": 40_000},
     "sgd, some stays": IN_SGD | {"spare_nbytes": 60_000},
     "inductor": {"codegen": "inductor"},
     "disk": {"home": "disk"},

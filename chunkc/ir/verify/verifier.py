@@ -308,7 +308,6 @@ class _Checker:
                 self.fail("read", node, f"the update reads {chunk}, which is not there and ready")
         for kind in kinds.writes:
             self._write(node, self._holding(kind, group, (begin, end)), "the update")
-        self.check_budget(node, self.layout.groups[group].update_workspace_nbytes(end - begin))
 
     def _holding(self, kind: str, group: int, part: tuple[int, int]) -> Chunk:
         """Return the chunk in which an update finds a part of a group.

@@ -57,12 +57,11 @@ def test_residents_make_room_for_an_update(num_stages: int) -> None:
         remaining_residents(positions, Room.of(LAYOUT, minimum - 1, resident=everything))
 
 
-def test_a_tile_counts_what_its_update_allocates_next_to_external_bytes() -> None:
-    """With 8-bit moments a number of four bytes for each block of 256."""
-    spec = ParamSpec("h.0.w", (1024,), (1,), torch.float32, True, states=StateFormat("int8"))
-    for layout, nbytes in ((LAYOUT, 0), (lay_out([spec], 4096), 4 * 4)):
-        (position,) = smallest_update(layout, [0], 700)
-        assert position.non_model_nbytes == 700 + nbytes
+@pytest.mark.parametrize("states", [StateFormat(), StateFormat("int8")], ids=str)
+def test_an_update_counts_external_bytes_and_none_of_its_own(states: StateFormat) -> None:
+    spec = ParamSpec("h.0.w", (1024,), (1,), torch.float32, True, states=states)
+    (position,) = smallest_update(lay_out([spec], 4096), [0], 700)
+    assert position.non_model_nbytes == 700
 
 
 def test_update_tiles_cover_every_element_once() -> None:
