@@ -282,7 +282,7 @@ IN_SGD: dict[str, Any] = {"optimizer": chunkc.optim.SGD, "arguments": {"lr": 1e-
 AT_RANDOM, BF16 = ADAMW | {"stochastic_rounding": True}, torch.bfloat16
 CASES: dict[str, dict[str, Any]] = {
     "adamw, bf16, split masters": {"dtype": BF16},
-    "adam, 8 bits": {"optimizer": chunkc.optim.Adam, "arguments": IN_ADAM, "dtype": BF16},
+    "adam, 8 bits": {"optimizer": chunkc.optim.Adam, "arguments": IN_ADAM, "dtype": BF16, "spare_nbytes": 20_000},
     "sgd, fp16": IN_SGD | {"dtype": torch.float16},
     "lamb": {"optimizer": chunkc.optim.LAMB, "arguments": {"lr": 1e-2, "weight_decay": 0.1}},
     "no room for updates": {"spare_nbytes": 0},
