@@ -148,9 +148,9 @@ def compiled_together(show: Show) -> Iterator[Callable[..., CompiledSegment]]:
                 module.finish()
             num_finished += 1
     finally:
-        kernels.give_up()
         for _, module in unfinished[num_finished:]:
             module.forget()
+        kernels.give_up()
 
 
 def _has_cpp_kernels(segment: Segment, codegen: str) -> bool:

@@ -2,20 +2,20 @@
 
 Of the second that g++ takes for a kernel, two thirds go to the header that all kernels include, and to linking. So
 kernels are compiled several at a time. Inductor looks a kernel up by the name of its shared library, a hash of its
-source and flags. Every such name becomes a hard link to the one library, which tells by the name under which it is
-imported which kernel is meant (PEP 489). So this process, later ones and Inductor without chunkc find each kernel as if
-it had been compiled alone.
+source and flags. Each gets a copy of the common library under its name, and the library tells by the name under which
+it is imported which kernel is meant (PEP 489). So this process, later ones and Inductor without chunkc find each kernel
+as if it had been compiled alone. (Links instead of copies would go wrong: what overwrites one name in place, such as a
+cache that is copied over another, would replace the other kernels too.)
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any, TypeGuard
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import LOCK_TIMEOUT, _worker_compile_cpp
 from torch._inductor.cpp_builder import CppBuilder
-from torch._inductor.runtime.runtime_utils import cache_dir
 from torch.utils._filelock import FileLock
 
 _DIRECTIVES = ("#pragma ", "#define PY_SSIZE_T_CLEAN", "#ifdef Py_GIL_DISABLED", "#endif")
@@ -47,13 +46,15 @@ namespace {key} {{
 _IMPORT = """
 static PyObject* create_module(PyObject* spec, PyModuleDef*) {{
     PyObject* origin = PyObject_GetAttrString(spec, "origin");
-    const char* path = origin ? PyUnicode_AsUTF8(origin) : nullptr;
+    PyObject* encoded = origin ? PyUnicode_EncodeFSDefault(origin) : nullptr;
+    const char* path = encoded ? PyBytes_AsString(encoded) : nullptr;
     PyObject* module = nullptr;
     if (path) {{
         const std::string whole = path, name = whole.substr(whole.rfind('/') + 1);
         {choices}
-        PyErr_Format(PyExc_ImportError, "no kernel of %s was compiled into it", path);
+        else PyErr_Format(PyExc_ImportError, "no kernel of this name was compiled into %s", path);
     }}
+    Py_XDECREF(encoded);
     Py_XDECREF(origin);
     return module;
 }}
@@ -67,7 +68,7 @@ static PyModuleDef_Slot slots[] = {{
 static PyModuleDef all = {{PyModuleDef_HEAD_INIT, "kernel", nullptr, 0, nullptr, slots, nullptr, nullptr, nullptr}};
 PyMODINIT_FUNC PyInit_kernel(void) {{ return PyModuleDef_Init(&all); }}
 """
-_CHOICE = 'if (name == "{name}") {{ module = {key}::PyInit_kernel_{key}(); Py_DECREF(origin); return module; }}'
+_CHOICE = 'if (name == "{name}") module = {key}::PyInit_kernel_{key}();'
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,13 @@ class WaitingKernels:
         """Have a worker compile all kernels that wait."""
         with self._lock:
             taken, self._waiting = self._waiting, []
-        if taken:
-            AsyncCompile.pool().submit(self._compile, taken)
+        try:
+            if taken:
+                AsyncCompile.pool().submit(self._compile, taken)
+        except BaseException as error:  # also an interrupt: a caller would wait for these kernels without end
+            _end(taken)
+            if not isinstance(error, Exception):
+                raise
 
     def give_up(self) -> None:
         """Compile no further kernel; a caller that asks for one compiles it."""
@@ -135,8 +141,7 @@ class WaitingKernels:
                 with suppress(Exception):
                     build_together([kernel.build for kernel in taken])
         finally:
-            for kernel in taken:
-                kernel.set_result(None)
+            _end(taken)
 
 
 class _Kernel(Future[None]):
@@ -150,6 +155,12 @@ class _Kernel(Future[None]):
     def result(self, timeout: float | None = None) -> None:
         self._begin()
         super().result(timeout)
+
+
+def _end(kernels: Sequence[_Kernel]) -> None:
+    for kernel in kernels:
+        with suppress(InvalidStateError):  # ended by an interrupt that came once they were under way
+            kernel.set_result(None)
 
 
 def is_kernel_build(task: Callable[..., Any]) -> TypeGuard[functools.partial[None]]:
@@ -182,12 +193,14 @@ def _build_one_file(builds: Sequence[_Build]) -> None:
         for build in builds:
             build.builder.build()
         return
-    with TemporaryDirectory(dir=cache_dir()) as folder:
+    with TemporaryDirectory(dir=builds[0].library.parent) as folder:
         source = Path(folder, "kernels.cpp")
         source.write_text(text)
         library = builds[0].build_from(source)
         for build in builds:
-            _link(library, build.library)
+            copy = Path(folder, build.library.name)
+            shutil.copy(library, copy)
+            copy.replace(build.library)  # others see all of it or nothing
 
 
 def in_one_file(sources: Mapping[str, str]) -> str | None:
@@ -211,17 +224,4 @@ def in_one_file(sources: Mapping[str, str]) -> str | None:
         key = name.partition(".")[0]
         kernels.append(_KERNEL.format(key=key, source="\n".join(kept)))
         choices.append(_CHOICE.format(key=key, name=name))
-    return "\n".join([*includes, *kernels, _IMPORT.format(choices="\n        ".join(choices))])
-
-
-def _link(library: Path, name: Path) -> None:
-    name.parent.mkdir(parents=True, exist_ok=True)
-    with suppress(FileExistsError):
-        try:
-            os.link(library, name)
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without hard links
-            copy = library.with_name(name.name)
-            shutil.copy(library, copy)
-            copy.replace(name)
+    return "\n".join([*includes, *kernels, _IMPORT.format(choices="\n        else ".join(choices))])

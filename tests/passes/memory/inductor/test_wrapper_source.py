@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -341,24 +340,39 @@ def test_kernels_of_different_segments_are_compiled_four_in_a_file_and_files_at_
         torch.testing.assert_close(run.run([x])[0], function(x))
 
 
-@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("name", ["cache", b"cach\xe9".decode(errors="surrogateescape")])
 def test_inductor_finds_each_kernel_of_a_file_as_its_own(
-    builds: Callable[..., Builds], monkeypatch: pytest.MonkeyPatch, links: bool
+    builds: Callable[..., Builds], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Also on file systems without hard links."""
-
-    def refuse(*args: object) -> None:
-        raise OSError("not here")
-
+    """Also in a folder with a name that is no text. What overwrites one library in place leaves the others alone."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
+    prepare_compiler().join()
     found = builds()
-    if not links:
-        monkeypatch.setattr(os, "link", refuse)
-    compiled(segments()[:2])
+    compiled(segments()[:3])
     codecache.CppPythonBindingsCodeCache.cache_clear()
     codecache.PyCodeCache.cache_clear()
-    for segment, expected in zip(segments()[:2], (0.0, 1.0), strict=True):
+    for segment, expected in zip(segments()[:3], (0.0, 1.0, 1.0), strict=True):
         assert compile_segment(segment, "inductor", 1).run([torch.zeros(64)])[0].eq(expected).all()
-    assert found.files == [("sin", "cos")]
+    assert found.files == [("sin", "cos", "exp")]
+    assert len({path.stat().st_ino for path in tmp_path.rglob("*.main.so")}) == 3
+
+
+def test_a_batch_that_cannot_begin_is_compiled_by_its_callers(
+    builds: Callable[..., Builds], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An interrupt at that moment leaves no kernel that a later caller waits for."""
+    reasons: list[BaseException] = [KeyboardInterrupt(), RuntimeError("no thread")]
+
+    def fail() -> object:
+        raise reasons.pop(0) if reasons else RuntimeError("no thread")
+
+    found = builds()
+    monkeypatch.setattr(AsyncCompile, "pool", fail)
+    with pytest.raises(KeyboardInterrupt):
+        compiled(segments()[:4])
+    runs = compiled(segments()[:4])
+    assert found.in_main == ["sin", "cos", "exp", "tanh"]
+    assert runs[1].run([torch.zeros(64)])[0].eq(1).all()
 
 
 def test_a_kernel_that_cannot_share_a_file_is_compiled_alone(
