@@ -66,7 +66,7 @@ def is_shared_memory(tensor: torch.Tensor) -> bool:
         return False
     address = tensor.untyped_storage().data_ptr()
     try:
-        with open("/proc/self/maps") as maps:
+        with open("/proc/self/maps", errors="surrogateescape") as maps:
             for line in maps:
                 span, permissions = line.split()[:2]
                 begin, end = (int(bound, 16) for bound in span.split("-"))

@@ -162,7 +162,7 @@ def evict_pages(tensor: torch.Tensor) -> None:
 def _is_of_a_file(begin: int, end: int) -> bool:
     """Whether a single map of a file with a name has all these addresses."""
     try:
-        with open("/proc/self/maps") as maps:
+        with open("/proc/self/maps", errors="surrogateescape") as maps:
             for line in maps:
                 span, _, _, _, inode, *path = line.split(maxsplit=5)
                 first, last = (int(bound, 16) for bound in span.split("-"))

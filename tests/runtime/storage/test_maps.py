@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import mmap
 import os
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from store_cases import MIB, open_fds, random_bytes
 from chunkc.runtime.storage import maps
 from chunkc.runtime.storage.homes import DiskHome, MemoryHome
 from chunkc.runtime.storage.maps import NamelessFile, drop_pages, evict_pages
+from chunkc.session.movable import is_shared_memory
 
 
 def on_disk_nbytes(file: NamelessFile) -> int:
@@ -31,6 +33,15 @@ def file_nbytes() -> int:
     """Bytes of files that are mapped and in RAM, for this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile:"))
+
+
+def test_maps_of_files_with_names_that_are_no_text_are_read_too(tmp_path: Path) -> None:
+    shared, large = torch.zeros(4).share_memory_(), torch.zeros(1 << 22)
+    with open(os.fsencode(tmp_path) + b"/caf\xe9", "wb+") as file:
+        file.truncate(mmap.PAGESIZE)
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+            assert is_shared_memory(shared)
+            evict_pages(large)
 
 
 def test_ranges_of_one_file_do_not_overlap_and_take_no_descriptors(tmp_path: Path) -> None:
