@@ -308,6 +308,7 @@ class _Checker:
                 self.fail("read", node, f"the update reads {chunk}, which is not there and ready")
         for kind in kinds.writes:
             self._write(node, self._holding(kind, group, (begin, end)), "the update")
+        self.check_budget(node)
 
     def _holding(self, kind: str, group: int, part: tuple[int, int]) -> Chunk:
         """Return the chunk in which an update finds a part of a group.
