@@ -27,8 +27,19 @@ from torch._inductor.codecache import LOCK_TIMEOUT, _worker_compile_cpp
 from torch._inductor.cpp_builder import CppBuilder
 from torch.utils._filelock import FileLock
 
-_DIRECTIVES = ("#pragma ", "#define PY_SSIZE_T_CLEAN", "#ifdef Py_GIL_DISABLED", "#endif")
-"""Directives that may stand in a namespace, and several times in a file; `#include` lines are moved to its top."""
+_DIRECTIVES = (
+    "#pragma ",
+    "#if",
+    "#else",
+    "#endif",
+    "#define PY_SSIZE_T_CLEAN",
+    "#define likely(x)",
+    "#define unlikely(x)",
+)
+"""Directives that may stand in a namespace, and several times in a file; `#include` lines are moved to its top.
+
+PyTorch 2.11 defines `likely` and `unlikely` in each binding, all times alike.
+"""
 
 _BATCH = 4
 """Kernels in a file. With more, a first start of 22 kernels on 2 cores takes as many processor seconds, and longer."""
@@ -212,10 +223,11 @@ def in_one_file(sources: Mapping[str, str]) -> str | None:
     includes: dict[str, None] = {"#define PY_SSIZE_T_CLEAN": None}
     kernels, choices = [], []
     for name, source in sources.items():
-        kept = []
+        kept, depth = [], 0
         for line in source.splitlines():
             bare = line.strip()
-            if bare.startswith("#include "):
+            depth += bare.startswith("#if") - bare.startswith("#endif")
+            if bare.startswith("#include ") and not depth:
                 includes[bare] = None
                 continue
             if bare.startswith("#") and not bare.startswith(_DIRECTIVES):

@@ -47,6 +47,7 @@ from chunkc.passes.segments.segments import Segment, SegmentTable, canonical_tex
 from chunkc.torch_private import inductor
 from chunkc.torch_private.fake import detect_fake_mode
 from chunkc.torch_private.inductor import WaitingKernels, without_waiting
+from chunkc.torch_private.kernel_batches import in_one_file
 from chunkc.tracing import build
 
 
@@ -354,6 +355,17 @@ def test_inductor_finds_each_kernel_of_a_file_as_its_own(
         assert compile_segment(segment, "inductor", 1).run([torch.zeros(64)])[0].eq(expected).all()
     assert found.files == [("sin", "cos", "exp")]
     assert len({path.stat().st_ino for path in tmp_path.rglob("*.main.so")}) == 3
+
+
+@pytest.mark.parametrize(
+    "line", ["#include <vector>", "  #define likely(x) (x)"], ids=["an include", "a macro that bindings define"]
+)
+def test_conditions_stay_around_what_they_are_of(line: str) -> None:
+    """An include under a condition cannot move to the top of the file that several kernels share."""
+    source = f"#ifdef _MSC_VER\n{line}\n#endif\nint kernel();"
+    text = in_one_file({"a.so": source, "b.so": source})
+    assert (text is None) == ("include" in line)
+    assert text is None or text.count(source) == 2
 
 
 def test_a_batch_that_cannot_begin_is_compiled_by_its_callers(
