@@ -287,8 +287,9 @@ def check_device_code(name: str, target: str, num_tensors: int, folder: Path) ->
     moments = [fmt.moment_dtype] * len(fmt.kinds)
     read = [fmt.grad_dtype, *moments, fmt.master_dtype or fmt.param_dtype] + [fmt.param_dtype] * fmt.split
     wanted = fewest_accesses(read, [fmt.param_dtype, *moments, *([fmt.master_dtype] if fmt.master_dtype else [])])
-    on_nvidia = TARGETS[target][0] == "cuda"  # AMD's devices load a group's scalars in pairs
-    most = wanted if on_nvidia else wanted + Counter(ld8=len(fmt.scalars._fields) // 2)
+    on_nvidia = TARGETS[target][0] == "cuda"  # AMD's devices load a group's scalars in pairs or in fours
+    num_scalars = len(fmt.scalars._fields)
+    most = wanted if on_nvidia else wanted + Counter(ld8=num_scalars // 2, ld16=num_scalars // 4)
     assert wanted <= vector_accesses(kernel) <= most
     assert not on_nvidia or "fma" not in kernel.asm["ptx"]
 
