@@ -10,6 +10,7 @@ from torch import nn
 from chunkc.ir.errors import UnsupportedError
 from chunkc.ir.strides import is_dense
 from chunkc.runtime.storage.device_views import home_memory_of
+from chunkc.runtime.storage.maps import map_at
 from chunkc.runtime.store.shards import LocalShard
 from chunkc.torch_private.engine import storage_use_count
 
@@ -64,17 +65,8 @@ def is_shared_memory(tensor: torch.Tensor) -> bool:
     """
     if tensor.device.type != "cpu" or not tensor.is_shared():
         return False
-    address = tensor.untyped_storage().data_ptr()
-    try:
-        with open("/proc/self/maps", errors="surrogateescape") as maps:
-            for line in maps:
-                span, permissions = line.split()[:2]
-                begin, end = (int(bound, 16) for bound in span.split("-"))
-                if begin <= address < end:
-                    return permissions.endswith("s")
-    except OSError:
-        pass
-    return True
+    found = map_at(tensor.untyped_storage().data_ptr())
+    return found is None or found.is_shared
 
 
 def present_nbytes(parameters: Sequence[torch.Tensor], device: torch.device) -> int:

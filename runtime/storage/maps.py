@@ -13,6 +13,8 @@ import mmap
 import os
 import tempfile
 import weakref
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -155,22 +157,36 @@ def evict_pages(tensor: torch.Tensor) -> None:
         return
     first, last = span_of(tensor)
     begin, end = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
-    if _is_of_a_file(begin, end):
+    found = map_at(begin)
+    if found is not None and found.is_of_a_file and end <= found.end:
         _libc.madvise(begin, end - begin, _MADV_PAGEOUT)
 
 
-def _is_of_a_file(begin: int, end: int) -> bool:
-    """Whether a single map of a file with a name has all these addresses."""
-    try:
-        with open("/proc/self/maps", errors="surrogateescape") as maps:
-            for line in maps:
-                span, _, _, _, inode, *path = line.split(maxsplit=5)
-                first, last = (int(bound, 16) for bound in span.split("-"))
-                if first <= begin < last:
-                    return end <= last and inode != "0" and path[0].startswith("/") and "(deleted)" not in path[0]
-    except OSError:
-        pass
-    return False
+@dataclass(frozen=True)
+class KernelMap:
+    """A map of this process, as the system lists it.
+
+    Attributes:
+        end: the address behind its last byte.
+        is_shared: other processes may map the same memory, or what is written goes to a file.
+        is_of_a_file: of one that has a name.
+    """
+
+    end: int
+    is_shared: bool
+    is_of_a_file: bool
+
+
+def map_at(address: int) -> KernelMap | None:
+    """Return the map that an address lies in; None where the system does not say."""
+    with suppress(OSError), open("/proc/self/maps", errors="surrogateescape") as maps:
+        for line in maps:
+            span, permissions, _, _, inode, *path = line.split(maxsplit=5)
+            begin, end = (int(bound, 16) for bound in span.split("-"))
+            if begin <= address < end:
+                has_name = inode != "0" and path[0].startswith("/") and "(deleted)" not in path[0]
+                return KernelMap(end, permissions.endswith("s"), has_name)
+    return None
 
 
 def make_private_in_child() -> None:
