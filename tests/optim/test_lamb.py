@@ -45,7 +45,7 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
         {"params": [layer.bias for layer in model.layers], "weight_decay": 0.0},  # type: ignore[union-attr]
         {"params": weights[:1], "maximize": True},
         {"params": weights[1:2], "weight_decay": 0.0, "always_adapt": True},
-        {"params": weights[2:3], "lr": 0.03, "betas": (0.8, 0.95), "max_coeff": 0.3},
+        {"params": weights[2:3], "lr": 0.03, "betas": (0.8, 0.95), "max_coeff": 0.01},
         {"params": weights[3:], "lr": 1e-3, "min_coeff": 3.0, "eps": 1e-3},
     ]
 
